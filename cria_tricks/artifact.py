@@ -1,0 +1,170 @@
+"""The adapter folder: what plain peft loads, a truthful card, and a manifest that says if it is whole."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.errors import BadInput
+from cria_tricks.models import SMOLLM2
+from cria_tricks.recipe import Recipe
+from cria_tricks.units import human
+
+MANIFEST = "manifest.json"
+_LICENCES = {SMOLLM2: "apache-2.0"}
+_LLAMA = "Llama-3.2"
+
+
+def save(folder: Path, model: Any, tokenizer: Any, base: str, card: str, recipe: Recipe) -> None:
+    """Write the folder aside and rename it, so that it is there whole or not at all.
+
+    Args:
+        folder: ``.../adapter`` for an adapter, ``.../model`` for a fully fine-tuned model.
+        model: a ``PeftModel``, or a whole model.
+        tokenizer: saved beside it.
+        base: the name of the base model that others can load; a cache folder of ours is none.
+        card: the text of README.md.
+        recipe: saved as recipe.toml, so that the run can be repeated.
+    """
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
+    tokenizer.save_pretrained(aside)
+    config = aside / "adapter_config.json"
+    if config.exists():
+        content = json.loads(config.read_text())
+        content["base_model_name_or_path"] = base
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    (aside / "README.md").write_text(card, encoding="utf-8")
+    (aside / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    files = {path.relative_to(aside).as_posix(): _entry(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+    (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)  # of the same run, resumed: the new one is whole by now
+    aside.rename(folder)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What ``verify`` found in a whole folder."""
+
+    files: int
+    bytes: int
+    unlisted: tuple[str, ...]
+
+
+def verify(folder: str | Path) -> Verified:
+    """Compare every file with the manifest.
+
+    Raises:
+        BadInput: naming the first file that is missing or changed.
+    """
+    folder = Path(folder)
+    try:
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
+    except OSError:
+        raise BadInput(f"{folder}: has no {MANIFEST}, so it is no folder that cria train wrote") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"{folder / MANIFEST}: is damaged; take the folder from its source again") from None
+    for name, (size, sha256) in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            raise BadInput(f"{path}: is missing; take the folder from its source again")
+        found = _entry(path)
+        if (found["bytes"], found["sha256"]) != (size, sha256):
+            change = f"has {found['bytes']} bytes, not {size}" if found["bytes"] != size else "has other content"
+            raise BadInput(f"{path}: {change} than when it was written; take the folder from its source again")
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return Verified(
+        len(wanted),
+        sum(size for size, _ in wanted.values()),
+        tuple(sorted(present - set(wanted) - {MANIFEST})),
+    )
+
+
+def model_card(report: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
+    """README.md of the folder, from the report of the run that made it."""
+    adapter = recipe.tricks.peft != "none"
+    what = {"lora": "A LoRA adapter", "head": "A trained head", "none": "A fully fine-tuned model"}[recipe.tricks.peft]
+    licence = _LICENCES.get(base) or ("llama3.2" if _LLAMA in base else None)
+    front = [
+        "---",
+        f"base_model: {base}",
+        f"library_name: {'peft' if adapter else 'transformers'}",
+        *([f"license: {licence}"] if licence else []),
+        "tags: [cria_tricks, qlora, generated-from-trainer]",
+        "---",
+    ]
+    rows = [
+        ("evaluation loss before (mean per trained token)", _loss(report["eval_loss_before"])),
+        ("evaluation loss after", _loss(report["eval_loss_after"])),
+        ("training loss, mean over steps", _loss(report["train_loss"])),
+        ("optimizer steps", f"{report['steps']} ({report['skipped_steps']} skipped by the loss scaler)"),
+        ("trained tokens", f"{report['data']['trained_tokens_seen']:,}"),
+        ("trainable parameters", f"{report['parameters']['trainable']:,}"),
+        ("peak memory", human(report["peak_bytes"])),
+        ("device", report["device"]),
+        ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
+    ]
+    use = (
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        'model = PeftModel.from_pretrained(base, "path/to/this/folder")\n'
+        if adapter
+        else "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
+    )
+    licence_note = (
+        f"Derived from {base}: its licence ({licence}) applies."
+        if licence
+        else f"Derived from {base}: see its licence."
+    )
+    return "\n".join(
+        [
+            *front,
+            f"# {recipe.name}",
+            "",
+            f"{what} for `{base}`, trained with cria_tricks on chat rows, loss on the assistant's tokens only.",
+            *(["", note] if note else []),
+            "",
+            "## Data",
+            "",
+            f"- train: {report['data']['train']}",
+            f"- evaluation: {report['data']['eval']}",
+            "",
+            "## Results",
+            "",
+            "| what | value |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows),
+            "",
+            "The evaluation loss is all that was measured. Whether answers are true, well cited or safe was not.",
+            "",
+            "## Use",
+            "",
+            "```python",
+            use + 'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+            "```",
+            "",
+            "## Recipe",
+            "",
+            "`recipe.toml` repeats the run: `cria train recipe.toml`. `manifest.json` holds the sha256 of every file; "
+            "`cria verify FOLDER` compares.",
+            "",
+            licence_note + " The training data's licence is named above where it is known.",
+            "",
+        ]
+    )
+
+
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,79 @@
+"""Talk to a trained adapter, loaded as any user of peft would load it."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cria_tricks import models
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import this_device
+from cria_tricks.load import quiet_libraries
+
+
+def open_folder(folder: str | Path) -> tuple[Any, Any]:
+    """Load an adapter over its unquantised base, or a fully fine-tuned model.
+
+    Args:
+        folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
+
+    Returns:
+        Model in eval mode, and tokenizer.
+
+    Raises:
+        BadInput: if the folder holds neither, or the base cannot be had.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quiet_libraries()
+    folder, device = Path(folder), this_device()
+    dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
+    config = folder / "adapter_config.json"
+    if config.is_file():
+        base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        source = base.path
+    elif (folder / "config.json").is_file():
+        base, source = None, str(folder)
+    else:
+        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        if base:
+            model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    return model.to(device.kind).eval(), tokenizer
+
+
+def answer(
+    model: Any, tokenizer: Any, messages: Iterable[dict[str, str]], max_new_tokens: int, streamer: Any = None
+) -> str:
+    """Generate the assistant's next turn, greedily.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: with a chat template.
+        messages: the conversation so far, ending with the user's turn.
+        max_new_tokens: where it stops at the latest.
+        streamer: is handed the text as it grows, e.g. ``transformers.TextStreamer``.
+
+    Returns:
+        The turn's text.
+    """
+    prompt = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+    with torch.no_grad():
+        out = model.generate(
+            **prompt,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            streamer=streamer,
+        )
+    return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,184 @@
+"""The command line, ``cria``. With ``--json`` stdout is one JSON document and nothing else."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cria_tricks.errors import BadInput, Diverged, Interrupted
+
+app = typer.Typer(
+    name="cria",
+    help="Fit LLM fine-tuning into a small GPU, and see what every trick costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+screen, aside = Console(), Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
+    from cria_tricks import recipes
+    from cria_tricks.recipe import with_settings
+    from cria_tricks.run import train as run
+
+    with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
+        report = run(with_settings(recipes.get(recipe), settings or []), out, resume=resume, console=aside)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    from cria_tricks.units import human
+
+    for sentence in report["warnings"]:
+        screen.print(f"warning: {sentence}", highlight=False)
+    if report["eval_loss_before"] is not None:
+        screen.print(
+            f"evaluation loss {report['eval_loss_before']:.4f} -> {report['eval_loss_after']:.4f}",
+            highlight=False,
+        )
+    screen.print(
+        f"{report['steps']} steps in {report['seconds']:.0f} s, {report['tokens_per_second']:,.0f} tokens/s, "
+        f"peak {human(report['peak_bytes'])}",
+        highlight=False,
+    )
+    screen.print(f"adapter: {report['adapter']}", f"report:  {Path(report['adapter']).parent / 'report.md'}", sep="\n")
+
+
+@app.command()
+def tricks() -> None:
+    """List the toggles: what each saves, costs and claims, and whether it works here."""
+    from cria_tricks import doctor
+    from cria_tricks.plan import trick_name
+    from cria_tricks.tricks import TRICKS, card
+
+    found = doctor.examine()
+    table = Table(title=f"Tricks, and whether they work on {found['device']['name']}", show_lines=True)
+    for column in ("set", "saves", "costs", "claim", "here"):
+        table.add_column(column, overflow="fold")
+    for trick in TRICKS:
+        fields = card(trick)
+        mine = [entry for entry in found["toggles"] if entry["trick"] == trick_name(trick)]
+        table.add_row(
+            "\n".join(entry["set"] for entry in mine),
+            fields["Saves"].replace("[bytes]", "").strip(),
+            fields["Costs"],
+            fields["Claim"].partition(":")[0],
+            "\n".join(_status(entry) for entry in mine),
+        )
+    screen.print(table)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine is and which toggles work on it."""
+    from cria_tricks import doctor
+
+    found = doctor.examine()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    device = found["device"]
+    capability = f", compute capability {'.'.join(map(str, device['capability']))}" if device["kind"] == "cuda" else ""
+    bf16 = "runs bf16 in hardware" if device["real_bf16"] else "has no bf16 units"
+    screen.print(f"{device['name']} ({device['kind']}{capability}), {device['memory']}, {bf16}", highlight=False)
+    versions = (f"{name} {version or 'missing'}" for name, version in found["versions"].items())
+    screen.print(f"python {found['python']}, " + ", ".join(versions), highlight=False)
+    table = Table()
+    for column in ("set", "here", "why"):
+        table.add_column(column, overflow="fold")
+    for entry in found["toggles"]:
+        table.add_row(entry["set"], _status(entry), entry["why"])
+    screen.print(table)
+
+
+@app.command()
+def chat(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+) -> None:
+    """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
+    from cria_tricks.chat import answer, open_folder
+
+    model, tokenizer = open_folder(adapter)
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    messages = [{"role": "system", "content": system}] if system else []
+    while text := prompt or _ask():
+        messages.append({"role": "user", "content": text})
+        reply = answer(model, tokenizer, messages, max_new_tokens, streamer)
+        messages.append({"role": "assistant", "content": reply})
+        if prompt:
+            return
+
+
+@app.command()
+def verify(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    as_json: Json = False,
+) -> None:
+    """Check that every file of an adapter folder is the one that was written."""
+    from cria_tricks import artifact
+    from cria_tricks.units import human
+
+    found = artifact.verify(adapter)
+    if as_json:
+        print(json.dumps({"ok": True, "files": found.files, "bytes": found.bytes, "unlisted": found.unlisted}))
+        return
+    for name in found.unlisted:
+        screen.print(f"note: {name} is not in the manifest", highlight=False)
+    screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
+
+
+def _status(entry: dict[str, Any]) -> str:
+    colour = {"works": "green", "warning": "yellow", "refused": "red"}[entry["status"]]
+    return f"[{colour}]{entry['status']}[/]"
+
+
+def _ask() -> str:
+    try:
+        return input("you> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def main() -> None:
+    """Run the command line; every foreseen error is one line on stderr and an exit code."""
+    try:
+        app()
+    except BadInput as error:
+        _leave(f"error: {error}", 2)
+    except Diverged as error:
+        _leave(f"error: {error}", 1)
+    except Interrupted as error:
+        _leave(f"{error}; go on with --resume", 130)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+
+
+def _leave(sentence: str, code: int) -> None:
+    print(" ".join(sentence.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Chat rows -> token rows with a mask of what is trained -> batches."""

@@ -1,0 +1,114 @@
+"""Where rows come from: our own small set, the real Kwanzaa set, a file, or a hub data set."""
+
+import hashlib
+import re
+import tempfile
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cria_tricks.data.chat import Chat, check_rows, read_jsonl
+from cria_tricks.errors import BadInput
+from cria_tricks.models import cache_folder
+
+Part = Literal["train", "eval"]
+
+# The real set is GPL-3.0 and not ours to ship: it is downloaded from its public repository, at one commit.
+_KWANZAA = (
+    "https://raw.githubusercontent.com/AINative-Studio/kwanzaa/118f69491c3adf5ab626f0229360a6c1a469b7f5"
+    "/data/training/kwanzaa_{part}.jsonl"
+)
+_SHA256 = {
+    "train": "773afadf36d5a95ea604908abaf6dc05b7eeaf5e0952726eaaa0186ba59262c7",
+    "eval": "5ecf05e81bbd2c3362a67d043e99bef79e62c1f66ad4b51748f74546bc3b0628",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows and what the model card says about them."""
+
+    rows: list[Chat]
+    description: str
+
+
+def find(name: str, part: Part) -> Source:
+    """Read one part of a data set.
+
+    Args:
+        name: ``nguzo_saba`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash checked), a local
+            file, or a hub data set ``owner/name`` or ``owner/name:split``.
+        part: which half; a hub data set without a split takes ``train``, or ``validation``, else ``test``.
+
+    Raises:
+        BadInput: if there is no such set, it cannot be had, or a row in it is wrong.
+    """
+    if name == "nguzo_saba":
+        rows = read_jsonl(Path(__file__).parent / f"nguzo_saba_{part}.jsonl")
+        return Source(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
+    if name == "kwanzaa":
+        path = _download_kwanzaa(part)
+        return Source(read_jsonl(path), f"AINative-Studio/kwanzaa {path.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise BadInput(f"data.{part}={name}: is a folder; name the .jsonl file in it")
+    if path.exists():
+        rows = read_jsonl(path)
+        return Source(rows, f"{path.name}, {len(rows)} rows, sha256 {_sha256(path.read_bytes())}")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?", name) and path.suffix not in (".jsonl", ".json"):
+        return _from_hub(name, part)
+    raise BadInput(
+        f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, or a hub data set owner/name"
+    )
+
+
+def _download_kwanzaa(part: Part) -> Path:
+    path = cache_folder() / "kwanzaa" / f"kwanzaa_{part}.jsonl"
+    if path.is_file() and _sha256(path.read_bytes()) == _SHA256[part]:
+        return path
+    url = _KWANZAA.format(part=part)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            content = answer.read()
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise BadInput(
+            f"data.{part}=kwanzaa: cannot download {url} ({reason}); "
+            f"with a copy of the file at hand: --set data.{part}=FILE.jsonl"
+        ) from None
+    if _sha256(content) != _SHA256[part]:
+        raise BadInput(f"data.{part}=kwanzaa: {url} has sha256 {_sha256(content)}, expected {_SHA256[part]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as aside:
+        aside.write(content)
+    return Path(aside.name).replace(path)
+
+
+def _from_hub(name: str, part: Part) -> Source:
+    from datasets import get_dataset_split_names, load_dataset
+
+    hub_id, _, split = name.partition(":")
+    try:
+        if not split:
+            splits = get_dataset_split_names(hub_id)
+            wanted = ("train",) if part == "train" else ("validation", "eval", "test")
+            split = next((s for s in wanted if s in splits), "")
+            if not split:
+                raise BadInput(
+                    f"data.{part}={name}: no such split; it has {', '.join(splits)}: name one as {name}:SPLIT"
+                )
+        rows = load_dataset(hub_id, split=split)
+    except BadInput:
+        raise
+    except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {reason}") from None
+    places = ((dict(row), f"{hub_id}:{split} row {index}") for index, row in enumerate(rows))
+    checked = list(check_rows(places))
+    return Source(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

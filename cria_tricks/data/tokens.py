@@ -1,0 +1,109 @@
+"""Chat rows -> token rows, with labels on the assistant's tokens only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cria_tricks.data.chat import Chat
+from cria_tricks.errors import BadInput
+
+IGNORED = -100
+"""The label of a token that is not trained."""
+
+# Llama 3's template writes today's date into the system turn. The same rows must give the same tokens tomorrow.
+_DATE = "26 Jul 2024"
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """A tokenised set.
+
+    Attributes:
+        rows: each with ``input_ids`` and ``labels``, lists of T integers.
+        cut: how many rows were longer than ``max_length`` and lost their end.
+    """
+
+    rows: list[dict[str, list[int]]]
+    cut: int
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return sum(len(row["input_ids"]) for row in self.rows)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with a label."""
+        return sum(trained(row) for row in self.rows)
+
+
+def trained(row: dict[str, list[int]]) -> int:
+    """Tokens of a row that have a label."""
+    return sum(label != IGNORED for label in row["labels"])
+
+
+def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int) -> TokenRows:
+    """Tokenise rows and mark what is trained.
+
+    The assistant's turns are found by prefix: the tokens of the conversation up to a turn are a prefix of the
+    tokens with it. Never by the padding id, which is the end-of-turn id in many tokenizers.
+
+    Args:
+        chats: checked rows.
+        tokenizer: with a chat template, where there are chat rows.
+        max_length: tokens kept of each row.
+
+    Raises:
+        BadInput: if the template does not fit, or a row has nothing left to train on.
+    """
+    rows, cut = [], 0
+    for chat in chats:
+        ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
+        labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
+        cut += len(ids) > max_length
+        row = {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+        if not trained(row):
+            prompt = next(index for index, label in enumerate(labels) if label != IGNORED)
+            raise BadInput(
+                f"{chat.where}: the prompt alone takes {prompt} tokens, so data.max_length={max_length} leaves "
+                "nothing to train on; raise it or take the row out"
+            )
+        rows.append(row)
+    return TokenRows(rows, cut)
+
+
+def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
+    ids = _template(chat.messages, tokenizer, chat.where)
+    labels = [IGNORED] * len(ids)
+    for turn, message in enumerate(chat.messages):
+        if message["role"] == "assistant":
+            prefix = _template(chat.messages[:turn], tokenizer, chat.where, add_generation_prompt=True)
+            until = _template(chat.messages[: turn + 1], tokenizer, chat.where)
+            if ids[: len(prefix)] != prefix or ids[: len(until)] != until:
+                raise BadInput(
+                    f"{chat.where}: this model's chat template rewrites earlier turns, so the assistant's tokens "
+                    "cannot be told from the prompt; use rows with one assistant turn"
+                )
+            end = len(until)
+            while end > len(prefix) + 1 and until[end - 1] != tokenizer.eos_token_id:
+                end -= 1  # a line break after the end of the turn is the template's, not the assistant's
+            if until[end - 1] != tokenizer.eos_token_id:
+                end = len(until)
+            labels[len(prefix) : end] = ids[len(prefix) : end]
+    return ids, labels
+
+
+def _completion(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
+    # As in TRL: the two texts as they are, and the end token, without a chat template.
+    prompt = tokenizer(chat.prompt)["input_ids"]
+    completion = tokenizer(chat.completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return prompt + completion, [IGNORED] * len(prompt) + completion
+
+
+def _template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **options: Any) -> list[int]:
+    if not tokenizer.chat_template:
+        raise BadInput(
+            f"{where}: this model's tokenizer has no chat template, so it is no chat model; use an -Instruct "
+            "model, or rows with prompt and completion"
+        )
+    return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, date_string=_DATE, **options)

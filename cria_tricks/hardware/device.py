@@ -1,0 +1,55 @@
+"""The few facts about a device that decide which toggles work on it, as plain data."""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a toggle must know about the machine.
+
+    Attributes:
+        kind: ``"cpu"`` or ``"cuda"``.
+        name: the product's name.
+        capability: CUDA compute capability, ``(0, 0)`` on a CPU.
+        real_bf16: whether bf16 runs in hardware; a T4 only emulates it, and still says it is supported.
+        memory_bytes: the card's memory, or the machine's.
+    """
+
+    kind: str
+    name: str
+    capability: tuple[int, int]
+    real_bf16: bool
+    memory_bytes: int
+
+
+T4 = Device("cuda", "Tesla T4", (7, 5), real_bf16=False, memory_bytes=15_828_320_256)
+"""The free Colab card, as ``torch.cuda.get_device_properties`` gives it: 14.74 GiB."""
+
+
+def this_device() -> Device:
+    """Look at the machine this runs on: its first CUDA card, else its CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        capability = (properties.major, properties.minor)
+        # Not is_bf16_supported(): it says yes on a T4, which emulates it.
+        return Device("cuda", properties.name, capability, capability >= (8, 0), properties.total_memory)
+    has = _cpu_capabilities()
+    real_bf16 = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+    name = has.get("cpu_name") or platform.processor() or platform.machine()
+    name = f"{name}, {os.cpu_count()} cores"
+    return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total)
+
+
+def _cpu_capabilities() -> Mapping[str, Any]:
+    import torch
+
+    # An older torch cannot tell; then nothing is assumed.
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -1,0 +1,126 @@
+"""Peak bytes by phase: from CUDA's allocator on a GPU, from a count of live storages on a CPU."""
+
+import contextlib
+import resource
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of all tensor storages that are alive.
+
+    Inside the context every operation's outputs are counted once per storage, and taken off when the storage
+    is freed. Views share their storage and add nothing. Bytes are exact; the allocator's rounding is not seen.
+
+    Attributes:
+        live: bytes alive now.
+        peak: the most that were alive since it was last set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was made outside of the context."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, key, size).atexit = False
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(out):
+            if isinstance(leaf, torch.Tensor):
+                self.track(leaf)
+        return out
+
+
+class Meter:
+    """Peak bytes of each phase of a run.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+
+    Attributes:
+        phases: for each phase ``allocated_bytes`` (a peak), and on CUDA ``reserved_bytes`` (a peak too), on a CPU
+            ``process_bytes`` (the most resident memory the process had until the phase's end).
+    """
+
+    def __init__(self, device: str):
+        self.cuda = device == "cuda"
+        self.phases: dict[str, dict[str, int]] = {}
+        self._live = LiveBytes()
+        self._phase: list[str] = []
+        self.lap()
+
+    def track(self, model: torch.nn.Module) -> None:
+        """On a CPU, count the storages of a model that was made outside of :meth:`watch`."""
+        if self.cuda:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._live.track(tensor)
+            for extra in _quantization_tensors(tensor):
+                self._live.track(extra)
+
+    def watch(self) -> contextlib.AbstractContextManager[Any]:
+        """On a CPU, count all storages that come to life inside; CUDA's allocator counts by itself."""
+        return contextlib.nullcontext() if self.cuda else self._live
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book what happens inside under ``name``; phases may nest, and the inner one has it."""
+        self.lap()
+        self._phase.append(name)
+        try:
+            yield
+        finally:
+            self.lap()
+            self._phase.pop()
+
+    def lap(self) -> int:
+        """Peak bytes since the last lap, booked to the current phase."""
+        if self.cuda:
+            peak = torch.cuda.max_memory_allocated()
+            other = {"reserved_bytes": torch.cuda.max_memory_reserved()}
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            peak, self._live.peak = self._live.peak, self._live.live
+            other = {"process_bytes": _peak_resident_bytes()}
+        if self._phase:
+            booked = self.phases.setdefault(self._phase[-1], {})
+            for key, value in {"allocated_bytes": peak, **other}.items():
+                booked[key] = max(booked.get(key, 0), value)
+        return peak
+
+
+def _quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The scales beside a bitsandbytes weight, which are no parameters of their own."""
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:  # double quantization nests a second state
+        yield from (t for t in (state.absmax, state.code, state.offset) if isinstance(t, torch.Tensor))
+        state = state.state2
+    for name in ("CB", "SCB"):
+        if isinstance(extra := getattr(parameter, name, None), torch.Tensor):
+            yield extra
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

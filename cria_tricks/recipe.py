@@ -1,0 +1,177 @@
+"""A recipe says everything about one training run. It is plain, frozen data: TOML in and out.
+
+``Tricks()`` with nothing set is plain fp32 full fine-tuning, the baseline of every comparison.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cria_tricks.errors import BadInput
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Data(_Frozen):
+    """Where the chat rows come from: ``nguzo_saba``, ``kwanzaa``, a .jsonl file, or a hub data set."""
+
+    train: str = Field("nguzo_saba", min_length=1)
+    eval: str = Field("nguzo_saba", min_length=1)
+    max_length: int = Field(2048, ge=8, description="tokens per row; longer rows are cut at the end")
+
+
+class Tricks(_Frozen):
+    """The toggles. Each is one module in ``cria_tricks/tricks/``."""
+
+    gradient_accumulation: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    gradient_checkpointing: bool = False
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    quantization: Literal["none", "int8", "nf4", "fp4"] = "none"
+    double_quantization: bool = False
+    peft: Literal["none", "head", "lora"] = "none"
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    paged_optimizer: bool = False
+    attention: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
+    chunked_loss: bool = False
+    lean_preparation: bool = False
+
+
+class Lora(_Frozen):
+    """The size of the adapter when ``tricks.peft = "lora"``."""
+
+    r: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+
+
+class Train(_Frozen):
+    """The optimizer's settings and the run's length."""
+
+    batch_size: int = Field(1, ge=1, description="rows per micro-batch")
+    epochs: float = Field(1.0, gt=0)
+    max_steps: int = Field(0, ge=0, description="optimizer steps; 0 means: epochs decide")
+    learning_rate: float = Field(2e-4, gt=0)
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    eval_steps: int = Field(0, ge=0, description="optimizer steps between evaluations; 0: every epoch")
+    save_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: every epoch")
+    seed: int = Field(42, ge=0, lt=2**32)
+
+
+class Recipe(_Frozen):
+    """One training run, whole."""
+
+    name: str = Field("custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: str = Field("smollm2", min_length=1)
+    data: Data = Data()
+    tricks: Tricks = Tricks()
+    lora: Lora = Lora()
+    train: Train = Train()
+
+    def to_toml(self) -> str:
+        """The recipe as TOML text that :func:`from_toml` reads back to an equal recipe."""
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+def build(values: dict[str, Any], where: str) -> Recipe:
+    """Validate nested values.
+
+    Args:
+        values: fields as in a TOML file, e.g. ``{"train": {"max_steps": 4}}``.
+        where: what to name in an error, e.g. ``"recipe.toml"``.
+
+    Raises:
+        BadInput: naming the first field that is wrong and what would be right.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(f"{where}: {_in_one_line(error)}") from None
+
+
+def from_toml(path: str | Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        BadInput: if the file cannot be read, is no TOML, or holds a wrong field.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise BadInput(f"recipe {path}: cannot be read: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
+    return build(values, f"recipe {path}")
+
+
+def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+    """Apply ``KEY=VALUE`` settings, the command line's ``--set``.
+
+    Args:
+        recipe: the recipe to start from; it is not changed.
+        settings: e.g. ``["tricks.quantization=int8", "train.max_steps=20"]``; a list value is written as
+            ``lora.target_modules=q_proj,v_proj``.
+
+    Raises:
+        BadInput: for a setting without ``=``, an unknown key, or a wrong value.
+    """
+    values = recipe.model_dump(mode="json")
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        key, where = key.strip(), f"--set {setting}"
+        if not equals:
+            raise BadInput(f"{where}: write it as KEY=VALUE, e.g. --set train.max_steps=20")
+        if key not in field_names():
+            raise BadInput(f"{where}: {_unknown(key, field_names())}")
+        *groups, name = key.split(".")
+        place = values
+        for group in groups:
+            place = place[group]
+        is_list = isinstance(place[name], list)
+        place[name] = [part.strip() for part in text.strip("[] ").split(",")] if is_list else text.strip()
+        values = build(values, where).model_dump(mode="json")
+    return build(values, "recipe")
+
+
+def field_names() -> list[str]:
+    """Every field that ``--set`` takes, dotted: ``model``, ``data.train``, ..."""
+    names: list[str] = []
+    for name, field in Recipe.model_fields.items():
+        group = field.annotation
+        inner = group.model_fields if isinstance(group, type) and issubclass(group, BaseModel) else {}
+        names += [f"{name}.{key}" for key in inner] if inner else [name]
+    return names
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # "max_steps" means "train.max_steps"
+        near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return f"unknown field {key}{hint}"
+
+
+def _in_one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return _unknown(key, field_names())
+    message = first["msg"].replace("Input should be", "must be").replace("'", "")
+    near = ""
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        close = difflib.get_close_matches(first["input"], allowed, n=1)
+        near = f"; did you mean {close[0]}?" if close else ""
+    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{near}"

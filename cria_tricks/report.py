@@ -1,0 +1,204 @@
+"""Run -> report.json, report.md and a figure: what was asked, what ran, what it cost."""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.data.tokens import TokenRows
+from cria_tricks.measure import Meter
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+from cria_tricks.trainer import Run
+from cria_tricks.units import human
+
+PACKAGES = ("cria_tricks", "torch", "transformers", "peft", "bitsandbytes", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that decide the numbers."""
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+
+
+def summarise(
+    recipe: Recipe,
+    plan: Plan,
+    run: Run,
+    meter: Meter,
+    rows: Mapping[str, TokenRows],
+    descriptions: Mapping[str, str],
+    parameters: Mapping[str, int],
+    seconds: float,
+) -> dict[str, Any]:
+    """Put a run's numbers together.
+
+    Args:
+        recipe: what was asked.
+        plan: what it was resolved to.
+        run: what happened.
+        meter: peak bytes by phase.
+        rows: the ``train`` and ``eval`` token rows.
+        descriptions: where the two came from.
+        parameters: ``trainable`` and ``total``.
+        seconds: wall time of this process, loading included.
+
+    Returns:
+        Plain JSON data; its keys are the command line's contract.
+    """
+    steps, evaluations = run.training, run.evaluations
+    in_steps = sum(entry["step_seconds"] for entry in steps)
+    tokens, trained = (sum(entry[key] for entry in steps) for key in ("tokens", "trained_tokens"))
+    return {
+        "eval_loss_before": evaluations[0]["eval_loss"] if evaluations else None,
+        "eval_loss_after": evaluations[-1]["eval_loss"] if evaluations else None,
+        "train_loss": sum(entry["loss"] for entry in steps) / len(steps),
+        "tokens_per_second": tokens / in_steps,
+        "trained_tokens_per_second": trained / in_steps,
+        "peak_bytes": max(phase["allocated_bytes"] for phase in meter.phases.values()),
+        "seconds": seconds,
+        "device": plan.device.name,
+        "warnings": [*plan.warnings, *_data_warnings(rows, recipe), *_step_warnings(run)],
+        "steps": run.steps,
+        "skipped_steps": run.skipped_steps,
+        "memory": meter.phases,
+        "parameters": dict(parameters),
+        "data": {
+            **descriptions,
+            "train_rows": len(rows["train"].rows),
+            "train_tokens": rows["train"].tokens,
+            "train_trained_tokens": rows["train"].trained_tokens,
+            "train_rows_cut": rows["train"].cut,
+            "eval_rows": len(rows["eval"].rows),
+            "eval_tokens": rows["eval"].tokens,
+            "eval_trained_tokens": rows["eval"].trained_tokens,
+            "eval_rows_cut": rows["eval"].cut,
+            "tokens_seen": tokens,
+            "trained_tokens_seen": trained,
+        },
+        "versions": versions(),
+        "recipe": recipe.model_dump(mode="json"),
+        "plan": plan.to_dict(),
+        "history": run.history,
+    }
+
+
+def write(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write report.json, report.md and report.png into a folder."""
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _draw(folder / "report.png", report)
+    (folder / "report.md").write_text(_markdown(report), encoding="utf-8")
+
+
+def _data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
+    return [
+        f"{part.cut} of {len(part.rows)} {name} rows were longer than data.max_length={recipe.data.max_length} "
+        "tokens and lost their end"
+        for name, part in rows.items()
+        if part.cut
+    ]
+
+
+def _step_warnings(run: Run) -> list[str]:
+    if not run.skipped_steps:
+        return []
+    return [f"the loss scaler skipped {run.skipped_steps} of {run.steps} steps, whose fp16 gradients overflowed"]
+
+
+def _markdown(report: Mapping[str, Any]) -> str:
+    data, recipe, parameters = report["data"], report["recipe"], report["parameters"]
+
+    def loss(key: str) -> str:
+        return "not measured" if report[key] is None else f"{report[key]:.4f}"
+
+    rows = [
+        ("evaluation loss before", loss("eval_loss_before")),
+        ("evaluation loss after", loss("eval_loss_after")),
+        ("training loss, mean over steps", loss("train_loss")),
+        ("optimizer steps", f"{report['steps']}, {report['skipped_steps']} skipped"),
+        ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
+        ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
+        ("peak memory", human(report["peak_bytes"])),
+        ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
+        ("seconds, loading included", f"{report['seconds']:,.0f}"),
+        ("device", report["device"]),
+    ]
+    switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
+    memory = [
+        f"| {name} | {human(phase['allocated_bytes'])} | "
+        f"{human(phase.get('reserved_bytes', phase.get('process_bytes', 0)))} |"
+        for name, phase in report["memory"].items()
+    ]
+    beside = "reserved by the allocator" if report["plan"]["device"]["kind"] == "cuda" else "process so far (RSS)"
+    return "\n".join(
+        [
+            f"# {recipe['name']}: {report['model']}",
+            "",
+            "| what | value |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows),
+            "",
+            "![loss and memory by step](report.png)",
+            "",
+            "## Peak memory by phase",
+            "",
+            f"| phase | live | {beside} |",
+            "|---|---|---|",
+            *memory,
+            "",
+            "## Data",
+            "",
+            f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
+            f"{data['train_rows_cut']} rows cut",
+            f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} trained, "
+            f"{data['eval_rows_cut']} rows cut",
+            "",
+            "## Toggles",
+            "",
+            ", ".join(switched),
+            "",
+            "## Warnings",
+            "",
+            *([f"- {sentence}" for sentence in report["warnings"]] or ["none"]),
+            "",
+            "## Versions",
+            "",
+            ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+            "",
+        ]
+    )
+
+
+def _draw(path: Path, report: Mapping[str, Any]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    training = [entry for entry in report["history"] if "loss" in entry]
+    evaluations = [entry for entry in report["history"] if "eval_loss" in entry]
+    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no screen, and no global state, needed
+    losses, memory = figure.subplots(1, 2)
+    steps = [entry["step"] for entry in training]
+    losses.plot(steps, [entry["loss"] for entry in training], color="#2a6f97", marker=".", label="training step")
+    if evaluations:
+        losses.plot(
+            [entry["step"] for entry in evaluations],
+            [entry["eval_loss"] for entry in evaluations],
+            color="#c1440e",
+            marker="o",
+            linestyle="--",
+            label="evaluation, all rows",
+        )
+    losses.set(xlabel="optimizer step", ylabel="loss per trained token, nats", title="Loss")
+    losses.legend(frameon=False)
+    memory.plot(steps, [entry["peak_bytes"] / 2**20 for entry in training], color="#2a6f97", marker=".")
+    memory.set(xlabel="optimizer step", ylabel="peak in the step, MiB", title="Memory", ylim=(0, None))
+    for axes in (losses, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(path)

@@ -1,0 +1,61 @@
+"""The techniques, one per file, and the order in which they are switched on.
+
+Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that are
+its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan``.
+"""
+
+import re
+from types import ModuleType
+
+from cria_tricks.tricks import (
+    adamw_8bit,
+    chunked_loss,
+    flash_attention,
+    gradient_accumulation,
+    gradient_checkpointing,
+    head_only,
+    int8,
+    lean_preparation,
+    lora,
+    mixed_precision,
+    nf4,
+    paged_optimizer,
+)
+
+TRICKS: tuple[ModuleType, ...] = (
+    # How the frozen weights are stored comes first, because everything below acts on the loaded model.
+    mixed_precision,
+    int8,
+    nf4,
+    # What trains: adapters are laid over the stored weights ...
+    lora,
+    head_only,
+    # ... and only then can the preparation of both be made leaner.
+    lean_preparation,
+    # What one block keeps, then which blocks keep it.
+    flash_attention,
+    gradient_checkpointing,
+    # The end of the step: the loss, the window of micro-batches, the optimizer.
+    chunked_loss,
+    gradient_accumulation,
+    adamw_8bit,
+    paged_optimizer,
+)
+"""Every trick, in the order of switching on. The reason for the order stands beside it."""
+
+CARD = ("Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
+"""The lines of a card, in their order."""
+
+
+def card(trick: ModuleType) -> dict[str, str]:
+    """Read the card at the top of a trick's module.
+
+    Returns:
+        ``title`` and the eight lines of :data:`CARD`, continuation lines joined.
+    """
+    text = trick.__doc__ or ""
+    found = {"title": text.strip().splitlines()[0]}
+    pattern = rf"^({'|'.join(CARD)}):? +(.*(?:\n[ ]{{4,}}\S.*)*)"
+    for line in re.finditer(pattern, text, flags=re.MULTILINE):
+        found[line[1]] = " ".join(line[2].split())
+    return found

@@ -1,0 +1,95 @@
+r"""Chunked loss: the logits of 256 tokens at a time, and of trained tokens only.
+
+Saves    logits, their fp32 copy and their gradient: N V elements -> 256 V           [bytes]
+Costs    nothing in FLOPs: the gradient is made while its logits are still there
+Claim    exact within rounding
+Needs    a frozen head (peft = lora): the gradient of the hidden states is all that is kept
+Breaks   an adapted or trained head; heads that scale or cap their logits (Gemma 2, Cohere)
+Sources  Wijmans et al. 2024, arXiv:2411.09009, sec. 4 (never hold all logits); Liger-Kernel (arXiv:2410.10989,
+         sec. 3.2) makes the gradient in the forward pass, as here
+Ours     one autograd.Function in plain ops, fp32 loss; no kernel fusion
+
+Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
+"""
+
+import torch
+
+from cria_tricks.errors import BadInput
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+SWITCHES = ("chunked_loss=true",)
+CLAIM = "exact within rounding"
+TOKENS_PER_CHUNK = 256
+
+# In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32 after the product.
+_FP16_LIFT = 1024.0
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, head_VD, labels_N, chunk):
+        lift = _FP16_LIFT if hidden_ND.dtype == torch.float16 else 1.0
+        grad_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        for start in range(0, len(labels_N), chunk):
+            here = slice(start, start + chunk)
+            rows, labels_C = hidden_ND[here], labels_N[here, None]
+            logits_CV = (rows @ head_VD.T).float()
+            logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)
+            loss += (logsumexp_C1 - logits_CV.gather(1, labels_C)).sum()
+            if grad_ND is not None:  # softmax minus one-hot, in the memory of the logits
+                grad_CV = logits_CV.sub_(logsumexp_C1).exp_()
+                grad_CV.scatter_add_(1, labels_C, -torch.ones_like(logsumexp_C1))
+                grad_CD = grad_CV.mul_(lift).to(rows.dtype) @ head_VD
+                grad_ND[here] = grad_CD if lift == 1.0 else grad_CD.float() / lift
+        ctx.save_for_backward(grad_ND)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        (grad_ND,) = ctx.saved_tensors
+        return grad * grad_ND, None, None, None
+
+
+def chunked_cross_entropy(
+    hidden_ND: torch.Tensor, head_VD: torch.Tensor, labels_N: torch.Tensor, chunk: int = TOKENS_PER_CHUNK
+) -> torch.Tensor:
+    """Sum of the cross-entropies of ``softmax(hidden @ head.T)`` at the labels.
+
+    Args:
+        hidden_ND: last hidden states, shape (N, D), any float dtype; only these get a gradient.
+        head_VD: output matrix, shape (V, D), frozen.
+        labels_N: token ids, shape (N,), none of them masked.
+        chunk: tokens whose logits exist at one time.
+
+    Returns:
+        The sum over the N tokens, fp32, no dimensions. 0 when N is 0.
+    """
+    assert not head_VD.requires_grad, "switch_on refuses a trained head"
+    device = hidden_ND.device.type
+    if torch.is_autocast_enabled(device):  # cast once, not once a chunk
+        dtype = torch.get_autocast_dtype(device)
+        hidden_ND, head_VD = hidden_ND.to(dtype), head_VD.to(dtype)
+    else:
+        hidden_ND = hidden_ND.to(head_VD.dtype)
+    with torch.autocast(device, enabled=False):
+        return _ChunkedCrossEntropy.apply(hidden_ND, head_VD, labels_N, chunk)
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Replace the loss by the chunked one; ``trainer.py`` calls it after the last block."""
+    if not recipe.tricks.chunked_loss:
+        return plan
+    trained = {"none": "trains the head with everything else", "head": "trains the head"}
+    if recipe.tricks.peft in trained:
+        raise BadInput(
+            f"tricks.chunked_loss=true with tricks.peft={recipe.tricks.peft}: it keeps no logits to learn a head "
+            f"from, and peft={recipe.tricks.peft} {trained[recipe.tricks.peft]}; set tricks.peft=lora, or "
+            "tricks.chunked_loss=false"
+        )
+    if "lm_head" in recipe.lora.target_modules:
+        raise BadInput(
+            "tricks.chunked_loss=true with lm_head in lora.target_modules: it needs a frozen head; leave one out"
+        )
+    return plan.with_("loss", kind="chunked", tokens_per_chunk=TOKENS_PER_CHUNK)

@@ -1,0 +1,32 @@
+r"""Lean preparation: no fp32 copies that nobody asked for.
+
+Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B), and the fp32 copy that
+         peft makes of every adapter's input: 2 B T D bytes an adapted matrix           [bytes]
+Costs    norms and the embedding run in the 16 bits they were stored in
+Claim    approximate: adapters multiply in 16 bits, their fp32 master weights cast at use
+Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
+Breaks   nothing known; norms in 16 bits are what the model was trained with
+Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
+Ours     two edits of the loaded model, in ``load.py``
+
+Shapes: embedding (V, D); adapter inputs (B, T, D).
+"""
+
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+SWITCHES = ("lean_preparation=true",)
+CLAIM = "approximate"
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Leave out the usual upcasting, and let adapters take their inputs as they come."""
+    tricks = recipe.tricks
+    if not tricks.lean_preparation:
+        return plan
+    if tricks.precision == "fp32" or tricks.peft != "lora":
+        return plan.warn(
+            "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and "
+            f"precision is {tricks.precision}, peft {tricks.peft}"
+        )
+    return plan.without("prepare_for_kbit_training").then("adapter_inputs_uncast")

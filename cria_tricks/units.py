@@ -1,0 +1,22 @@
+"""Bytes per dtype, and bytes in words. The only place where a byte count becomes text."""
+
+DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Our precision names (the keys) as torch spells the dtypes."""
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+"""Bytes per element."""
+
+
+def human(count: int | float) -> str:
+    """Write a byte count in binary units.
+
+    Examples:
+        >>> human(980 * 2**20)
+        '980.0 MiB'
+    """
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
