@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-screen, aside = Console(), Console(stderr=True)
+screen, aside = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 

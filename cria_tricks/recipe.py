@@ -16,7 +16,7 @@ from cria_tricks.errors import BadInput
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Data(_Frozen):
@@ -140,7 +140,8 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         for group in groups:
             place = place[group]
         is_list = isinstance(place[name], list)
-        place[name] = [part.strip() for part in text.strip("[] ").split(",")] if is_list else text.strip()
+        parts = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
+        place[name] = [part for part in parts if part] if is_list else text.strip()
         values = build(values, where).model_dump(mode="json")
     return build(values, "recipe")
 

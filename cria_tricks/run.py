@@ -35,7 +35,7 @@ def train(
         Interrupted: if Ctrl-C came; ``resume=True`` goes on.
     """
     began = time.perf_counter()
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, soft_wrap=True)
     plan = resolve(recipe)
     found = {
         "train": sources.find(recipe.data.train, "train"),

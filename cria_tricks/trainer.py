@@ -12,6 +12,7 @@ What is ours, and why:
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -114,7 +115,7 @@ def fit(
     )
     trainer.remove_callback(PrinterCallback)  # our own progress bar prints
     meter.track(loaded.model)
-    with meter.watch():
+    with stop, meter.watch():
         with meter.phase("train"):
             trainer.train(resume_from_checkpoint=newest)
         step = trainer.state.global_step
@@ -255,23 +256,22 @@ class _StopOnSignal(TrainerCallback):
 
     requested = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        try:
-            self.before = signal.signal(signal.SIGINT, self._request)
-        except ValueError:  # not in the main thread: the caller's business
-            self.before = None
+    def __enter__(self) -> None:
+        self.before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
+            signal.signal(signal.SIGINT, self._request)
 
-    def _request(self, number, frame):
+    def _request(self, number: int, frame: Any) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self.before)
+
+    def __exit__(self, *error: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self.before)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.requested:
             control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
 
 
 def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:

@@ -57,7 +57,7 @@ def find(name: str, part: Part) -> Source:
     if path.exists():
         rows = read_jsonl(path)
         return Source(rows, f"{path.name}, {len(rows)} rows, sha256 {_sha256(path.read_bytes())}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?", name) and path.suffix not in (".jsonl", ".json"):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json"):
         return _from_hub(name, part)
     raise BadInput(
         f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, or a hub data set owner/name"

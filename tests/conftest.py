@@ -1,0 +1,65 @@
+"""What many tests share: a two-layer Llama on disk, fixed rows, SmolLM2's tokenizer, the real data if it is there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A folder with a two-layer Llama: wide enough that bitsandbytes quantises its optimizer states."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[dict[str, list[int]]]:
+    """Five rows of ragged lengths with masked prompts; five does not divide by two, three or four."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    made = []
+    for length, prompt in ((24, 6), (17, 3), (9, 2), (30, 20), (13, 1)):
+        ids = torch.randint(3, 512, (length,), generator=draw).tolist()
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return made
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """SmolLM2's tokenizer, whose padding token is its end token."""
+    from cria_tricks import models
+    from cria_tricks.load import load_tokenizer
+
+    return load_tokenizer(models.find("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The real Kwanzaa files, which are not ours to ship; tests of them run where a copy lies beside the checkout."""
+    folder = Path(os.environ.get("CRIA_KWANZAA", Path(__file__).parents[2] / "shared" / "data" / "kwanzaa"))
+    if not (folder / "kwanzaa_train.jsonl").is_file():
+        pytest.skip(f"no copy of the real data in {folder}; set CRIA_KWANZAA")
+    return folder

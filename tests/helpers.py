@@ -1,0 +1,32 @@
+"""Run a recipe on the tiny model in one call."""
+
+from pathlib import Path
+
+import torch
+
+from cria_tricks.load import Loaded, load
+from cria_tricks.models import Weights
+from cria_tricks.plan import Plan, resolve
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.trainer import Run, fit
+
+SMALL_LORA = ("lora.r=16",)
+
+
+def prepare(folder: Path, *settings: str) -> tuple[Recipe, Plan, Loaded]:
+    """Resolve settings for a model folder and load it, the same way each time."""
+    recipe = with_settings(Recipe(model=str(folder)), settings)
+    plan = resolve(recipe)
+    torch.manual_seed(0)
+    return recipe, plan, load(plan, Weights(str(folder), str(folder), None))
+
+
+def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), **options) -> tuple[Run, Loaded]:
+    """Train the model in a folder on token rows."""
+    recipe, plan, loaded = prepare(folder, *settings)
+    return fit(loaded, plan, recipe.train, rows, eval_rows, out, pad_id=2, **options), loaded
+
+
+def trained_weights(loaded: Loaded) -> dict[str, torch.Tensor]:
+    """A copy of all weights that train."""
+    return {name: p.detach().clone() for name, p in loaded.model.named_parameters() if p.requires_grad}

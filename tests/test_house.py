@@ -1,0 +1,78 @@
+"""The house holds together: one name in every place, cards, import direction, size."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import pytest
+
+import cria_tricks.tricks as tricks_package
+from cria_tricks.plan import trick_name
+from cria_tricks.recipe import Tricks
+from cria_tricks.tricks import CARD, TRICKS, card
+
+PACKAGE = Path(tricks_package.__file__).parents[1]
+by_name = pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
+
+
+def test_every_module_in_tricks_is_listed_once():
+    files = {path.stem for path in (PACKAGE / "tricks").glob("*.py")} - {"__init__"}
+    names = [trick_name(trick) for trick in TRICKS]
+    assert files == set(names)
+    assert len(names) == len(set(names))
+
+
+@by_name
+def test_the_card_has_its_eight_lines_in_order(trick: ModuleType):
+    fields = card(trick)
+    assert tuple(fields) == ("title", *CARD)
+    assert all(fields.values())
+    assert fields["Claim"].startswith(trick.CLAIM)
+
+
+@by_name
+def test_a_module_is_read_in_five_minutes(trick: ModuleType):
+    assert len(Path(trick.__file__).read_text().splitlines()) <= 250
+
+
+@by_name
+def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
+    allowed = {"torch", "importlib", "cria_tricks"}
+    assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
+
+
+def test_every_value_of_every_toggle_is_some_tricks_business():
+    offered = set()
+    for field, info in Tricks.model_fields.items():
+        values = (False, True) if info.annotation is bool else get_args(info.annotation) or (info.default, 8)
+        offered |= {f"{field}={str(value).lower()}" for value in values if value != info.default}
+    assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
+
+
+def test_nothing_below_the_trainer_imports_it():
+    for name in ("recipe", "recipes", "plan", "units", "errors", "models", "load", "measure", "doctor", "artifact"):
+        assert not {"cria_tricks.trainer", "cria_tricks.run", "cria_tricks.cli"} & set(
+            _imports(PACKAGE / f"{name}.py")
+        ), name
+
+
+def test_a_plan_is_made_without_the_heavy_libraries():
+    code = (
+        "import sys, cria_tricks; from cria_tricks.plan import resolve; resolve(cria_tricks.recipes.smoke());"
+        "print([m for m in ('transformers', 'peft', 'bitsandbytes', 'datasets', 'accelerate') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def _imports(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return names

@@ -1,0 +1,75 @@
+"""Bytes are exact integers."""
+
+import torch
+
+from cria_tricks.measure import LiveBytes, Meter
+from cria_tricks.units import human
+from tests.helpers import prepare
+
+KIB = torch.zeros(256)  # 256 fp32 elements: 1 KiB
+
+
+def test_storages_are_counted_once_and_taken_off_when_freed():
+    with LiveBytes() as count:
+        a = KIB + 1
+        b = a.view(16, 16).T  # a view: the same storage
+        assert count.live == 1024
+        c = a + b.reshape(256)  # the transposed reshape copies
+        del b
+        assert count.live == 2048
+        assert count.peak == 3072
+        del a, c
+        assert count.live == 0
+        assert count.peak == 3072
+
+
+def test_tensors_from_outside_count_when_tracked():
+    outside = torch.zeros(256)
+    with LiveBytes() as count:
+        count.track(outside)
+        count.track(outside[:10])
+        assert count.live == 1024
+
+
+def test_what_autograd_saves_is_alive_until_backward():
+    weight = torch.randn(256, 256, requires_grad=True)
+    with LiveBytes() as count:
+        loss = (KIB.reshape(1, 256) @ weight).tanh().sum()
+        assert count.live == 2 * 1024 + 4, "the input and tanh's output are kept; the product itself is gone"
+        loss.backward()
+        assert count.peak >= 256 * 256 * 4, "the weight's gradient"
+        assert count.live == 1024 + 256 * 256 * 4 + 4
+
+
+def test_phases_nest_and_the_inner_one_has_its_peak():
+    meter = Meter("cpu")
+    with meter.watch():
+        with meter.phase("outer"):
+            a = KIB + 1
+            with meter.phase("inner"):
+                b = torch.cat([a, a, a])
+                del b
+            c = a + 1
+        del a, c
+    assert meter.phases["inner"]["allocated_bytes"] == 4 * 1024
+    assert meter.phases["outer"]["allocated_bytes"] == 2 * 1024
+    assert meter.phases["outer"]["process_bytes"] > 2**20
+
+
+def test_a_quantised_model_is_counted_with_its_scales(tiny_model):
+    _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "tricks.quantization=nf4", "lora.r=1")
+    meter = Meter("cpu")
+    with meter.phase("load"):
+        meter.track(loaded.model)
+    linears = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    packed, scales = linears // 2, linears // 64 * 4
+    embedding, norms = 512 * 256 * 4, 5 * 256 * 4
+    adapter = sum(p.numel() * 4 for p in loaded.model.parameters() if p.requires_grad)
+    rest = meter.phases["load"]["allocated_bytes"] - packed - scales - embedding - norms - adapter
+    assert 0 <= rest < 4096, "only the 16 levels of each layer and the rotary frequencies are left"
+
+
+def test_bytes_in_words():
+    assert [human(n) for n in (0, 1023, 1024, 980 * 2**20, 15_828_320_256)] == [
+        "0 B", "1023 B", "1.0 KiB", "980.0 MiB", "14.7 GiB"
+    ]  # fmt: skip

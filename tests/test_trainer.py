@@ -1,0 +1,202 @@
+"""The trainer's promises: token-true means, no step on a bad number, nothing lost by Ctrl-C or a resume."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import TrainerCallback
+
+from cria_tricks.errors import Diverged, Interrupted
+from tests.helpers import prepare, train, trained_weights
+
+
+def token_mean(model, rows) -> torch.Tensor:
+    """The loss by its definition: every trained token counts once."""
+    total, count = torch.zeros(()), 0
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        total = total + F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    return total / count
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of every optimizer step, before clipping could scale them."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+LOSSES = pytest.mark.parametrize("loss", ["tricks.chunked_loss=false", "tricks.chunked_loss=true"])
+FREE = ("train.max_grad_norm=1e9", "train.warmup_ratio=0", "train.save_steps=1000")
+
+
+@LOSSES
+def test_a_window_of_ragged_micro_batches_has_the_gradient_of_its_token_mean(loss, tiny_model, rows, tmp_path):
+    """Five rows, windows of two: the last window is partial, and no row is as long as another."""
+    kept = Gradients()
+    sets = ("tricks.peft=lora", loss, "tricks.gradient_accumulation=2", "train.learning_rate=1e-9", *FREE)
+    run, _ = train(tiny_model, rows, tmp_path, *sets, callbacks=[kept])
+    assert run.steps == 3
+    assert sorted(entry["trained_tokens"] for entry in run.training)[0] < 15, "the partial window"
+    _, _, fresh = prepare(tiny_model, "tricks.peft=lora")
+    windows = _windows_in_the_order_seen(tiny_model, rows, tmp_path)
+    for found, entry, window in zip(kept.steps, run.training, windows, strict=True):
+        fresh.model.zero_grad()
+        expected = token_mean(fresh.model, window)
+        expected.backward()
+        assert entry["loss"] == pytest.approx(expected.item(), abs=1e-5)
+        for name, p in fresh.model.named_parameters():
+            if p.requires_grad:
+                torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6)
+
+
+def _windows_in_the_order_seen(folder, rows, out):
+    """The Trainer shuffles with its seed: watch which rows it takes."""
+    from cria_tricks.data.batches import PadToLongest
+
+    seen = []
+    original = PadToLongest.__call__
+    try:
+        PadToLongest.__call__ = lambda self, batch: seen.append(batch) or original(self, batch)
+        train(folder, rows, out, "tricks.peft=lora", "tricks.gradient_accumulation=2", *FREE)
+    finally:
+        PadToLongest.__call__ = original
+    flat = [row for batch in seen for row in batch]
+    return [flat[0:2], flat[2:4], flat[4:5]]
+
+
+@LOSSES
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_the_evaluation_loss_is_the_mean_over_all_trained_tokens(loss, batch_size, tiny_model, rows, tmp_path):
+    sets = ("tricks.peft=lora", loss, f"train.batch_size={batch_size}", "train.max_steps=1", *FREE)
+    run, _ = train(tiny_model, rows, tmp_path, *sets, eval_rows=rows)
+    _, _, fresh = prepare(tiny_model, "tricks.peft=lora")
+    with torch.no_grad():
+        expected = token_mean(fresh.model, rows).item()
+    before, after = run.evaluations[0], run.evaluations[-1]
+    assert (before["step"], after["step"]) == (0, 1)
+    assert before["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    assert before["eval_tokens"] == sum(sum(label != -100 for label in row["labels"][1:]) for row in rows)
+
+
+def test_evaluates_before_during_and_after(tiny_model, rows, tmp_path):
+    sets = ("tricks.peft=lora", "train.max_steps=5", "train.eval_steps=2")
+    run, _ = train(tiny_model, rows, tmp_path, *sets, eval_rows=rows[:1])
+    assert [entry["step"] for entry in run.evaluations] == [0, 2, 4, 5]
+    assert all({"peak_bytes", "step_seconds", "tokens", "grad_norm"} <= set(entry) for entry in run.training)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_adapter_is_touched(bad, tiny_model, rows, tmp_path, monkeypatch):
+    from cria_tricks.trainer import SharedTrainer
+
+    honest = SharedTrainer.compute_loss
+    seen = {}
+
+    def compute_loss(self, model, inputs, **options):
+        if self.state.global_step == 1:
+            seen["before"] = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+            seen["model"] = model
+            return honest(self, model, inputs, **options) * bad
+        return honest(self, model, inputs, **options)
+
+    monkeypatch.setattr(SharedTrainer, "compute_loss", compute_loss)
+    with pytest.raises(Diverged, match=f"the loss is {bad} at step 2; stopped before the optimizer touched"):
+        train(tiny_model, rows, tmp_path, "tricks.peft=lora", "train.max_steps=4")
+    for name, p in seen["model"].named_parameters():
+        if p.requires_grad:
+            assert torch.equal(p, seen["before"][name])
+
+
+def test_gradients_that_are_not_finite_stop_the_run_too(tiny_model, rows, tmp_path):
+    class Spoil(TrainerCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            next(p for p in model.parameters() if p.grad is not None).grad[0, 0] = float("nan")
+
+    with pytest.raises(Diverged, match="the gradients are not finite at step 1"):
+        train(tiny_model, rows, tmp_path, "tricks.peft=lora", "tricks.gradient_accumulation=2", callbacks=[Spoil()])
+
+
+def test_fp16_on_a_cpu_is_real_and_its_skipped_steps_are_counted(tiny_model, rows, tmp_path):
+    """Accelerate takes fp16=True on a CPU and then runs fp32; here products are in fp16 and the loss is scaled."""
+
+    class Overflow(TrainerCallback):
+        def __init__(self):
+            self.dtypes = set()
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            layer = model.get_base_model().model.layers[0].self_attn.q_proj
+            layer.register_forward_hook(lambda module, inputs, out: self.dtypes.add(out.dtype))
+
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                next(p for p in model.parameters() if p.grad is not None).grad[0, 0] = float("inf")
+
+    watch = Overflow()
+    sets = ("tricks.peft=lora", "tricks.precision=fp16", "tricks.gradient_accumulation=2", "train.max_steps=3")
+    run, loaded = train(tiny_model, rows, tmp_path, *sets, callbacks=[watch])
+    assert watch.dtypes == {torch.float16}
+    assert run.skipped_steps == 1
+    assert [entry["skipped"] for entry in run.training] == [0, 1, 0]
+    assert all(torch.isfinite(p).all() for p in trained_weights(loaded).values())
+
+
+class InterruptAt(TrainerCallback):
+    """Ctrl-C in the middle of a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_interrupted_and_resumed_is_the_uninterrupted_run(quantization, tiny_model, rows, tmp_path):
+    sets = (
+        "tricks.peft=lora",
+        f"tricks.quantization={quantization}",
+        "tricks.optimizer=adamw_8bit",
+        "lora.dropout=0.1",
+        "train.max_steps=6",
+    )
+    whole, straight = train(tiny_model, rows, tmp_path / "a", *sets, eval_rows=rows[:2])
+    with pytest.raises(Interrupted, match="after step 3"):
+        train(tiny_model, rows, tmp_path / "b", *sets, eval_rows=rows[:2], callbacks=[InterruptAt(3)])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run, resumed = train(tiny_model, rows, tmp_path / "b", *sets, eval_rows=rows[:2], resume=True)
+    for key, entries in (("loss", "training"), ("eval_loss", "evaluations")):
+        assert [e[key] for e in getattr(run, entries)] == [e[key] for e in getattr(whole, entries)]
+    before, after = trained_weights(straight), trained_weights(resumed)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning(tiny_model, rows, tmp_path):
+    run, _ = train(tiny_model, rows, tmp_path / "none", "tricks.peft=lora", "train.max_steps=2", resume=True)
+    assert [entry["step"] for entry in run.training] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "library", "states"),
+    [((), "torch", torch.float32), (("tricks.optimizer=adamw_8bit",), "bitsandbytes", torch.uint8)],
+)
+def test_the_optimizer_that_really_runs(settings, library, states, tiny_model, rows, tmp_path):
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, optimizer=None, **kwargs):
+            self.inner = optimizer.optimizer
+
+    watch = Watch()
+    train(tiny_model, rows, tmp_path, "tricks.peft=lora", *settings, "train.max_steps=1", callbacks=[watch])
+    assert type(watch.inner).__module__.partition(".")[0] == library
+    assert type(watch.inner).__name__ == "AdamW"
+    key = "state1" if library == "bitsandbytes" else "exp_avg"
+    # The tiny model's wider matrices are just large enough for 8 bits: 4,096 elements.
+    assert states in {state[key].dtype for state in watch.inner.state.values()}
