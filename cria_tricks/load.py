@@ -120,6 +120,7 @@ def _add_adapter(model: Any, plan: Plan) -> Any:
         # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
         head = _name_of(model, model.get_output_embeddings())
         arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
     else:
         missing = [t for t in arguments["target_modules"] if not _has_module(model, t)]
         if missing:

@@ -67,7 +67,7 @@ def train(
     with meter.phase("load"):
         loaded = load(plan, weights)
         meter.track(loaded.model)
-    counts = _count_parameters(loaded.model)
+    counts = count_parameters(loaded.model)
     checkpoints = folder / "checkpoints"
     if resume and not any(checkpoints.glob("checkpoint-*")):
         console.print(f"no checkpoint in {folder} yet: starting from the beginning", highlight=False)
@@ -125,7 +125,8 @@ def _holds_a_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("adapter", "model", "checkpoints", "report.json"))
 
 
-def _count_parameters(model: Any) -> dict[str, int]:
+def count_parameters(model: Any) -> dict[str, int]:
+    """Trainable and total parameters; packed 4-bit weights count unpacked."""
     if hasattr(model, "get_nb_trainable_parameters"):  # peft's, which knows that 4-bit weights are packed
         trainable, total = model.get_nb_trainable_parameters()
         return {"trainable": trainable, "total": total}

@@ -288,7 +288,7 @@ def _arguments(
         training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
     epoch = steps_per_epoch(settings, plan.training["gradient_accumulation_steps"], rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(checkpoints),
         use_cpu=plan.device.kind == "cpu",
         optim=OPTIMIZERS[plan.optimizer["bits"], plan.optimizer["paged"]],
@@ -316,3 +316,6 @@ def _arguments(
         report_to="none",
         **training,
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # one process, one card: DataParallel cannot copy 4-bit weights
+    return arguments

@@ -68,6 +68,8 @@ def chunked_cross_entropy(
     """
     assert not head_VD.requires_grad, "switch_on refuses a trained head"
     device = hidden_ND.device.type
+    if not torch.is_grad_enabled():
+        hidden_ND = hidden_ND.detach()  # evaluation: no gradient is made
     if torch.is_autocast_enabled(device):  # cast once, not once a chunk
         dtype = torch.get_autocast_dtype(device)
         hidden_ND, head_VD = hidden_ND.to(dtype), head_VD.to(dtype)

@@ -1,0 +1,97 @@
+"""The capstone's cost, with no download: Llama-3.2-1B's shape, random weights, rows of the real lengths.
+
+    python -m benchmarks.kwanzaa_shape                           # on a CUDA GPU: 42 optimizer steps
+    python -m benchmarks.kwanzaa_shape --shape tiny --steps 2    # anywhere, in a minute: does it run?
+
+Writes ``benchmarks/results/DEVICE/kwanzaa.json``. Random weights cost what trained ones cost; their losses mean
+nothing, and are kept only to show that every step was finite.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cria_tricks import models, recipes, report
+from cria_tricks.data.tokens import IGNORED, TokenRows
+from cria_tricks.load import load
+from cria_tricks.measure import Meter
+from cria_tricks.plan import resolve
+from cria_tricks.recipe import with_settings
+from cria_tricks.run import count_parameters
+from cria_tricks.trainer import fit
+
+HERE = Path(__file__).parent
+
+
+def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
+    """Random token ids, as many as the real rows have, the same share of them trained."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = json.loads((HERE / "kwanzaa_lengths.json").read_text())[part]
+    rows = []
+    for length, trained in lengths:
+        ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
+        rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
+    return TokenRows(rows, cut=0)
+
+
+def measure(shape: str, settings: list[str]) -> dict[str, Any]:
+    """Run the kwanzaa recipe on a shape and give its report back."""
+    began = time.perf_counter()
+    recipe = with_settings(recipes.kwanzaa(), [f"model=random:{shape}", "train.save_steps=1000", *settings])
+    plan = resolve(recipe)
+    weights = models.find(recipe.model)
+    rows = {part: rows_of_the_real_lengths(part, models.SHAPES[shape]["vocab_size"]) for part in ("train", "eval")}
+    meter = Meter(plan.device.kind)
+    with meter.phase("load"):
+        loaded = load(plan, weights)
+        meter.track(loaded.model)
+    with tempfile.TemporaryDirectory() as checkpoints:
+        run = fit(
+            loaded,
+            plan,
+            recipe.train,
+            rows["train"].rows,
+            rows["eval"].rows,
+            Path(checkpoints),
+            pad_id=0,
+            meter=meter,
+        )
+    described = dict.fromkeys(("train", "eval"), "random tokens, the lengths of the Kwanzaa rows in SmolLM2's tokens")
+    seconds = time.perf_counter() - began
+    return report.summarise(recipe, plan, run, meter, rows, described, count_parameters(loaded.model), seconds) | {
+        "model": weights.name
+    }
+
+
+def main() -> None:
+    """Measure, write the result file, print the line that matters."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama-3.2-1b", choices=models.SHAPES)
+    parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: three epochs, 42 of them")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    chosen = parser.parse_args()
+    if chosen.shape != "tiny" and not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed for this shape; --shape tiny --steps 2 runs anywhere")
+    result = measure(chosen.shape, [f"train.max_steps={chosen.steps}", *chosen.settings])
+    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia")).strip("-")
+    folder = chosen.results / device
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("kwanzaa.json" if chosen.shape == "llama-3.2-1b" else f"kwanzaa_{chosen.shape}.json")
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    in_steps = sum(entry["step_seconds"] for entry in result["history"] if "loss" in entry)
+    memory = {name: dict(phase) for name, phase in result["memory"].items()}
+    print(f"{result['steps']} steps in {in_steps:.1f} s, {result['tokens_per_second']:,.0f} tokens/s, {memory}")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

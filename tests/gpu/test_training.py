@@ -1,0 +1,57 @@
+"""The toggles on a CUDA card, for real. ``pytest -m gpu`` on a machine that has one."""
+
+import pytest
+import torch
+
+from cria_tricks import recipes
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import this_device
+from cria_tricks.plan import resolve
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import TRICKS
+from tests.helpers import train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_toggle_that_this_card_takes_trains_to_a_lower_loss(switch, tiny_model, rows, tmp_path):
+    settings = ["tricks.peft=lora", f"tricks.{switch}"]
+    try:
+        resolve(with_settings(Recipe(), settings))
+    except BadInput as error:
+        pytest.skip(f"refused on this card: {error}")
+    shape = ["train.batch_size=2", "train.max_steps=8", "train.learning_rate=5e-3", "train.save_steps=1000"]
+    run, _ = train(tiny_model, rows[:2], tmp_path, *settings, *shape)
+    assert run.steps - run.skipped_steps >= 4
+    assert run.training[-1]["loss"] < run.training[0]["loss"] - 0.05
+
+
+def test_the_capstone_recipe_trains_and_its_memory_is_the_allocators(tiny_model, rows, tmp_path):
+    from cria_tricks.measure import Meter
+
+    assert this_device().kind == "cuda"
+    dumped = recipes.kwanzaa().tricks.model_dump()
+    settings = [f"tricks.{name}={str(value).lower()}" for name, value in dumped.items()]
+    meter = Meter("cuda")
+    run, _ = train(tiny_model, rows, tmp_path, *settings, "train.learning_rate=5e-3", "train.max_steps=6",
+                   eval_rows=rows, meter=meter)  # fmt: skip
+    assert run.evaluations[-1]["eval_loss"] < run.evaluations[0]["eval_loss"]
+    train_phase = meter.phases["train"]
+    assert 0 < train_phase["allocated_bytes"] <= train_phase["reserved_bytes"]
+    assert max(entry["peak_bytes"] for entry in run.training) <= train_phase["allocated_bytes"]
+
+
+def test_paged_states_are_in_managed_memory(tiny_model, rows, tmp_path):
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, optimizer=None, **kwargs):
+            self.paged = {getattr(s["state1"], "is_paged", False) for s in optimizer.optimizer.state.values()}
+
+    watch = Watch()
+    # Full fine-tuning: the embedding's states have 131,072 elements, over the 100,000 from which states are paged.
+    train(tiny_model, rows, tmp_path, "tricks.paged_optimizer=true", "train.max_steps=1", callbacks=[watch])
+    assert True in watch.paged

@@ -1,0 +1,248 @@
+"""The command line, as a user meets it: exit codes, one document on stdout, one line for an error."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cria_tricks import cli, models
+
+ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+KEYS = {
+    "eval_loss_before", "eval_loss_after", "train_loss", "tokens_per_second", "trained_tokens_per_second",
+    "peak_bytes", "seconds", "adapter", "device", "warnings",
+}  # fmt: skip
+QUICK = [
+    "--set", "model=random:tiny", "--set", "train.max_steps=2", "--set", "data.max_length=320",
+    "--set", "tricks.peft=lora", "--set", "lora.r=2",
+]  # fmt: skip
+
+
+def cria(*arguments: str, monkeypatch, capfd) -> tuple[int, str, str]:
+    """Run a command in this process, through the same entry."""
+    monkeypatch.setattr(sys, "argv", ["cria", *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    out, err = capfd.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+@pytest.fixture
+def run_cria(monkeypatch, capfd):
+    return lambda *arguments: cria(*arguments, monkeypatch=monkeypatch, capfd=capfd)
+
+
+@pytest.fixture(scope="module")
+def few_rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "few.jsonl"
+    path.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:3]))
+    return ["--set", f"data.train={path}", "--set", f"data.eval={path}"]
+
+
+def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, few_rows, tmp_path):
+    out = tmp_path / "run"
+    code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--json")
+    assert code == 0, stderr
+    report = json.loads(stdout)
+    assert set(report) >= KEYS
+    assert report == json.loads((out / "report.json").read_text())
+    assert "step    2/2" in stderr, "progress, on stderr"
+    assert report["eval_loss_after"] < report["eval_loss_before"]
+    assert [phase in report["memory"] for phase in ("load", "evaluate", "train")] == [True] * 3
+    assert report["peak_bytes"] == max(phase["allocated_bytes"] for phase in report["memory"].values())
+    text = (out / "report.md").read_text()
+    assert f"{report['eval_loss_after']:.4f}" in text
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    card = (out / "adapter" / "README.md").read_text()
+    assert "base_model: random:tiny" in card
+    assert f"{report['eval_loss_after']:.4f}" in card
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = base(ids).logits.clone()
+        after = PeftModel.from_pretrained(base, report["adapter"])(ids).logits
+    assert (after - before).abs().max() > 1e-3, "it was trained"
+
+    code, stdout, _ = run_cria("verify", out / "adapter", "--json")
+    assert (code, json.loads(stdout)["ok"]) == (0, True)
+    (out / "adapter" / "README.md").write_text("x")
+    code, stdout, stderr = run_cria("verify", out / "adapter")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)
+    assert code == 2
+    assert "holds another run" in stderr
+    code, stdout, _ = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume", "--json")
+    assert code == 0
+    again = json.loads(stdout)
+    assert again["eval_loss_after"] == report["eval_loss_after"], "a finished run resumed is the same run"
+    assert run_cria("verify", out / "adapter")[0] == 0
+
+
+def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, monkeypatch):
+    """NF4 base: the trained model, and plain peft over the same quantised base and over the unquantised one."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from cria_tricks import artifact
+    from cria_tricks.recipe import Recipe, with_settings
+    from cria_tricks.run import train
+
+    kept = {}
+    save = artifact.save
+    monkeypatch.setattr(
+        artifact, "save", lambda folder, model, *rest: (kept.update(model=model), save(folder, model, *rest))
+    )
+    settings = [s for s in (*QUICK, *few_rows, "tricks.quantization=nf4", "tricks.chunked_loss=true") if s != "--set"]
+    report = train(with_settings(Recipe(), settings), tmp_path / "run")
+    ids = torch.arange(3, 40)[None]
+    path = models.find("random:tiny").path
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=quantised)
+    with torch.no_grad():
+        ours = kept["model"].eval()(ids).logits
+        plain = PeftModel.from_pretrained(base, report["adapter"]).eval()(ids).logits
+    assert (ours - plain).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["head", "none"])
+def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few_rows, tmp_path):
+    sets = ["--set", "model=random:tiny", "--set", "train.max_steps=1", "--set", f"tricks.peft={kind}"]
+    code, stdout, stderr = run_cria("train", "baseline", *sets, *few_rows, "--out", tmp_path / "run", "--json")
+    assert code == 0, stderr
+    folder = json.loads(stdout)["adapter"]
+    assert Path(folder).name == ("model" if kind == "none" else "adapter")
+    assert run_cria("verify", folder)[0] == 0
+    code, stdout, stderr = run_cria("chat", folder, "--prompt", "Hello", "--max-new-tokens", "2")
+    assert code == 0, stderr
+    assert stdout.strip()
+
+
+def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, monkeypatch):
+    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run")[0] == 0
+    questions = iter(["Hi", "And now?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
+    code, stdout, stderr = run_cria("chat", tmp_path / "run" / "adapter", "--max-new-tokens", "2")
+    assert code == 0, stderr
+    assert len(stdout.strip().splitlines()) >= 1
+    assert next(questions, "all asked") == "all asked"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "smok"], "did you mean smoke?"),
+        (["train", "none.toml"], "cannot be read"),
+        (["train", "--set", "tricks.quantization=nf5"], "did you mean nf4?"),
+        (["train", "--set", "data.train=none.jsonl"], "data.train=none.jsonl: no such file"),
+        (["train", "--set", "tricks.attention=flash_attention_2"], "use tricks.attention=sdpa"),
+        (["train", "--set", "tricks.peft=none"], "set tricks.peft=lora"),
+        (["train", "--set", "model=smolm2"], "did you mean smollm2?"),
+        (["verify", "none"], "has no manifest.json"),
+        (["chat", "."], "holds neither adapter_config.json nor config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, said, run_cria, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, stdout, stderr = run_cria(*arguments)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert said in stderr
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(tmp_path):
+    code = (
+        "import sys; sys.argv = ['cria', 'train', '--set', 'data.train=none.jsonl']\n"
+        "from cria_tricks.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as left: print(left.code, 'transformers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "2 False\n"
+
+
+def test_ctrl_c_saves_and_resume_goes_on(few_rows, tmp_path):
+    """The real command, interrupted by a real signal."""
+    command = [
+        sys.executable,
+        "-m",
+        "cria_tricks.cli",
+        "train",
+        "baseline",
+        *QUICK,
+        *few_rows,
+        "--out",
+        tmp_path / "run",
+    ]
+    command += ["--set", "train.max_steps=400", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "step    2/" in line:
+                process.send_signal(2)
+                break
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert stdout == ""
+    assert "go on with --resume" in stderr.splitlines()[-1]
+    step = int(stderr.splitlines()[-1].partition("after step ")[2].partition(";")[0])
+    command[command.index("train.max_steps=400")] = f"train.max_steps={step + 1}"
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout)
+    assert [entry["step"] for entry in report["history"] if "loss" in entry] == list(range(1, step + 2))
+
+
+def test_without_out_every_run_gets_its_own_folder(run_cria, few_rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert run_cria("train", "baseline", *QUICK, *few_rows)[0] == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["baseline", "baseline-2"]
+
+
+def test_doctor_and_tricks(run_cria):
+    code, stdout, _ = run_cria("doctor", "--json")
+    assert code == 0
+    found = json.loads(stdout)
+    status = {entry["set"]: entry["status"] for entry in found["toggles"]}
+    assert status["tricks.quantization=nf4"] == status["tricks.double_quantization=true"] == "works"
+    if found["device"]["kind"] == "cpu":
+        assert status["tricks.attention=flash_attention_2"] == "refused"
+        assert status["tricks.paged_optimizer=true"] == "warning"
+    assert all(entry["why"] for entry in found["toggles"] if entry["status"] != "works")
+    code, stdout, _ = run_cria("doctor")
+    assert code == 0
+    code, stdout, _ = run_cria("tricks")
+    assert code == 0
+    assert stdout.count("works") == sum(entry["status"] == "works" for entry in found["toggles"])
+
+
+def test_doctor_knows_a_t4():
+    from cria_tricks.doctor import examine
+    from cria_tricks.hardware import T4
+
+    status = {entry["set"]: entry["status"] for entry in examine(T4)["toggles"]}
+    assert status["tricks.precision=bf16"] == status["tricks.attention=flash_attention_2"] == "refused"
+    assert {name for name, s in status.items() if s != "works"} == {
+        "tricks.precision=bf16",
+        "tricks.attention=flash_attention_2",
+    }
+
+
+def test_help_names_the_commands():
+    done = subprocess.run(
+        [sys.executable, "-m", "cria_tricks.cli", "--help"], capture_output=True, text=True, check=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    for command in ("train", "tricks", "doctor", "chat", "verify"):
+        assert command in done.stdout
