@@ -70,17 +70,17 @@ def tricks() -> None:
 
     found = doctor.examine()
     table = Table(title=f"Tricks, and whether they work on {found['device']['name']}", show_lines=True)
-    for column in ("set", "saves", "costs", "claim", "here"):
-        table.add_column(column, overflow="fold")
+    for column in ("tricks.", "here", "saves", "costs", "claim"):
+        table.add_column(column, no_wrap=column in ("tricks.", "here"))
     for trick in TRICKS:
         fields = card(trick)
         mine = [entry for entry in found["toggles"] if entry["trick"] == trick_name(trick)]
         table.add_row(
-            "\n".join(entry["set"] for entry in mine),
+            "\n".join(entry["set"].removeprefix("tricks.") for entry in mine),
+            "\n".join(_status(entry) for entry in mine),
             fields["Saves"].replace("[bytes]", "").strip(),
             fields["Costs"],
-            fields["Claim"].partition(":")[0],
-            "\n".join(_status(entry) for entry in mine),
+            trick.CLAIM,
         )
     screen.print(table)
 
