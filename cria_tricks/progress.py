@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 
 class ShowProgress(TrainerCallback):
-    """Draws a bar for the training steps and one for each evaluation."""
+    """Draws a bar for the training steps and one for each evaluation, inside ``with progress.bar:``."""
 
     def __init__(self, console: Console, eval_batches: int):
         self.console, self.eval_batches = console, eval_batches
@@ -32,7 +32,6 @@ class ShowProgress(TrainerCallback):
         self.evaluating: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.bar.start()
         self.training = self.bar.add_task("training", total=state.max_steps, completed=state.global_step, note="")
 
     def on_prediction_step(self, args, state, control, **kwargs):
@@ -54,6 +53,3 @@ class ShowProgress(TrainerCallback):
         self.bar.update(self.training, completed=state.global_step, note=note)
         if not self.console.is_terminal:
             self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {note}", highlight=False)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.stop()

@@ -1,6 +1,7 @@
 """Recipe -> Report + adapter: the whole way, in one function."""
 
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -71,18 +72,20 @@ def train(
     checkpoints = folder / "checkpoints"
     if resume and not any(checkpoints.glob("checkpoint-*")):
         console.print(f"no checkpoint in {folder} yet: starting from the beginning", highlight=False)
-    run = fit(
-        loaded,
-        plan,
-        recipe.train,
-        rows["train"].rows,
-        rows["eval"].rows,
-        checkpoints,
-        pad_id=tokenizer.pad_token_id,
-        meter=meter,
-        resume=resume,
-        callbacks=[ShowProgress(console, -(-len(rows["eval"].rows) // recipe.train.batch_size))],
-    )
+    progress = ShowProgress(console, eval_batches=math.ceil(len(rows["eval"].rows) / recipe.train.batch_size))
+    with progress.bar:
+        run = fit(
+            loaded,
+            plan,
+            recipe.train,
+            rows["train"].rows,
+            rows["eval"].rows,
+            checkpoints,
+            pad_id=tokenizer.pad_token_id,
+            meter=meter,
+            resume=resume,
+            callbacks=[progress],
+        )
     trained = folder / ("model" if recipe.tricks.peft == "none" else "adapter")
     summary = report.summarise(
         recipe,

@@ -12,6 +12,7 @@ What is ours, and why:
 
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -124,6 +125,8 @@ def fit(
         history = trainer.state.log_history
         if eval_rows and not any("eval_loss" in entry and entry["step"] == step for entry in history):
             trainer.evaluate()
+    # Without the Trainer's closing entry, whose averages cover only the part after a resume.
+    history = [entry for entry in history if "loss" in entry or "eval_loss" in entry]
     return Run(history, step, sum(entry.get("skipped", 0) for entry in history))
 
 
@@ -264,6 +267,7 @@ class _StopOnSignal(TrainerCallback):
     def _request(self, number: int, frame: Any) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, self.before)
+        print("\nstopping after this step, to save it; Ctrl-C again stops at once", file=sys.stderr)
 
     def __exit__(self, *error: object) -> None:
         if threading.current_thread() is threading.main_thread():
