@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cria_tricks import models
 from cria_tricks.errors import BadInput
@@ -33,7 +34,10 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
     config = folder / "adapter_config.json"
     if config.is_file():
-        base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        try:
+            base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"{config}: names no base model that can be found: {error}") from None
         source = base.path
     elif (folder / "config.json").is_file():
         base, source = None, str(folder)
@@ -44,8 +48,9 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
         if base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except OSError as error:
-        raise BadInput(f"{folder}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"{folder}: cannot be loaded: {reason}; is it whole? cria verify {folder} tells") from None
     return model.to(device.kind).eval(), tokenizer
 
 

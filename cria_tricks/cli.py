@@ -15,10 +15,12 @@ from cria_tricks.errors import BadInput, Diverged, Interrupted
 app = typer.Typer(
     name="cria",
     help="Fit LLM fine-tuning into a small GPU, and see what every trick costs.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Of click, which newer versions of typer carry inside: an unknown option or command, a missing argument.
+UsageError: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
+
 screen, aside = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
@@ -42,12 +44,10 @@ def train(
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
         report = run(with_settings(recipes.get(recipe), settings or []), out, resume=resume, console=aside)
     if as_json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2, allow_nan=False))
         return
     from cria_tricks.units import human
 
-    for sentence in report["warnings"]:
-        screen.print(f"warning: {sentence}", highlight=False)
     if report["eval_loss_before"] is not None:
         screen.print(
             f"evaluation loss {report['eval_loss_before']:.4f} -> {report['eval_loss_after']:.4f}",
@@ -164,14 +164,16 @@ def _ask() -> str:
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
     try:
-        app()
+        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except UsageError as error:
+        _leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
         _leave(f"error: {error}", 2)
     except Diverged as error:
         _leave(f"error: {error}", 1)
     except Interrupted as error:
         _leave(f"{error}; go on with --resume", 130)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _leave("interrupted", 130)
 
 

@@ -6,7 +6,7 @@ class BadInput(ValueError):
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradients stopped being finite; nothing was written. Exit code 1."""
+    """The loss or the gradients stopped being finite; no adapter was written. Exit code 1."""
 
 
 class Interrupted(RuntimeError):

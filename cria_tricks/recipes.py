@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml
+from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_settings
 
 
 def smoke(device: Device | None = None) -> Recipe:
@@ -55,8 +55,13 @@ def kwanzaa(device: Device | None = None) -> Recipe:
 
 
 def kwanzaa_small(device: Device | None = None) -> Recipe:
-    """The Kwanzaa recipe on SmolLM2-135M, for a machine without a GPU."""
-    return kwanzaa(device).model_copy(update={"name": "kwanzaa_small", "model": "smollm2"})
+    """The Kwanzaa recipe on SmolLM2-135M, for a machine without a GPU.
+
+    A model a tenth of the size takes a larger learning rate: at the original 2e-4 it learns too slowly.
+    """
+    return with_settings(
+        kwanzaa(device), ["name=kwanzaa_small", "model=smollm2", "train.learning_rate=5e-4", "train.save_steps=5"]
+    )
 
 
 def baseline(device: Device | None = None) -> Recipe:

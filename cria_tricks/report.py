@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,10 +60,13 @@ def summarise(
         "train_loss": sum(entry["loss"] for entry in steps) / len(steps),
         "tokens_per_second": tokens / in_steps,
         "trained_tokens_per_second": trained / in_steps,
-        "peak_bytes": max(phase["allocated_bytes"] for phase in meter.phases.values()),
+        # The steps' own peaks are in the history, which a resumed run has from its first step on.
+        "peak_bytes": max(
+            *(phase["allocated_bytes"] for phase in meter.phases.values()), *(entry["peak_bytes"] for entry in steps)
+        ),
         "seconds": seconds,
         "device": plan.device.name,
-        "warnings": [*plan.warnings, *_data_warnings(rows, recipe), *_step_warnings(run)],
+        "warnings": [*plan.warnings, *data_warnings(rows, recipe), *step_warnings(run)],
         "steps": run.steps,
         "skipped_steps": run.skipped_steps,
         "memory": meter.phases,
@@ -83,18 +87,19 @@ def summarise(
         "versions": versions(),
         "recipe": recipe.model_dump(mode="json"),
         "plan": plan.to_dict(),
-        "history": run.history,
+        "history": [{key: _finite(value) for key, value in entry.items()} for entry in run.history],
     }
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, report.md and report.png into a folder."""
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     _draw(folder / "report.png", report)
     (folder / "report.md").write_text(_markdown(report), encoding="utf-8")
 
 
-def _data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
+def data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
+    """Say how many rows were cut."""
     return [
         f"{part.cut} of {len(part.rows)} {name} rows were longer than data.max_length={recipe.data.max_length} "
         "tokens and lost their end"
@@ -103,10 +108,16 @@ def _data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
     ]
 
 
-def _step_warnings(run: Run) -> list[str]:
+def step_warnings(run: Run) -> list[str]:
+    """Say how many steps updated nothing."""
     if not run.skipped_steps:
         return []
     return [f"the loss scaler skipped {run.skipped_steps} of {run.steps} steps, whose fp16 gradients overflowed"]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity; the gradient norm of a step that the loss scaler skipped is one."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _markdown(report: Mapping[str, Any]) -> str:

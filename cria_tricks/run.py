@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def train(
         "eval": sources.find(recipe.data.eval, "eval"),
     }
     folder = _choose_folder(recipe, Path(out) if out else None, resume)
-    for sentence in plan.warnings:
-        console.print(f"warning: {sentence}", highlight=False)
+    _say(console, plan.warnings)
 
     # Only now the heavy libraries: what was wrong so far took a second to say.
     from transformers import set_seed
@@ -59,8 +59,11 @@ def train(
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
     rows = {part: tokenize(source.rows, tokenizer, recipe.data.max_length) for part, source in found.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    _say(console, report.data_warnings(rows, recipe))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {folder}: cannot be made: {error.strerror}; name another folder") from None
 
     console.print(f"loading {weights.name} on {plan.device.name}, writing to {folder}", highlight=False)
     set_seed(recipe.train.seed)
@@ -68,6 +71,7 @@ def train(
     with meter.phase("load"):
         loaded = load(plan, weights)
         meter.track(loaded.model)
+    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     counts = count_parameters(loaded.model)
     checkpoints = folder / "checkpoints"
     if resume and not any(checkpoints.glob("checkpoint-*")):
@@ -86,6 +90,7 @@ def train(
             resume=resume,
             callbacks=[progress],
         )
+    _say(console, report.step_warnings(run))
     trained = folder / ("model" if recipe.tricks.peft == "none" else "adapter")
     summary = report.summarise(
         recipe,
@@ -102,6 +107,11 @@ def train(
     artifact.save(trained, loaded.model, tokenizer, weights.name, card, recipe)
     report.write(folder, summary)
     return summary
+
+
+def _say(console: Console, warnings: Iterable[str]) -> None:
+    for sentence in warnings:
+        console.print(f"warning: {sentence}", highlight=False)
 
 
 def _choose_folder(recipe: Recipe, out: Path | None, resume: bool) -> Path:

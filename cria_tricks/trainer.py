@@ -11,8 +11,8 @@ What is ours, and why:
 """
 
 import math
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -40,6 +40,9 @@ OPTIMIZERS = {
     (8, True): "paged_adamw_8bit",
 }
 """(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes."""
+
+SKIPS_IN_A_ROW = 10
+"""From its first scale, 65536, the loss scaler needs a few halvings to find the right one; ten are no search."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,8 @@ def fit(
         Interrupted: if SIGINT came; a checkpoint was written.
     """
     meter = meter or Meter(plan.device.kind)
-    stop, newest = (
-        _StopOnSignal(),
-        get_last_checkpoint(str(checkpoints)) if resume and checkpoints.is_dir() else None,
-    )
+    newest = get_last_checkpoint(str(checkpoints)) if resume and checkpoints.is_dir() else None
+    stop = _StopOnSignal()
     trainer = SharedTrainer(
         plan=plan,
         meter=meter,
@@ -135,7 +136,7 @@ class SharedTrainer(Trainer):
 
     def __init__(self, *, plan: Plan, meter: Meter, **arguments: Any):
         self.plan, self.meter = plan, meter
-        self.control: TrainerControl
+        self.control: TrainerControl  # for the type checker
         self.loss_sum = {"full": self._full_loss_sum, "chunked": self._chunked_loss_sum}[plan.loss["kind"]]
         super().__init__(**arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
@@ -201,7 +202,7 @@ class SharedTrainer(Trainer):
     def _chunked_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         causal_lm = self.accelerator.unwrap_model(model).get_base_model()
         with self.accelerator.autocast():
-            hidden_BTD = causal_lm.model(
+            hidden_BTD = causal_lm.base_model(  # all but the head
                 input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
             ).last_hidden_state
             labels_BT = batch["labels"][:, 1:]  # hidden state t predicts token t + 1
@@ -221,6 +222,7 @@ class _Step(TrainerCallback):
         self.trainer = trainer
         self.tokens: list[torch.Tensor] = []
         self.measured: dict[str, Any] = {}
+        self.skipped_in_a_row = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.tokens = []
@@ -249,6 +251,13 @@ class _Step(TrainerCallback):
             "peak_bytes": self.trainer.meter.lap(),
             "skipped": int(self.trainer.accelerator.optimizer_step_was_skipped),
         }
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
+        nothing_trained = self.skipped_in_a_row == state.global_step == state.max_steps
+        if self.skipped_in_a_row == SKIPS_IN_A_ROW or nothing_trained:
+            raise Diverged(
+                f"the loss scaler skipped {self.skipped_in_a_row} steps in a row, up to step {state.global_step}: the "
+                "fp16 gradients stay infinite or NaN at any scale. Try tricks.precision=bf16 or fp32"
+            )
 
     def take(self) -> dict[str, Any]:
         return self.measured
@@ -267,7 +276,8 @@ class _StopOnSignal(TrainerCallback):
     def _request(self, number: int, frame: Any) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, self.before)
-        print("\nstopping after this step, to save it; Ctrl-C again stops at once", file=sys.stderr)
+        # Not print(): a signal may come while the progress bar is printing.
+        os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
 
     def __exit__(self, *error: object) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -1,10 +1,7 @@
-"""Bytes per dtype, and bytes in words. The only place where a byte count becomes text."""
+"""Names of dtypes, and bytes in words: the only place where a byte count becomes text."""
 
 DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Our precision names (the keys) as torch spells the dtypes."""
-
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
-"""Bytes per element."""
 
 
 def human(count: int | float) -> str:

@@ -9,6 +9,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_configure(config):
+    """Everything but ``-m gpu`` runs on the CPU, on a machine with a card too."""
+    if "gpu" not in (config.option.markexpr or ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a two-layer Llama: wide enough that bitsandbytes quantises its optimizer states."""

@@ -25,10 +25,12 @@ QUICK = [
 def cria(*arguments: str, monkeypatch, capfd) -> tuple[int, str, str]:
     """Run a command in this process, through the same entry."""
     monkeypatch.setattr(sys, "argv", ["cria", *map(str, arguments)])
-    with pytest.raises(SystemExit) as left:
+    code = 0
+    try:
         cli.main()
-    out, err = capfd.readouterr()
-    return int(left.value.code or 0), out, err
+    except SystemExit as left:
+        code = int(left.code or 0)
+    return code, *capfd.readouterr()
 
 
 @pytest.fixture
@@ -94,11 +96,12 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
 
 
 def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, monkeypatch):
-    """NF4 base: the trained model, and plain peft over the same quantised base and over the unquantised one."""
+    """NF4 base: the model as it was trained, and plain peft over the same quantised base."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     from cria_tricks import artifact
+    from cria_tricks.load import forbid_cpu_repacking
     from cria_tricks.recipe import Recipe, with_settings
     from cria_tricks.run import train
 
@@ -113,6 +116,7 @@ def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, m
     path = models.find("random:tiny").path
     quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=quantised)
+    forbid_cpu_repacking(base)
     with torch.no_grad():
         ours = kept["model"].eval()(ids).logits
         plain = PeftModel.from_pretrained(base, report["adapter"]).eval()(ids).logits
@@ -130,6 +134,28 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
     code, stdout, stderr = run_cria("chat", folder, "--prompt", "Hello", "--max-new-tokens", "2")
     assert code == 0, stderr
     assert stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("adapter_config.json", "{", "names no base model"),
+        ("adapter_config.json", "{}", "names no base model"),
+        ("adapter_model.safetensors", "x", "cannot be loaded"),
+    ],
+)
+def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, tiny_model, tokenizer, tmp_path):
+    from cria_tricks import artifact
+    from cria_tricks.recipe import Recipe
+    from tests.helpers import prepare
+
+    _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "lora.r=2")
+    artifact.save(tmp_path / "a", loaded.model, tokenizer, str(tiny_model), "", Recipe())
+    (tmp_path / "a" / file).write_text(content)
+    code, stdout, stderr = run_cria("chat", tmp_path / "a", "--prompt", "Hi")
+    assert (code, stdout) == (2, "")
+    assert stderr.count("\n") == 1
+    assert said in stderr
 
 
 def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, monkeypatch):
@@ -153,6 +179,10 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, 
         (["train", "--set", "tricks.peft=none"], "set tricks.peft=lora"),
         (["train", "--set", "model=smolm2"], "did you mean smollm2?"),
         (["verify", "none"], "has no manifest.json"),
+        (["verify"], "Missing argument"),
+        (["train", "--bogus"], "No such option: --bogus"),
+        (["trian"], "No such command"),
+        (["train", "--out", "/dev/null/x", "--set", "model=random:tiny"], "cannot be made: Not a directory"),
         (["chat", "."], "holds neither adapter_config.json nor config.json"),
     ],
 )

@@ -66,7 +66,7 @@ def test_lean_preparation_keeps_16_bits_where_the_usual_one_makes_32(tiny_model)
 
 
 def test_a_target_module_that_is_not_there_is_named(tiny_model):
-    with pytest.raises(BadInput, match="lora.target_modules: this model has no module named c_attn"):
+    with pytest.raises(BadInput, match="lora.target_modules: .* has no module named c_attn"):
         prepare(tiny_model, "tricks.peft=lora", "lora.target_modules=q_proj,c_attn")
 
 
@@ -78,8 +78,45 @@ def test_a_model_that_changes_its_logits_is_refused_with_chunked_loss(tmp_path, 
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match="changes its logits after the head"):
+    with pytest.raises(BadInput, match="does more than one product .final_logit_softcapping"):
         prepare(folder, "tricks.peft=lora", "tricks.chunked_loss=true")
+
+
+def test_a_head_with_a_bias_is_refused_with_chunked_loss(tmp_path):
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    PhiForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="does more than one product .a bias"):
+        prepare(tmp_path, "tricks.peft=lora", "tricks.chunked_loss=true", "lora.target_modules=q_proj")
+
+
+def test_all_linear_is_pefts_word(tiny_model):
+    _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "lora.target_modules=all-linear")
+    assert sum("lora_A" in name for name in trained_weights(loaded)) == 14
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / "config.json").write_text('{"model_type": "unheard"}'), "model .* cannot be loaded"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "clip"}'), "is no causal language model"),
+        (lambda f: (f / "model.safetensors").write_text("x"), "cannot be loaded"),
+    ],
+)
+def test_a_folder_that_holds_no_whole_causal_model(damage, said, tmp_path, tiny_model):
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(BadInput, match=said) as caught:
+        prepare(tmp_path / "m")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_that_is_no_linear_is_refused(tiny_model):
+    with pytest.raises(BadInput, match="lora.target_modules: "):
+        prepare(tiny_model, "tricks.peft=lora", "lora.target_modules=self_attn")
 
 
 def test_a_model_that_is_not_there():

@@ -58,9 +58,12 @@ def _parsed(text: str, path: str | Path) -> Iterator[tuple[Any, str]]:
         if line.strip():
             where = f"{path}:{number}"
             try:
-                yield json.loads(line), where
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise BadInput(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+            except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+                raise BadInput(f"{where}: not a row: {error}") from None
+            yield row, where
 
 
 def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
@@ -72,6 +75,8 @@ def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
     for row, where in rows:
         if not isinstance(row, dict):
             raise BadInput(f"{where}: a row must be a JSON object, not {type(row).__name__}")
+        if not _is_unicode(row):
+            raise BadInput(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
         if row.get("messages") is not None:
             yield Chat(_checked_messages(row["messages"], where), "", "", where)
         elif row.get("prompt") is not None and row.get("completion") is not None:
@@ -83,6 +88,14 @@ def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
             yield Chat((), prompt, completion, where)
         else:
             raise BadInput(f"{where}: a row needs the field messages, or the fields prompt and completion")
+
+
+def _is_unicode(row: Any) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _checked_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:

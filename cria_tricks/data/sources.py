@@ -1,9 +1,9 @@
 """Where rows come from: our own small set, the real Kwanzaa set, a file, or a hub data set."""
 
 import hashlib
+import http.client
 import re
 import tempfile
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ def _download_kwanzaa(part: Part) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
             content = answer.read()
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
         raise BadInput(
             f"data.{part}=kwanzaa: cannot download {url} ({reason}); "

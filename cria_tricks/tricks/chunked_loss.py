@@ -1,7 +1,8 @@
 r"""Chunked loss: the logits of 256 tokens at a time, and of trained tokens only.
 
 Saves    logits, their fp32 copy and their gradient: N V elements -> 256 V           [bytes]
-Costs    nothing in FLOPs: the gradient is made while its logits are still there
+Costs    nothing in FLOPs: the gradient is made while its logits are still there. A head in another dtype is cast
+         once per micro-batch: 2 V D bytes for a while after the usual 4-bit preparation, none after the lean one
 Claim    exact within rounding
 Needs    a frozen head (peft = lora): the gradient of the hidden states is all that is kept
 Breaks   an adapted or trained head; heads that scale or cap their logits (Gemma 2, Cohere)

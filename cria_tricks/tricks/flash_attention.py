@@ -37,7 +37,7 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
         major, minor = device.capability
         raise BadInput(
             "tricks.attention=flash_attention_2: it needs compute capability 8.0, and "
-            f"{device.name} has {major}.{minor}; {instead}, whose memory-efficient kernel runs there"
+            f"{device.name} has {major}.{minor}; {instead}"
         )
     if recipe.tricks.precision == "fp32":
         raise BadInput(

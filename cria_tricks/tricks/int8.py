@@ -24,6 +24,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.quantization != "int8":
         return plan
     refuse_without_adapter(recipe)
-    if recipe.tricks.precision == "bf16":
+    if recipe.tricks.precision == "bf16" and plan.device.kind == "cuda":
         plan = plan.warn("quantization=int8 computes its outlier columns in fp16, also with precision=bf16")
     return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")

@@ -1,11 +1,11 @@
 r"""Lean preparation: no fp32 copies that nobody asked for.
 
-Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B), and the fp32 copy that
-         peft makes of every adapter's input: 2 B T D bytes an adapted matrix           [bytes]
+Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B); of every adapter's input a
+         kept second 16-bit copy, 2 B T D bytes, and a passing fp32 one, 4 B T D           [bytes]
 Costs    norms and the embedding run in the 16 bits they were stored in
 Claim    approximate: adapters multiply in 16 bits, their fp32 master weights cast at use
 Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
-Breaks   nothing known; norms in 16 bits are what the model was trained with
+Breaks   in fp16, models trained in bf16 whose activations exceed 65504: the usual preparation keeps norms in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
 Ours     two edits of the loaded model, in ``load.py``
 

@@ -43,6 +43,8 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_string_are_fine(tmp_pat
     ("line", "said"),
     [
         ('{"messages": [', "not valid JSON"),
+        ('{"prompt": "x", "completion": ' + "9" * 5000 + "}", "not a row"),
+        ('{"prompt": "\\ud800", "completion": "x"}', "half a surrogate pair"),
         ("[1]", "must be a JSON object, not list"),
         ("{}", "needs the field messages, or the fields prompt and completion"),
         ('{"prompt": "x"}', "needs the field messages"),
