@@ -22,10 +22,10 @@ from cria_tricks import models, recipes, report
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.load import load
 from cria_tricks.measure import Meter
-from cria_tricks.plan import resolve
 from cria_tricks.recipe import with_settings
 from cria_tricks.run import count_parameters
 from cria_tricks.trainer import fit
+from cria_tricks.tricks import resolve
 
 HERE = Path(__file__).parent
 

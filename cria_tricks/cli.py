@@ -65,8 +65,7 @@ def train(
 def tricks() -> None:
     """List the toggles: what each saves, costs and claims, and whether it works here."""
     from cria_tricks import doctor
-    from cria_tricks.plan import trick_name
-    from cria_tricks.tricks import TRICKS, card
+    from cria_tricks.tricks import TRICKS, card, trick_name
 
     found = doctor.examine()
     table = Table(title=f"Tricks, and whether they work on {found['device']['name']}", show_lines=True)

@@ -6,9 +6,8 @@ from typing import Any
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.plan import resolve, trick_name
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS
+from cria_tricks.tricks import TRICKS, resolve, trick_name
 from cria_tricks.units import human
 
 PACKAGES = (

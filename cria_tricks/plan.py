@@ -1,18 +1,16 @@
 """What will run, as plain data: a recipe folded over the tricks.
 
-``resolve`` hands an empty plan from trick to trick. Each trick writes its keyword arguments into it and
-imports nothing; only ``load.py`` and ``trainer.py`` turn the names into calls. So every toggle can be read,
-compared and tested as data, on a machine with no GPU, for a machine that has one.
+``tricks.resolve`` hands an empty plan from trick to trick. Each writes its keyword arguments into it and imports
+nothing; only ``load.py`` and ``trainer.py`` turn the names into calls. So every toggle can be read, compared and
+tested as data, on a machine with no GPU, for a machine that has one.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from types import ModuleType
 from typing import Any
 
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware import Device, this_device
-from cria_tricks.recipe import Recipe
+from cria_tricks.hardware import Device
 
 
 @dataclass(frozen=True)
@@ -76,26 +74,3 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for the report."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-
-
-def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
-    """Fold a recipe over the tricks.
-
-    Args:
-        recipe: what is wanted.
-        device: the machine it is meant for; this one when left out.
-
-    Raises:
-        BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
-    """
-    from cria_tricks.tricks import TRICKS
-
-    plan = Plan(device or this_device())
-    for trick in TRICKS:
-        plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
-    return plan
-
-
-def trick_name(trick: ModuleType) -> str:
-    """``cria_tricks.tricks.nf4`` is called ``nf4``."""
-    return trick.__name__.rsplit(".", 1)[-1]

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from cria_tricks.data import sources
 from cria_tricks.errors import BadInput
-from cria_tricks.plan import resolve
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks import resolve
 
 
 def train(

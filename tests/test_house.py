@@ -10,9 +10,8 @@ from typing import get_args
 import pytest
 
 import cria_tricks.tricks as tricks_package
-from cria_tricks.plan import trick_name
 from cria_tricks.recipe import Tricks
-from cria_tricks.tricks import CARD, TRICKS, card
+from cria_tricks.tricks import CARD, TRICKS, card, trick_name
 
 PACKAGE = Path(tricks_package.__file__).parents[1]
 by_name = pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
@@ -53,7 +52,19 @@ def test_every_value_of_every_toggle_is_some_tricks_business():
 
 
 def test_nothing_below_the_trainer_imports_it():
-    for name in ("recipe", "recipes", "plan", "units", "errors", "models", "load", "measure", "doctor", "artifact"):
+    for name in (
+        "recipe",
+        "recipes",
+        "plan",
+        "units",
+        "errors",
+        "models",
+        "load",
+        "measure",
+        "doctor",
+        "artifact",
+        "callbacks",
+    ):
         assert not {"cria_tricks.trainer", "cria_tricks.run", "cria_tricks.cli"} & set(
             _imports(PACKAGE / f"{name}.py")
         ), name
@@ -61,7 +72,7 @@ def test_nothing_below_the_trainer_imports_it():
 
 def test_a_plan_is_made_without_the_heavy_libraries():
     code = (
-        "import sys, cria_tricks; from cria_tricks.plan import resolve; resolve(cria_tricks.recipes.smoke());"
+        "import sys, cria_tricks; from cria_tricks.tricks import resolve; resolve(cria_tricks.recipes.smoke());"
         "print([m for m in ('transformers', 'peft', 'bitsandbytes', 'datasets', 'accelerate') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

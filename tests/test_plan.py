@@ -8,8 +8,9 @@ import pytest
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
-from cria_tricks.plan import Plan, resolve
+from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)

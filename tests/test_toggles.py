@@ -10,9 +10,8 @@ import math
 import pytest
 
 from cria_tricks.errors import BadInput
-from cria_tricks.plan import resolve
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS
+from cria_tricks.tricks import TRICKS, resolve
 from tests.helpers import train
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]

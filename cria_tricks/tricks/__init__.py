@@ -5,8 +5,12 @@ its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan
 """
 
 import re
+from dataclasses import replace
 from types import ModuleType
 
+from cria_tricks.hardware import Device, this_device
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import (
     adamw_8bit,
     chunked_loss,
@@ -59,3 +63,24 @@ def card(trick: ModuleType) -> dict[str, str]:
     for line in re.finditer(pattern, text, flags=re.MULTILINE):
         found[line[1]] = " ".join(line[2].split())
     return found
+
+
+def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
+    """Fold a recipe over the tricks.
+
+    Args:
+        recipe: what is wanted.
+        device: the machine it is meant for; this one when left out.
+
+    Raises:
+        BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
+    """
+    plan = Plan(device or this_device())
+    for trick in TRICKS:
+        plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
+    return plan
+
+
+def trick_name(trick: ModuleType) -> str:
+    """``cria_tricks.tricks.nf4`` is called ``nf4``."""
+    return trick.__name__.rsplit(".", 1)[-1]

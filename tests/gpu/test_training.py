@@ -6,9 +6,8 @@ import torch
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import this_device
-from cria_tricks.plan import resolve
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS
+from cria_tricks.tricks import TRICKS, resolve
 from tests.helpers import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
