@@ -1,5 +1,6 @@
 """Bytes are exact integers."""
 
+import pytest
 import torch
 
 from cria_tricks.measure import LiveBytes, Meter
@@ -56,17 +57,21 @@ def test_phases_nest_and_the_inner_one_has_its_peak():
     assert meter.phases["outer"]["process_bytes"] > 2**20
 
 
-def test_a_quantised_model_is_counted_with_its_scales(tiny_model):
-    _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "tricks.quantization=nf4", "lora.r=1")
+@pytest.mark.parametrize("double", [False, True])
+def test_a_quantised_model_is_counted_to_the_byte(double, tiny_model):
+    sets = ("tricks.peft=lora", "tricks.quantization=nf4", f"tricks.double_quantization={double}")
+    _, _, loaded = prepare(tiny_model, *sets)
     meter = Meter("cpu")
     with meter.phase("load"):
         meter.track(loaded.model)
-    linears = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
-    packed, scales = linears // 2, linears // 64 * 4
+    layers, linears = 14, 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    blocks = linears // 64
+    scales = blocks + blocks // 256 * 4 + layers * (256 * 4 + 4) if double else blocks * 4
+    levels, rotary = layers * 16 * 4, sum(buffer.nbytes for buffer in loaded.model.buffers())
     embedding, norms = 512 * 256 * 4, 5 * 256 * 4
     adapter = sum(p.numel() * 4 for p in loaded.model.parameters() if p.requires_grad)
-    rest = meter.phases["load"]["allocated_bytes"] - packed - scales - embedding - norms - adapter
-    assert 0 <= rest < 4096, "only the 16 levels of each layer and the rotary frequencies are left"
+    expected = linears // 2 + scales + levels + rotary + embedding + norms + adapter
+    assert meter.phases["load"]["allocated_bytes"] == expected
 
 
 def test_bytes_in_words():

@@ -23,7 +23,7 @@ SWITCHES = ("chunked_loss=true",)
 CLAIM = "exact within rounding"
 TOKENS_PER_CHUNK = 256
 
-# In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32 after the product.
+# In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32, after the product with the head.
 _FP16_LIFT = 1024.0
 
 

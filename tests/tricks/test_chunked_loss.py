@@ -46,17 +46,21 @@ def test_the_loss_is_fp32_whatever_goes_in(dtype):
 
 
 def test_small_fp16_probabilities_keep_their_gradient():
-    """With 100,000 words a typical probability is 1e-5, under the smallest normal fp16 number, 6e-5."""
+    """A sure model leaves each of 100,000 wrong words 1e-8: under 6e-8, the smallest fp16 number there is."""
     torch.manual_seed(0)
     words = 100_000
-    head = torch.randn(words, D).mul_(0.01)
-    labels = torch.randint(0, words, (4,))
-    exact_hidden = torch.randn(4, D).requires_grad_(True)
-    (exact,) = torch.autograd.grad(F.cross_entropy(exact_hidden @ head.T, labels, reduction="sum"), exact_hidden)
+    head = torch.randn(words, D) * 0.01 + 0.3  # the wrong words pull together, so losing them shows
+    head[7] += 1.0
+    exact_hidden = torch.full((2, D), 0.575).requires_grad_(True)
+    labels = torch.tensor([7, 7])
+    logits = exact_hidden @ head.T
+    assert 1e-9 < logits.softmax(-1)[0, 0].item() < 3e-8
+    (exact,) = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), exact_hidden)
     half_hidden = exact_hidden.detach().half().requires_grad_(True)
     loss = chunked_cross_entropy(half_hidden, head.half(), labels, 2)
     (found,) = torch.autograd.grad(loss, half_hidden)
-    assert (found.float() - exact).norm() / exact.norm() < 2e-3  # fp16 holds 11 bits: 5e-4 an element
+    error = (found.float() - exact).norm() / exact.norm()
+    assert error < 0.15  # what fp16 logits near 24, rounded to 1/64, leave; it is 0.42 with the small ones lost
 
 
 def test_autocast_decides_the_dtype():
