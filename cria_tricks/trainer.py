@@ -6,6 +6,7 @@ What is ours, and why:
   window and the evaluation are all true means over tokens;
 - a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
 - the loss scaler works on a CPU too, and its skipped steps are counted;
+- a second run in one process does not inherit bitsandbytes' settings from the first;
 - bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
   reports the whole of it.
 """
@@ -145,6 +146,19 @@ class SharedTrainer(Trainer):
         if self.args.fp16 and self.plan.device.kind == "cpu":
             self.accelerator.native_amp = True
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """Begin with no memory of an earlier run in this process.
+
+        transformers asks bitsandbytes to keep embeddings in 32 bits. Its manager, one per process, remembers that by
+        the parameter's place, (0, 0), so the next run's first matrix gets 32 bits too; and it keeps the earlier
+        model's embedding alive.
+        """
+        if self.plan.optimizer != {"bits": 32, "paged": False}:
+            from bitsandbytes.optim import GlobalOptimManager
+
+            GlobalOptimManager.get_instance().initialize()
+        return super().create_optimizer(*arguments)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The micro-batch's share of the window's mean loss per trained token."""

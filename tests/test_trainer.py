@@ -204,6 +204,9 @@ def test_the_optimizer_that_really_runs(settings, library, states, tiny_model, r
             self.inner = optimizer.optimizer
 
     watch = Watch()
+    # An earlier run in the same process, whose embedding transformers asks bitsandbytes to keep in 32 bits ...
+    train(tiny_model, rows, tmp_path / "earlier", *settings, "train.max_steps=1")
+    # ... must not decide how many bits this run's matrices get.
     train(tiny_model, rows, tmp_path, "tricks.peft=lora", *settings, "train.max_steps=1", callbacks=[watch])
     assert type(watch.inner).__module__.partition(".")[0] == library
     assert type(watch.inner).__name__ == "AdamW"
