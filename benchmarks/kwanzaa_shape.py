@@ -12,13 +12,13 @@ import datetime
 import json
 import re
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cria_tricks import models, recipes, report
+from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.load import load
 from cria_tricks.measure import Meter
@@ -38,13 +38,14 @@ def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
     for length, trained in lengths:
         ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
-    return TokenRows(rows, cut=0)
+    return TokenRows(rows, cut=0, dropped=0)
 
 
 def measure(shape: str, settings: list[str]) -> dict[str, Any]:
     """Run the kwanzaa recipe on a shape and give its report back."""
-    began = time.perf_counter()
-    recipe = with_settings(recipes.kwanzaa(), [f"model=random:{shape}", "train.save_steps=1000", *settings])
+    recipe = with_settings(
+        recipes.kwanzaa(), [f"model=random:{shape}", "train.save_steps=1000", "train.save_minutes=0", *settings]
+    )
     plan = resolve(recipe)
     weights = models.find(recipe.model)
     rows = {part: rows_of_the_real_lengths(part, models.SHAPES[shape]["vocab_size"]) for part in ("train", "eval")}
@@ -59,15 +60,13 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
             recipe.train,
             rows["train"].rows,
             rows["eval"].rows,
-            Path(checkpoints),
+            Checkpoints(Path(checkpoints)),
             pad_id=0,
             meter=meter,
         )
     described = dict.fromkeys(("train", "eval"), "random tokens, the lengths of the Kwanzaa rows in SmolLM2's tokens")
-    seconds = time.perf_counter() - began
-    return report.summarise(recipe, plan, run, meter, rows, described, count_parameters(loaded.model), seconds) | {
-        "model": weights.name
-    }
+    parameters = count_parameters(loaded.model)
+    return report.summarise(recipe, plan, run, meter, rows, described, parameters) | {"model": weights.name}
 
 
 def main() -> None:

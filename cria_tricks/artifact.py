@@ -1,19 +1,17 @@
 """The adapter folder: what plain peft loads, a truthful card, and a manifest that says if it is whole."""
 
-import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cria_tricks import durable
 from cria_tricks.errors import BadInput
 from cria_tricks.models import SMOLLM2
 from cria_tricks.recipe import Recipe
 from cria_tricks.units import human
 
-MANIFEST = "manifest.json"
 _LICENCES = {SMOLLM2: "apache-2.0"}
 _LLAMA = "Llama-3.2"
 
@@ -29,21 +27,18 @@ def save(folder: Path, model: Any, tokenizer: Any, base: str, card: str, recipe:
         card: the text of README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
     """
-    aside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
-    tokenizer.save_pretrained(aside)
-    config = aside / "adapter_config.json"
-    if config.exists():
-        content = json.loads(config.read_text())
-        content["base_model_name_or_path"] = base
-        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (aside / "README.md").write_text(card, encoding="utf-8")
-    (aside / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
-    files = {path.relative_to(aside).as_posix(): _entry(path) for path in sorted(aside.rglob("*")) if path.is_file()}
-    (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)  # of the same run, resumed: the new one is whole by now
-    aside.rename(folder)
+    with durable.new_folder(folder) as aside:
+        model.save_pretrained(aside, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
+        tokenizer.save_pretrained(aside)
+        config = aside / "adapter_config.json"
+        if config.exists():
+            content = json.loads(config.read_text())
+            content["base_model_name_or_path"] = base
+            if isinstance(content.get("target_modules"), list):
+                content["target_modules"].sort()  # peft keeps a set, in another order in every process
+            config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        (aside / "README.md").write_text(card, encoding="utf-8")
+        (aside / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -62,27 +57,12 @@ def verify(folder: str | Path) -> Verified:
         BadInput: naming the first file that is missing or changed.
     """
     folder = Path(folder)
-    try:
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
-    except OSError:
-        raise BadInput(f"{folder}: has no {MANIFEST}, so it is no folder that cria train wrote") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"{folder / MANIFEST}: is damaged; take the folder from its source again") from None
-    for name, (size, sha256) in wanted.items():
-        path = folder / name
-        if not path.is_file():
-            raise BadInput(f"{path}: is missing; take the folder from its source again")
-        found = _entry(path)
-        if (found["bytes"], found["sha256"]) != (size, sha256):
-            change = f"has {found['bytes']} bytes, not {size}" if found["bytes"] != size else "has other content"
-            raise BadInput(f"{path}: {change} than when it was written; take the folder from its source again")
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return Verified(
-        len(wanted),
-        sum(size for size, _ in wanted.values()),
-        tuple(sorted(present - set(wanted) - {MANIFEST})),
-    )
+    if not (folder / durable.MANIFEST).is_file():
+        raise BadInput(f"{folder}: has no {durable.MANIFEST}, so it is no folder that cria train wrote")
+    if damage := durable.damage(folder):
+        raise BadInput(f"{folder}: {damage}; take the folder from its source again")
+    files = durable.listed(folder)
+    return Verified(len(files), sum(entry["bytes"] for entry in files.values()), durable.unlisted(folder))
 
 
 def model_card(report: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
@@ -163,8 +143,3 @@ def model_card(report: Mapping[str, Any], base: str, note: str, recipe: Recipe) 
 
 def _loss(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4f}"
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,9 +1,10 @@
-"""What the trainer does between steps: measure them, look at their gradients, end well on Ctrl-C."""
+"""What the trainer does between steps: measure them, look at their gradients, save and end in time."""
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class StepMeter(TrainerCallback):
         self.tokens: list[torch.Tensor] = []
         self.measured: dict[str, Any] = {}
         self.skipped_in_a_row = 0
+        self.random_state: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.tokens = []
@@ -45,6 +47,7 @@ class StepMeter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         tokens, trained = torch.stack(self.tokens).sum(0).tolist()  # waits for the GPU
+        self.random_state = random_state()
         self.measured = {
             "step_seconds": time.perf_counter() - self.began,
             "tokens": tokens,
@@ -65,25 +68,88 @@ class StepMeter(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C ends the run after the current optimizer step, with a checkpoint; a second one at once."""
+    """Ctrl-C, or the system's SIGTERM, ends the run after the current optimizer step, with a checkpoint.
+
+    A second one ends it at once.
+    """
 
     requested = False
 
     def __enter__(self) -> None:
-        self.before = signal.getsignal(signal.SIGINT)
+        self.before = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
-            signal.signal(signal.SIGINT, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, self.before)
+        self.__exit__()
         # Not print(): a signal may come while the progress bar is printing.
         os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
 
     def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.requested:
             control.should_save = control.should_training_stop = True
+
+
+class SaveOnClock(TrainerCallback):
+    """Asks for a checkpoint when the last one is older than so many minutes; the steps' own cadence goes on."""
+
+    def __init__(self, minutes: float):
+        self.minutes = minutes
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.last = time.monotonic()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.last = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.minutes and time.monotonic() - self.last >= self.minutes * 60:
+            control.should_save = True
+
+
+class StopOnBudget(TrainerCallback):
+    """Ends the run, with a checkpoint, when another step and what comes after the last would not fit in its time.
+
+    Args:
+        budget: seconds; 0 for no limit.
+        elapsed: gives the seconds since the process began.
+
+    Attributes:
+        reached: whether it ended the run before its last step.
+    """
+
+    def __init__(self, budget: float, elapsed: Callable[[], float]):
+        self.budget, self.elapsed = budget, elapsed
+        self.reached = False
+        self.last = 0.0
+        self.longest_step = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.last = self.elapsed()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = self.elapsed()
+        self.longest_step = max(self.longest_step, now - self.last)
+        evaluation = max((entry.get("eval_seconds", 0) for entry in state.log_history), default=0)
+        to_come = self.longest_step + evaluation
+        if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
+            self.reached = True
+            control.should_save = control.should_training_stop = True
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Torch's generators, from which dropout draws."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Put torch's generators back to where they were."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cria_tricks.errors import BadInput, Diverged, Interrupted
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
 
 app = typer.Typer(
     name="cria",
@@ -162,6 +163,7 @@ def _ask() -> str:
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:
         app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UsageError as error:
@@ -170,6 +172,8 @@ def main() -> None:
         _leave(f"error: {error}", 2)
     except Diverged as error:
         _leave(f"error: {error}", 1)
+    except OutOfMemory as error:
+        _leave(f"error: {error}", 3)
     except Interrupted as error:
         _leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):

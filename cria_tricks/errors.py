@@ -1,13 +1,33 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
+from pathlib import Path
+
 
 class BadInput(ValueError):
     """The input is wrong: one line that says what, where, and what would be right. Exit code 2."""
+
+
+class Unwritten(BadInput):
+    """A file or folder could not be written; what was saved before it is whole. Exit code 2.
+
+    Args:
+        path: what could not be written.
+        reason: why, in the system's words.
+    """
+
+    def __init__(self, path: Path, reason: str):
+        super().__init__(
+            f"{path}: cannot be written: {reason}; what was saved before is whole: make room, then go on with --resume"
+        )
 
 
 class Diverged(RuntimeError):
     """The loss or the gradients stopped being finite; no adapter was written. Exit code 1."""
 
 
+class OutOfMemory(RuntimeError):
+    """The run does not fit; its state was saved where that was possible. Exit code 3."""
+
+
 class Interrupted(RuntimeError):
-    """The user stopped the run and its state was saved. Exit code 130."""
+    """The user, or the system, stopped the run and its state was saved. Exit code 130."""

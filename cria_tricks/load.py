@@ -68,6 +68,19 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     return Loaded(model, weights)
 
 
+def count_trainable(plan: Plan, weights: Weights) -> int:
+    """Count what will train, from the model's shape alone.
+
+    Raises:
+        BadInput: if the model cannot be had, or does not fit the plan.
+    """
+    model = _refuse_unfit(plan, weights)
+    if "add_adapter" in plan.after_load:
+        with torch.device("meta"):
+            model = _add_adapter(model, plan)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def quiet_libraries() -> None:
     """No progress bar per file and no advice per call; our own warnings say what matters."""
     transformers.utils.logging.disable_progress_bar()
@@ -96,7 +109,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _refuse_unfit(plan: Plan, weights: Weights) -> None:
+def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Hold the plan against the model's modules, built without their weights."""
     config = _from_hub(AutoConfig.from_pretrained, weights)
     try:
@@ -116,6 +129,7 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> None:
                 f"tricks.chunked_loss=true: the head of {weights.name} does more than one product ({changed[0]}), "
                 "which the chunked loss does not; set tricks.chunked_loss=false"
             )
+    return model
 
 
 def forbid_cpu_repacking(model: torch.nn.Module) -> None:

@@ -3,8 +3,9 @@
 import contextlib
 import resource
 import sys
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,19 +54,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Meter:
-    """Peak bytes of each phase of a run.
+    """Seconds of a run, and peak bytes of each of its phases.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
+        began: when this process began with the run, in ``time.perf_counter``'s seconds; now when left out.
+        before: what an earlier process had spent on the same run: its :meth:`spent`.
 
     Attributes:
         phases: for each phase ``allocated_bytes`` (a peak), and on CUDA ``reserved_bytes`` (a peak too), on a CPU
             ``process_bytes`` (the most resident memory the process had until the phase's end).
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, began: float | None = None, before: Mapping[str, Any] | None = None):
         self.cuda = device == "cuda"
-        self.phases: dict[str, dict[str, int]] = {}
+        self.began = time.perf_counter() if began is None else began
+        self._seconds_before = before["seconds"] if before else 0.0
+        self.phases: dict[str, dict[str, int]] = {k: dict(v) for k, v in before["memory"].items()} if before else {}
         self._live = LiveBytes()
         self._phase: list[str] = []
         self.lap()
@@ -93,6 +98,15 @@ class Meter:
         finally:
             self.lap()
             self._phase.pop()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of this process."""
+        return time.perf_counter() - self.began
+
+    def spent(self) -> dict[str, Any]:
+        """What the whole run took so far, earlier processes included; plain JSON data, kept in checkpoints."""
+        return {"seconds": self._seconds_before + self.elapsed, "memory": self.phases}
 
     def lap(self) -> int:
         """Peak bytes since the last lap, booked to the current phase."""

@@ -5,15 +5,34 @@
 
 import difflib
 import json
+import re
+import reprlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cria_tricks.errors import BadInput
+
+
+def _seconds(value: Any) -> Any:
+    """``"1h30m"``, ``"20m"``, ``"90s"``, ``90`` -> seconds."""
+    if not isinstance(value, str):
+        return value
+    parts = re.fullmatch(r"(?=.)(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", value.replace(" ", ""))
+    if parts:
+        return float(sum(int(number or 0) * unit for number, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("must be a time such as 90s, 20m or 1h30m") from None
+
+
+Duration = Annotated[float, BeforeValidator(_seconds)]
+"""Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
 
 
 class _Frozen(BaseModel):
@@ -25,7 +44,8 @@ class Data(_Frozen):
 
     train: str = Field("nguzo_saba", min_length=1)
     eval: str = Field("nguzo_saba", min_length=1)
-    max_length: int = Field(2048, ge=8, description="tokens per row; longer rows are cut at the end")
+    max_length: int = Field(2048, ge=8, description="tokens per row")
+    overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
 
 
 class Tricks(_Frozen):
@@ -68,6 +88,9 @@ class Train(_Frozen):
     max_grad_norm: float = Field(1.0, gt=0)
     eval_steps: int = Field(0, ge=0, description="optimizer steps between evaluations; 0: every epoch")
     save_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: every epoch")
+    save_minutes: float = Field(10, ge=0, description="minutes between checkpoints, beside save_steps; 0: none")
+    mirror: str = Field("", description="a second folder for checkpoints and results, on Drive for instance")
+    time_budget: Duration = Field(0.0, ge=0, description="stop cleanly within this time; 0: no limit")
     seed: int = Field(42, ge=0, lt=2**32)
 
 
@@ -86,13 +109,14 @@ class Recipe(_Frozen):
         return tomli_w.dumps(self.model_dump(mode="json"))
 
 
-def build(values: dict[str, Any], where: str, *, strict: bool = False) -> Recipe:
+def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str = "") -> Recipe:
     """Validate nested values.
 
     Args:
         values: fields as in a TOML file, e.g. ``{"train": {"max_steps": 4}}``.
         where: what to name in an error, e.g. ``"recipe.toml"``.
         strict: take no text for a number; TOML has types, ``--set`` has none.
+        text: the file the values were read from, to name the line.
 
     Raises:
         BadInput: naming the first field that is wrong and what would be right.
@@ -102,7 +126,8 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False) -> Recipe
             return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise BadInput(f"{where}: {_in_one_line(error)}") from None
+        line = _line_of([str(part) for part in error.errors()[0]["loc"]], text)
+        raise BadInput(f"{where}{f':{line}' if line else ''}: {_in_one_line(error)}") from None
 
 
 def from_toml(path: str | Path) -> Recipe:
@@ -112,13 +137,16 @@ def from_toml(path: str | Path) -> Recipe:
         BadInput: if the file cannot be read, is no TOML, or holds a wrong field.
     """
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise BadInput(f"recipe {path}: cannot be read: {reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
-    return build(values, f"recipe {path}", strict=True)
+    except RecursionError:
+        raise BadInput(f"recipe {path}: not valid TOML: nested too deep") from None
+    return build(values, f"recipe {path}", strict=True, text=text)
 
 
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
@@ -162,11 +190,28 @@ def field_names() -> list[str]:
 
 
 def _unknown(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    tables = [] if "." in key else sorted({name.partition(".")[0] for name in known})
+    near = difflib.get_close_matches(key, [*tables, *known], n=1, cutoff=0.5)
     if not near:  # "max_steps" means "train.max_steps"
         near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
     return f"unknown field {key}{hint}"
+
+
+def _line_of(place: list[str], text: str) -> int:
+    """The line of a TOML file that sets a field, or opens its table; 0 when it is not found."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.match(r"\s*(\[?)\s*([\w.\"'-]+)", line)
+        if not found:
+            continue
+        names = [name.strip("\"'") for name in found[2].split(".")]
+        if found[1]:
+            table = names
+        full = table if found[1] else [*table, *names]
+        if full[: len(place)] == place[: len(full)] and (len(full) >= len(place) or not found[1]):
+            return number
+    return 0
 
 
 def _in_one_line(error: ValidationError) -> str:
@@ -174,10 +219,13 @@ def _in_one_line(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return _unknown(key, field_names())
-    message = first["msg"].replace("Input should be", "must be").replace("'", "")
+    message = first["msg"].replace("Input should be", "must be").replace("Value error, ", "").replace("'", "")
     near = ""
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(first["input"], allowed, n=1)
         near = f"; did you mean {close[0]}?" if close else ""
-    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{near}"
+    if first["type"] in ("too_short", "string_too_short"):
+        message = "must not be empty"
+    message = message.replace("must be an object", "must be a table")
+    return f"{key} = {reprlib.repr(first['input'])}: {message[0].lower()}{message[1:]}{near}"

@@ -1,6 +1,7 @@
 """Run -> report.json, report.md and a figure: what was asked, what ran, what it cost."""
 
 import importlib.metadata
+import io
 import json
 import math
 import platform
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cria_tricks import durable
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.plan import Plan
@@ -34,7 +36,6 @@ def summarise(
     rows: Mapping[str, TokenRows],
     descriptions: Mapping[str, str],
     parameters: Mapping[str, int],
-    seconds: float,
 ) -> dict[str, Any]:
     """Put a run's numbers together.
 
@@ -42,11 +43,10 @@ def summarise(
         recipe: what was asked.
         plan: what it was resolved to.
         run: what happened.
-        meter: peak bytes by phase.
+        meter: seconds, and peak bytes by phase.
         rows: the ``train`` and ``eval`` token rows.
         descriptions: where the two came from.
         parameters: ``trainable`` and ``total``.
-        seconds: wall time of this process, loading included.
 
     Returns:
         Plain JSON data; its keys are the command line's contract.
@@ -64,10 +64,11 @@ def summarise(
         "peak_bytes": max(
             *(phase["allocated_bytes"] for phase in meter.phases.values()), *(entry["peak_bytes"] for entry in steps)
         ),
-        "seconds": seconds,
+        "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "warnings": [*plan.warnings, *data_warnings(rows, recipe), *step_warnings(run)],
         "steps": run.steps,
+        "planned_steps": run.planned_steps,
         "skipped_steps": run.skipped_steps,
         "memory": meter.phases,
         "parameters": dict(parameters),
@@ -77,10 +78,12 @@ def summarise(
             "train_tokens": rows["train"].tokens,
             "train_trained_tokens": rows["train"].trained_tokens,
             "train_rows_cut": rows["train"].cut,
+            "train_rows_dropped": rows["train"].dropped,
             "eval_rows": len(rows["eval"].rows),
             "eval_tokens": rows["eval"].tokens,
             "eval_trained_tokens": rows["eval"].trained_tokens,
             "eval_rows_cut": rows["eval"].cut,
+            "eval_rows_dropped": rows["eval"].dropped,
             "tokens_seen": tokens,
             "trained_tokens_seen": trained,
         },
@@ -93,26 +96,32 @@ def summarise(
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, report.md and report.png into a folder."""
-    (folder / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    _draw(folder / "report.png", report)
-    (folder / "report.md").write_text(_markdown(report), encoding="utf-8")
+    durable.write_file(folder / "report.png", _draw(report))
+    durable.write_file(folder / "report.md", _markdown(report))
+    durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
-    """Say how many rows were cut."""
+    """Say how many rows were cut or dropped."""
+    longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
     return [
-        f"{part.cut} of {len(part.rows)} {name} rows were longer than data.max_length={recipe.data.max_length} "
-        "tokens and lost their end"
+        f"{number} of {len(part.rows) + part.dropped} {name} {longer} {fate}"
         for name, part in rows.items()
-        if part.cut
+        for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
+        if number
     ]
 
 
 def step_warnings(run: Run) -> list[str]:
-    """Say how many steps updated nothing."""
-    if not run.skipped_steps:
-        return []
-    return [f"the loss scaler skipped {run.skipped_steps} of {run.steps} steps, whose fp16 gradients overflowed"]
+    """Say how many steps updated nothing, and how many are still to do."""
+    said = []
+    if run.skipped_steps:
+        said.append(
+            f"the loss scaler skipped {run.skipped_steps} of {run.steps} steps, whose fp16 gradients overflowed"
+        )
+    if run.steps < run.planned_steps:
+        said.append(f"train.time_budget ended the run after step {run.steps} of {run.planned_steps}; --resume goes on")
+    return said
 
 
 def _finite(value: Any) -> Any:
@@ -130,12 +139,12 @@ def _markdown(report: Mapping[str, Any]) -> str:
         ("evaluation loss before", loss("eval_loss_before")),
         ("evaluation loss after", loss("eval_loss_after")),
         ("training loss, mean over steps", loss("train_loss")),
-        ("optimizer steps", f"{report['steps']}, {report['skipped_steps']} skipped"),
+        ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
         ("peak memory", human(report["peak_bytes"])),
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
-        ("seconds, loading included", f"{report['seconds']:,.0f}"),
+        ("seconds, loading and earlier parts included", f"{report['seconds']:,.0f}"),
         ("device", report["device"]),
     ]
     switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
@@ -164,9 +173,9 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "## Data",
             "",
             f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
-            f"{data['train_rows_cut']} rows cut",
+            f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
             f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} trained, "
-            f"{data['eval_rows_cut']} rows cut",
+            f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped",
             "",
             "## Toggles",
             "",
@@ -184,7 +193,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
     )
 
 
-def _draw(path: Path, report: Mapping[str, Any]) -> None:
+def _draw(report: Mapping[str, Any]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -212,4 +221,6 @@ def _draw(path: Path, report: Mapping[str, Any]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    return picture.getvalue()

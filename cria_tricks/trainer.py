@@ -7,25 +7,36 @@ What is ours, and why:
 - a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
 - the loss scaler works on a CPU too, and its skipped steps are counted;
 - a second run in one process does not inherit bitsandbytes' settings from the first;
+- a checkpoint is there whole or not at all, evaluating moves no random number, and an evaluation that a stop cut
+  off is made up for: so a resumed run is the uninterrupted one, bit for bit;
 - bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
   reports the whole of it.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
-from cria_tricks.callbacks import StepMeter, StopOnSignal
+from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, set_random_state
+from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import Diverged, Interrupted
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter
 from cria_tricks.plan import Plan
@@ -50,11 +61,13 @@ class Run:
             ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
+        planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
     """
 
     history: list[dict[str, Any]]
     steps: int
     skipped_steps: int
+    planned_steps: int
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -73,11 +86,11 @@ def fit(
     settings: Train,
     train_rows: Sequence[dict[str, list[int]]],
     eval_rows: Sequence[dict[str, list[int]]],
-    checkpoints: Path,
+    checkpoints: Checkpoints,
     *,
     pad_id: int,
     meter: Meter | None = None,
-    resume: bool = False,
+    start: Checkpoint | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
     """Train the loaded model in place, evaluating before, during and after.
@@ -88,57 +101,81 @@ def fit(
         settings: the recipe's ``train`` fields.
         train_rows: with ``input_ids`` and ``labels``.
         eval_rows: the same; may be empty, then nothing is evaluated.
-        checkpoints: folder for checkpoints.
+        checkpoints: where they are written.
         pad_id: token id that fills up shorter rows.
-        meter: counts bytes; made here when left out.
-        resume: go on from the newest checkpoint, when there is one.
+        meter: counts bytes and seconds; made here when left out.
+        start: the checkpoint to go on from; from the beginning when left out.
         callbacks: more callbacks, e.g. a progress bar.
 
     Raises:
+        BadInput: if the checkpoint cannot be loaded into this model.
         Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
-        Interrupted: if SIGINT came; a checkpoint was written.
+        Interrupted: if SIGINT or SIGTERM came; a checkpoint was written.
+        OutOfMemory: if it does not fit; a checkpoint was written unless the optimizer had begun its step.
+        Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind)
-    newest = get_last_checkpoint(str(checkpoints)) if resume and checkpoints.is_dir() else None
-    stop = StopOnSignal()
+    stop, budget = StopOnSignal(), StopOnBudget(settings.time_budget, lambda: meter.elapsed)
     trainer = SharedTrainer(
         plan=plan,
         meter=meter,
         model=loaded.model,
-        args=_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints, resumed=bool(newest)),
+        checkpoints=checkpoints,
+        stop=stop,
+        args=_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints.folder, start),
         train_dataset=list(train_rows),
         eval_dataset=list(eval_rows) or None,
         data_collator=PadToLongest(pad_id),
-        callbacks=[stop, *callbacks],
+        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)  # our own progress bar prints
     meter.track(loaded.model)
     with stop, meter.watch():
-        with meter.phase("train"):
-            trainer.train(resume_from_checkpoint=newest)
-        step = trainer.state.global_step
+        with trainer.rescue():
+            with meter.phase("train"):
+                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+            state = trainer.state
+            if eval_rows and not _evaluated(state) and not stop.requested:
+                trainer.evaluate()
         if stop.requested:
-            raise Interrupted(f"interrupted after step {step}; its state is in {checkpoints}")
-        history = trainer.state.log_history
-        if eval_rows and not any("eval_loss" in entry and entry["step"] == step for entry in history):
-            trainer.evaluate()
+            kept = f"its state is in {checkpoints.folder}" if state.global_step else "there was nothing to save yet"
+            raise Interrupted(f"interrupted after step {state.global_step}; {kept}")
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
-    history = [entry for entry in history if "loss" in entry or "eval_loss" in entry]
-    return Run(history, step, sum(entry.get("skipped", 0) for entry in history))
+    history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
+    return Run(history, state.global_step, sum(entry.get("skipped", 0) for entry in history), state.max_steps)
 
 
 class SharedTrainer(Trainer):
     """``transformers.Trainer`` with token-true losses. See the module's docstring."""
 
-    def __init__(self, *, plan: Plan, meter: Meter, **arguments: Any):
-        self.plan, self.meter = plan, meter
+    def __init__(self, *, plan: Plan, meter: Meter, checkpoints: Checkpoints, stop: StopOnSignal, **arguments: Any):
+        self.plan, self.meter, self.checkpoints, self.stop = plan, meter, checkpoints, stop
         self.control: TrainerControl  # for the type checker
+        self.moment = "forward pass"
         self.loss_sum = {"full": self._full_loss_sum, "chunked": self._chunked_loss_sum}[plan.loss["kind"]]
         super().__init__(**arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.step = StepMeter(self)
         self.add_callback(self.step)
+
+    @contextlib.contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Where memory runs out, save what can be saved and say at what it was.
+
+        Raises:
+            OutOfMemory: with one sentence about both.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the step's activations
+            self.model.zero_grad()
+            step = self.state.global_step
+            where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
+            raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make fp16 on a CPU real: accelerate accepts it there, and then neither autocasts nor scales."""
@@ -163,7 +200,10 @@ class SharedTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The micro-batch's share of the window's mean loss per trained token."""
         assert not return_outputs, "evaluate() is overridden, so nobody asks for outputs"
-        return self.loss_sum(model, inputs) / num_items_in_batch
+        self.moment = "forward pass"
+        loss = self.loss_sum(model, inputs) / num_items_in_batch
+        self.moment = "backward pass"
+        return loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
@@ -174,16 +214,26 @@ class SharedTrainer(Trainer):
                 "touched any weight. Try a lower train.learning_rate" + (", or bf16" if self.args.fp16 else "")
             )
         self.step.count(inputs)
+        self.moment = "optimizer step"
         return loss
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Mean loss over all trained tokens of all rows, whatever the batch size."""
+        """Mean loss over all trained tokens of all rows, whatever the batch size.
+
+        A loader draws a random number when it begins. Here that is taken back, so that evaluating more often, or
+        once more after a resume, changes nothing in the training.
+        """
         began = time.perf_counter()
+        self.moment = "evaluation"
         loader = self.get_eval_dataloader(eval_dataset)
         self.model.eval()
         total, tokens = torch.zeros((), dtype=torch.float64), 0
-        with self.meter.phase("evaluate"), torch.no_grad():
+        with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for batch in loader:
+                if self.stop.requested:  # the resumed run evaluates here first
+                    self.control.should_training_stop = True
+                    self.control.should_save = self.state.global_step > 0
+                    return {}
                 batch = self._prepare_inputs(batch)
                 total += self.loss_sum(self.model_wrapped, batch).double().cpu()  # wrapped by train(): autocast
                 tokens += int((batch["labels"][:, 1:] != IGNORED).sum())
@@ -203,6 +253,54 @@ class SharedTrainer(Trainer):
     def log(self, logs, start_time=None):
         """Add the step's bytes, tokens and seconds to its entry."""
         super().log({**logs, **self.step.take()} if "loss" in logs else logs)
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        # transformers looks whether the run is over only after another step.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        if not self.control.should_training_stop:
+            super()._run_epoch(**arguments)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
+        with self.checkpoints.new(self.state.global_step, self.meter.spent()) as aside:
+            self._save(str(aside))
+            self._save_optimizer_and_scheduler(str(aside))
+            self._save_scaler(str(aside))
+            self._save_rng_state(str(aside))
+            self.state.save_to_json(str(aside / "trainer_state.json"))
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        # Of an adapter only the adapter: by default peft may ask the hub, and save embeddings that nobody trained.
+        only = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
+        self.model.save_pretrained(output_dir, **only)
+
+    def _saved_after_all(self) -> str:
+        """After the last whole step, if the weights are still those."""
+        step = self.state.global_step
+        if self.moment != "optimizer step" and step > 0 and self.step.random_state:
+            set_random_state(self.step.random_state)
+            with contextlib.suppress(Unwritten):
+                self._save_checkpoint(self.model, None)
+                return f"the state after step {step} is in {self.checkpoints.folder}"
+        newest = self.checkpoints.newest()
+        return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with _loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with _loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint):
+        with _loading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with _loading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _full_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         # transformers divides its summed loss by num_items_in_batch: 1 leaves the sum.
@@ -224,13 +322,35 @@ class SharedTrainer(Trainer):
             )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the card, bitsandbytes' managed memory or the machine had no bytes left."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
+
+
+@contextlib.contextmanager
+def _loading(checkpoint: str | None) -> Iterator[None]:
+    """A whole checkpoint that does not fit is one of another version, or was made up."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--resume: {checkpoint} cannot be loaded: {reason}; start again in a new folder") from None
+
+
+def _evaluated(state: TrainerState) -> bool:
+    return any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
+
+
 def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
     """Optimizer steps of one epoch, the partial last window included."""
     return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
 def _arguments(
-    plan: Plan, settings: Train, rows: int, evaluates: bool, checkpoints: Path, *, resumed: bool
+    plan: Plan, settings: Train, rows: int, evaluates: bool, checkpoints: Path, start: Checkpoint | None
 ) -> TrainingArguments:
     training = dict(plan.training)
     known = {field.name for field in fields(TrainingArguments)}
@@ -238,6 +358,12 @@ def _arguments(
         training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
     epoch = steps_per_epoch(settings, plan.training["gradient_accumulation_steps"], rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
+    eval_steps = settings.eval_steps or epoch
+    state = TrainerState()
+    if start:
+        with _loading(str(start.path)):
+            state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
+    due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         use_cpu=plan.device.kind == "cpu",
@@ -251,11 +377,10 @@ def _arguments(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         eval_strategy="steps" if evaluates else "no",
-        eval_steps=settings.eval_steps or epoch,
-        eval_on_start=evaluates and not resumed,
+        eval_steps=eval_steps,
+        eval_on_start=evaluates and due and not _evaluated(state),
         save_strategy="steps",
         save_steps=settings.save_steps or epoch,
-        save_total_limit=2,
         logging_strategy="steps",
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would log a NaN as 0.0

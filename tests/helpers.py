@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import Loaded, load
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
@@ -22,10 +23,13 @@ def prepare(folder: Path, *settings: str) -> tuple[Recipe, Plan, Loaded]:
     return recipe, plan, load(plan, Weights(str(folder), str(folder), None))
 
 
-def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), **options) -> tuple[Run, Loaded]:
+def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), resume=False, **options) -> tuple[Run, Loaded]:
     """Train the model in a folder on token rows."""
     recipe, plan, loaded = prepare(folder, *settings)
-    return fit(loaded, plan, recipe.train, rows, eval_rows, out, pad_id=2, **options), loaded
+    checkpoints = Checkpoints(out)
+    start = checkpoints.newest() if resume else None
+    options = {"pad_id": 2, "start": start, **options}
+    return fit(loaded, plan, recipe.train, rows, eval_rows, checkpoints, **options), loaded
 
 
 def trained_weights(loaded: Loaded) -> dict[str, torch.Tensor]:

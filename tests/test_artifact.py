@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from cria_tricks.artifact import MANIFEST, save, verify
+from cria_tricks.artifact import save, verify
+from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare
@@ -44,12 +45,12 @@ def flip_one_bit(path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: is missing"),
-        (lambda f: (f / "README.md").write_text(""), "README.md: has 0 bytes, not 7"),
-        (lambda f: flip_one_bit(f / "adapter_model.safetensors"), "adapter_model.safetensors: has other content"),
+        (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+        (lambda f: (f / "README.md").write_text(""), "README.md has 0 bytes, not the 7"),
+        (lambda f: flip_one_bit(f / "adapter_model.safetensors"), "adapter_model.safetensors has other content"),
         (lambda f: (f / MANIFEST).unlink(), "has no manifest.json"),
-        (lambda f: (f / MANIFEST).write_text("{"), "manifest.json: is damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"files": [1]}'), "manifest.json: is damaged"),
+        (lambda f: (f / MANIFEST).write_text("{"), "manifest.json is damaged"),
+        (lambda f: (f / MANIFEST).write_text('{"files": [1]}'), "manifest.json is damaged"),
     ],
 )
 def test_damage_is_named(folder, damage, said):

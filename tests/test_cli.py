@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +208,8 @@ def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(tmp_pat
     assert done.stdout == "2 False\n"
 
 
-def test_ctrl_c_saves_and_resume_goes_on(few_rows, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resume_goes_on(number, few_rows, tmp_path):
     """The real command, interrupted by a real signal."""
     command = [
         sys.executable,
@@ -220,21 +222,21 @@ def test_ctrl_c_saves_and_resume_goes_on(few_rows, tmp_path):
         "--out",
         tmp_path / "run",
     ]
-    command += ["--set", "train.max_steps=400", "--json"]
+    command += ["--set", "train.max_steps=20", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             if "step    2/" in line:
-                process.send_signal(2)
+                process.send_signal(number)
                 break
         stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 130
     assert stdout == ""
     assert "go on with --resume" in stderr.splitlines()[-1]
     step = int(stderr.splitlines()[-1].partition("after step ")[2].partition(";")[0])
-    command[command.index("train.max_steps=400")] = f"train.max_steps={step + 1}"
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+    assert f"going on from {tmp_path / 'run' / 'checkpoints' / f'checkpoint-{step}'}" in done.stderr
     report = json.loads(done.stdout)
-    assert [entry["step"] for entry in report["history"] if "loss" in entry] == list(range(1, step + 2))
+    assert [entry["step"] for entry in report["history"] if "loss" in entry] == list(range(1, 21))
 
 
 def test_without_out_every_run_gets_its_own_folder(run_cria, few_rows, tmp_path, monkeypatch):

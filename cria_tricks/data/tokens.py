@@ -21,10 +21,12 @@ class TokenRows:
     Attributes:
         rows: each with ``input_ids`` and ``labels``, lists of T integers.
         cut: how many rows were longer than ``max_length`` and lost their end.
+        dropped: how many were longer and were left out.
     """
 
     rows: list[dict[str, list[int]]]
     cut: int
+    dropped: int
 
     @property
     def tokens(self) -> int:
@@ -42,7 +44,7 @@ def trained(row: dict[str, list[int]]) -> int:
     return sum(label != IGNORED for label in row["labels"])
 
 
-def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int) -> TokenRows:
+def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int, overflow: str = "truncate") -> TokenRows:
     """Tokenise rows and mark what is trained.
 
     The assistant's turns are found by prefix: the tokens of the conversation up to a turn are a prefix of the
@@ -52,15 +54,26 @@ def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int) -> TokenRow
         chats: checked rows.
         tokenizer: with a chat template, where there are chat rows.
         max_length: tokens kept of each row.
+        overflow: what happens to a longer one: ``"truncate"`` cuts its end off, ``"drop"`` leaves it out,
+            ``"error"`` refuses it.
 
     Raises:
-        BadInput: if the template does not fit, or a row has nothing left to train on.
+        BadInput: if the template does not fit, a row has nothing left to train on, or none is left.
     """
-    rows, cut = [], 0
+    rows, cut, dropped = [], 0, 0
     for chat in chats:
         ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
         labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
-        cut += len(ids) > max_length
+        if len(ids) > max_length:
+            if overflow == "error":
+                raise BadInput(
+                    f"{chat.where}: the row takes {len(ids)} tokens, data.max_length is {max_length}; raise it, or set "
+                    "data.overflow to truncate or drop"
+                )
+            if overflow == "drop":
+                dropped += 1
+                continue
+            cut += 1
         row = {"input_ids": ids[:max_length], "labels": labels[:max_length]}
         if not trained(row):
             prompt = next(index for index, label in enumerate(labels) if label != IGNORED)
@@ -69,7 +82,12 @@ def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int) -> TokenRow
                 "nothing to train on; raise it or take the row out"
             )
         rows.append(row)
-    return TokenRows(rows, cut)
+    if not rows:
+        raise BadInput(
+            f"{chats[0].where}: all {dropped} rows are longer than data.max_length={max_length} tokens and were "
+            "dropped; raise it, or set data.overflow=truncate"
+        )
+    return TokenRows(rows, cut, dropped)
 
 
 def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:

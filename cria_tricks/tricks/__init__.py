@@ -4,13 +4,15 @@ Each module opens with a card of eight lines, names its ``SWITCHES`` (the settin
 its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan``.
 """
 
+import contextlib
 import re
 from dataclasses import replace
 from types import ModuleType
 
+from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.plan import Plan
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
     adamw_8bit,
     chunked_loss,
@@ -79,6 +81,23 @@ def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
     for trick in TRICKS:
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
     return plan
+
+
+def still_off(recipe: Recipe, device: Device) -> list[str]:
+    """Toggles that are off and would save memory here: ``["tricks.chunked_loss=true", ...]``."""
+    default, found = Tricks(), {}
+    warned = resolve(recipe, device).warnings
+    for trick in TRICKS:
+        for switch in trick.SWITCHES:
+            field = switch.partition("=")[0]
+            if getattr(recipe.tricks, field) != getattr(default, field) or field in found:
+                continue
+            if trick is gradient_accumulation and recipe.train.batch_size == 1:
+                continue  # it takes the place of a larger micro-batch, and there is none
+            with contextlib.suppress(BadInput):  # cannot work here
+                if resolve(with_settings(recipe, [f"tricks.{switch}"]), device).warnings == warned:
+                    found[field] = f"tricks.{switch}"
+    return list(found.values())
 
 
 def trick_name(trick: ModuleType) -> str:

@@ -1,0 +1,159 @@
+"""Folders and files that are there whole or not at all, also after a power cut.
+
+A folder is written aside, hashed into a manifest, synced to the disk and only then renamed. So whatever stops a
+process, at whatever moment: what has its name is whole, and the manifest says later whether it still is.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.errors import Unwritten
+from cria_tricks.units import human
+
+MANIFEST = "manifest.json"
+ASIDE = ".partial"
+"""What a folder's name ends with while it is being written."""
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Fill a folder aside; it takes its name, and the place of an older one, when the block ends well.
+
+    Args:
+        folder: the name it gets.
+
+    Yields:
+        The empty folder to fill.
+
+    Raises:
+        Unwritten: if the disk is full or cannot be written; what was there before still is.
+    """
+    aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, ".old"))
+    try:
+        with unwritten_in_one_line(folder):
+            for leftover in (aside, old):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            _write_manifest(aside)
+            for path in aside.rglob("*"):
+                _sync(path)
+            _sync(aside)
+            if folder.exists():
+                folder.rename(old)
+            aside.rename(folder)
+            _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_folder(folder: Path, to: Path) -> None:
+    """Copy a whole folder, under the same promise.
+
+    Raises:
+        Unwritten: if it cannot be written there.
+    """
+    with new_folder(to) as aside:
+        shutil.copytree(folder, aside, dirs_exist_ok=True)
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a small file, or replace it, in one stroke.
+
+    Raises:
+        Unwritten: if it cannot be written; an older one is still there.
+    """
+    aside = path.with_name(path.name + ASIDE)
+    try:
+        with unwritten_in_one_line(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(content.encode() if isinstance(content, str) else content)
+            _sync(aside)
+            aside.replace(path)
+            _sync(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a folder, held against its manifest: ``"optimizer.pt is missing"``; empty when whole."""
+    try:
+        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed(folder).items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} is damaged"
+    for name, (size, sha256) in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        found = _entry(path)
+        if found["bytes"] != size:
+            return f"{name} has {found['bytes']} bytes, not the {size} that were written"
+        if found["sha256"] != sha256:
+            return f"{name} has other content than was written"
+    return ""
+
+
+def listed(folder: Path) -> dict[str, Any]:
+    """The manifest: ``bytes`` and ``sha256`` of every file, by its path in the folder."""
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+
+
+def unlisted(folder: Path) -> tuple[str, ...]:
+    """Files that the manifest does not name."""
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return tuple(sorted(present - set(listed(folder)) - {MANIFEST}))
+
+
+@contextlib.contextmanager
+def unwritten_in_one_line(path: Path) -> Iterator[None]:
+    """Turn what a full or broken disk raises, under its many names, into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise Unwritten(path, error.strerror or str(error)) from None
+    except Exception as error:
+        # torch.save and safetensors have errors of their own for a disk that is full.
+        if not _is_about_writing(error):
+            raise
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+        raise Unwritten(path, f"the disk took only a part of it, {human(free)} are free") from None
+
+
+def _is_about_writing(error: Exception) -> bool:
+    return type(error).__name__ == "SafetensorError" or (
+        type(error) is RuntimeError and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
+    )
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {p.relative_to(folder).as_posix(): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files.pop(MANIFEST, None)
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Ask the system to really write it; a file system that cannot sync a folder (Drive) is not asked twice."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,398 @@
+"""Checkpoints under fire: whatever happens to the process, the files or the disk, the run is the same or says why."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from cria_tricks import durable
+from cria_tricks.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.data.chat import Chat
+from cria_tricks.data.sources import Source
+from cria_tricks.errors import BadInput, Interrupted, OutOfMemory, Unwritten
+from cria_tricks.recipe import Recipe, with_settings
+from tests.helpers import train, trained_weights
+
+SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
+
+
+class At(TrainerCallback):
+    """Does something before the optimizer takes a step."""
+
+    def __init__(self, step: int, act):
+        self.step, self.act = step, act
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.act()
+
+
+class DuringEvaluation(TrainerCallback):
+    def __init__(self, step: int, act):
+        self.step, self.act = step, act
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL inside one process: nobody catches it, and nothing is saved any more."""
+
+
+def kill():
+    raise Killed
+
+
+def raising(error: BaseException):
+    def act():
+        raise error
+
+    return act
+
+
+def send(number: int):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def curves(run):
+    keys = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "trained_tokens")
+    return [{key: entry[key] for key in keys if key in entry} for entry in run.history]
+
+
+def same(run, loaded, other_run, other_loaded):
+    assert curves(run) == curves(other_run)
+    ours, theirs = trained_weights(loaded), trained_weights(other_loaded)
+    assert ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("setting", ["tricks.quantization=none", "tricks.quantization=nf4"])
+def test_stopped_at_any_step_and_resumed_is_the_uninterrupted_run(setting, threads, tiny_model, rows, tmp_path):
+    """Five rows an epoch, seven steps: stops fall inside epochs and at their ends, on saves and between them."""
+    _stop_and_resume(setting, range(1, 8), tiny_model, rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "tricks.precision=fp16",
+        "tricks.peft=head",
+        "tricks.peft=none",
+        "tricks.gradient_accumulation=2",
+        "tricks.optimizer=adamw_8bit",
+    ],
+)
+def test_so_it_is_with_every_kind_of_state(setting, tiny_model, rows, tmp_path):
+    _stop_and_resume(setting, (3, 5), tiny_model, rows, tmp_path)
+
+
+def _stop_and_resume(setting, steps, tiny_model, rows, tmp_path):
+    sets = (*SETS, setting)
+    whole, straight = train(tiny_model, rows, tmp_path / "whole", *sets, eval_rows=rows[:2])
+    stops = {
+        "SIGINT": (Interrupted, send(signal.SIGINT)),
+        "SIGTERM": (Interrupted, send(signal.SIGTERM)),
+        "kill": (Killed, kill),
+    }
+    for step in steps:
+        name = tuple(stops)[step % 3]
+        error, act = stops[name]
+        out = tmp_path / f"{name}-{step}"
+        with pytest.raises(error):
+            train(tiny_model, rows, out, *sets, eval_rows=rows[:2], callbacks=[At(step, act)])
+        saved = Checkpoints(out).newest()
+        assert (saved.step if saved else 0) == (step if error is Interrupted else (step - 1) // 2 * 2)
+        resumed = train(tiny_model, rows, out, *sets, eval_rows=rows[:2], resume=True)
+        same(whole, straight, *resumed)
+
+
+@pytest.mark.parametrize("step", [0, 3, 7])
+def test_stopped_in_an_evaluation_it_ends_at_once_and_evaluates_again_after_the_resume(
+    step, tiny_model, rows, tmp_path
+):
+    whole, straight = train(tiny_model, rows, tmp_path / "a", *SETS, eval_rows=rows)
+    stop = DuringEvaluation(step, send(signal.SIGTERM))
+    with pytest.raises(Interrupted, match=f"after step {step}"):
+        train(tiny_model, rows, tmp_path / "b", *SETS, eval_rows=rows, callbacks=[stop])
+    assert [path.name for path in (tmp_path / "b").glob("*")].count(f"checkpoint-{step}") == (step > 0)
+    same(whole, straight, *train(tiny_model, rows, tmp_path / "b", *SETS, eval_rows=rows, resume=True))
+
+
+def test_evaluating_more_often_changes_nothing_in_the_training(tiny_model, rows, tmp_path):
+    often, a = train(tiny_model, rows, tmp_path / "a", *SETS, "train.eval_steps=1", eval_rows=rows)
+    never, b = train(tiny_model, rows, tmp_path / "b", *SETS)
+    assert [entry["loss"] for entry in often.training] == [entry["loss"] for entry in never.training]
+    assert all(torch.equal(p, trained_weights(b)[name]) for name, p in trained_weights(a).items())
+
+
+def test_a_finished_run_resumed_takes_no_further_step(tiny_model, rows, tmp_path):
+    whole, straight = train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows)
+    same(whole, straight, *train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows, resume=True))
+
+
+def test_the_newest_two_are_kept_and_nothing_else(tiny_model, rows, tmp_path):
+    (tmp_path / "checkpoint-2.partial").mkdir()  # of a process that was killed
+    train(tiny_model, rows, tmp_path, *SETS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-6", "checkpoint-7"]
+    files = {path.name for path in (tmp_path / "checkpoint-7").iterdir()}
+    assert {"adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run.json"} <= files
+    assert not [name for name in files if name.startswith(("model", "pytorch_model", "training_args"))]
+
+
+def test_the_clock_saves_between_the_steps_cadence(tiny_model, rows, tmp_path):
+    sets = ("tricks.peft=lora", "train.max_steps=6", "train.save_steps=1000")
+    train(tiny_model, rows, tmp_path / "never", *sets, "train.save_minutes=0")
+    train(tiny_model, rows, tmp_path / "always", *sets, "train.save_minutes=1e-9")
+    assert [p.name for p in (tmp_path / "never").iterdir()] == ["checkpoint-6"]
+    assert sorted(p.name for p in (tmp_path / "always").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+
+
+DAMAGES = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "bit-flipped": lambda path: path.write_bytes(flipped(path.read_bytes())),
+    "removed": lambda path: path.unlink(),
+}
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.fixture(scope="module")
+def halted(tiny_model, rows, tmp_path_factory):
+    """A run killed in step 6, fp16 so that it has a scaler too; and what it should have become."""
+    folder = tmp_path_factory.mktemp("halted")
+    sets = (*SETS, "tricks.precision=fp16")
+    whole = train(tiny_model, rows, folder / "whole", *sets, eval_rows=rows[:2])
+    with pytest.raises(Killed):
+        train(tiny_model, rows, folder / "cut", *sets, eval_rows=rows[:2], callbacks=[At(6, kill)])
+    return folder / "cut", sets, whole
+
+
+FILES = (
+    "README.md", "adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.pt",
+    "rng_state.pth", "run.json", "scaler.pt", "scheduler.pt", "trainer_state.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_file_of_the_newest_damaged_in_turn_resumes_from_the_one_before(damage, halted, tmp_path):
+    folder, _, _ = halted
+    assert {path.name for path in (folder / "checkpoint-4").iterdir()} == set(FILES)
+    for name in FILES:
+        out = tmp_path / name
+        shutil.copytree(folder, out)
+        DAMAGES[damage](out / "checkpoint-4" / name)
+        said: list[str] = []
+        checkpoints = Checkpoints(out, say=said.append)
+        start = checkpoints.newest()
+        assert start
+        assert start.step == 2
+        assert len(said) == 1
+        assert name in said[0]
+        assert "going on from checkpoint-2" in said[0]
+        checkpoints.put_aside_after(start)
+        assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2", "checkpoint-4.damaged"]
+
+
+@pytest.mark.parametrize(("damage", "name"), [("removed", "optimizer.pt"), ("bit-flipped", "rng_state.pth")])
+def test_the_run_resumed_past_a_damaged_checkpoint_is_the_uninterrupted_one(
+    damage, name, halted, tiny_model, rows, tmp_path
+):
+    folder, sets, whole = halted
+    shutil.copytree(folder, tmp_path / "out")
+    DAMAGES[damage](tmp_path / "out" / "checkpoint-4" / name)
+    same(*whole, *train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True))
+
+
+def test_with_none_whole_it_stops_and_touches_nothing(halted, tmp_path):
+    shutil.copytree(halted[0], tmp_path / "out")
+    for step in (2, 4):
+        (tmp_path / "out" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    with pytest.raises(BadInput, match="none of the checkpoints in .* is whole .*optimizer.pt is missing"):
+        Checkpoints(tmp_path / "out").newest()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_file_that_nobody_wrote_makes_a_checkpoint_damaged_but_not_what_a_desktop_leaves(halted, tmp_path):
+    shutil.copytree(halted[0], tmp_path / "out")
+    (tmp_path / "out" / "checkpoint-4" / ".DS_Store").write_text("x")
+    assert Checkpoints(tmp_path / "out").newest().step == 4
+    (tmp_path / "out" / "checkpoint-4" / "adapter_model.bin").write_text("x")
+    assert Checkpoints(tmp_path / "out").newest().step == 2
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"])
+def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, tiny_model, rows, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "evil"),))
+
+    folder, sets, _ = halted
+    shutil.copytree(folder, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoint-4"
+    torch.save(Evil(), newest / name)
+    (newest / "manifest.json").unlink()
+    durable._write_manifest(newest)
+    with pytest.raises(BadInput, match="cannot be loaded") as caught:
+        train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_gone(tiny_model, rows, tmp_path):
+    from cria_tricks.trainer import fit
+    from tests.helpers import prepare
+
+    whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
+
+    def run(folder, start=None, callbacks=()):
+        recipe, plan, loaded = prepare(tiny_model, *SETS)
+        checkpoints = Checkpoints(tmp_path / folder, tmp_path / "mirror")
+        start = checkpoints.newest()
+        return fit(
+            loaded, plan, recipe.train, rows, (), checkpoints, pad_id=2, start=start, callbacks=callbacks
+        ), loaded  # fmt: skip
+
+    with pytest.raises(Killed):
+        run("gone", callbacks=[At(6, kill)])
+    assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    shutil.rmtree(tmp_path / "gone")
+    same(*whole, *run("new"))
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-6", "checkpoint-7"]
+    assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["checkpoint-6", "checkpoint-7"]
+
+
+def test_a_mirror_that_fails_warns_and_the_run_goes_on(tiny_model, rows, tmp_path):
+    from cria_tricks.trainer import fit
+    from tests.helpers import prepare
+
+    (tmp_path / "file").write_text("x")
+    said: list[str] = []
+    recipe, plan, loaded = prepare(tiny_model, *SETS)
+    checkpoints = Checkpoints(tmp_path / "out", tmp_path / "file" / "mirror", say=said.append)
+    assert fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=2).steps == 7
+    assert len(said) == 4
+    assert said[0].startswith("warning: train.mirror: ")
+    assert "Not a directory; the run goes on" in said[0].replace(": what", ";")
+
+
+@pytest.mark.parametrize("size", [0, 20_000])
+def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, tiny_model, rows, tmp_path):
+    """A quota on the size of a file, set in the middle of the run; the weights' and the optimizer's files meet it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
+    full = At(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard)))
+    try:
+        with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: .*; what was saved before is whole"):
+            train(tiny_model, rows, tmp_path / "out", *SETS, callbacks=[full])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
+    same(*whole, *train(tiny_model, rows, tmp_path / "out", *SETS, resume=True))
+
+
+def test_a_really_full_disk_loses_nothing_saved_before(tiny_model, rows, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
+        with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: (No space|the disk took)"):
+            train(tiny_model, rows, disk, *SETS, callbacks=[At(4, lambda: fill(disk))])
+        assert durable.damage(disk / "checkpoint-2") == ""
+        (disk / "filler").unlink()
+        same(*whole, *train(tiny_model, rows, disk, *SETS, resume=True))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)  # safetensors still maps a file of it
+
+
+def fill(disk: Path) -> None:
+    free = shutil.disk_usage(disk).free
+    (disk / "filler").write_bytes(b"x" * (free - 50_000))
+
+
+@pytest.mark.parametrize("where", ["forward pass", "backward pass", "evaluation"])
+def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
+    where, tiny_model, rows, tmp_path, monkeypatch
+):
+    from cria_tricks.trainer import SharedTrainer
+
+    whole = train(tiny_model, rows, tmp_path / "whole", *SETS, eval_rows=rows[:2])
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise full
+
+    honest = SharedTrainer._full_loss_sum
+
+    def loss_sum(self, model, batch):
+        if self.state.global_step == 3 and self.moment == where:
+            torch.rand(7)  # the step had drawn some numbers
+            raise full
+        loss = honest(self, model, batch)
+        return Full.apply(loss) if self.state.global_step == 3 and where == "backward pass" else loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedTrainer, "_full_loss_sum", loss_sum)
+        place = "after step 3" if where == "evaluation" else "of step 4"
+        with pytest.raises(OutOfMemory, match=f"out of memory in the {where} {place}; the state after step 3 is in"):
+            train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    same(*whole, *train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2], resume=True))
+
+
+def test_out_of_memory_in_the_optimizer_step_saves_nothing_half_done(tiny_model, rows, tmp_path):
+    full = At(4, raising(RuntimeError("CUDA error: out of memory")))
+    with pytest.raises(OutOfMemory, match=r"optimizer step of step 4; the newest checkpoint is .*checkpoint-2"):
+        train(tiny_model, rows, tmp_path, *SETS, callbacks=[full])
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_another_recipe_is_refused_with_the_fields_that_differ():
+    source = Source([Chat((), "a", "b", "x:1")], "")
+    other = Source([Chat((), "a", "c", "x:1")], "")
+    before = describe(with_settings(Recipe(), ["lora.r=4"]), {"train": source, "eval": source})
+    before = json.loads(json.dumps(before))
+    free = ["lora.r=4", "name=x", "train.save_steps=3", "train.save_minutes=1", "train.mirror=x", "data.train=moved"]
+    now = describe(with_settings(Recipe(), [*free, "train.time_budget=3m"]), {"train": source, "eval": source})
+    refuse_another_run(before, now, Path("c"))  # nothing that is trained differs
+    now = describe(with_settings(Recipe(), ["train.seed=1"]), {"train": other, "eval": source})
+    said = r"c is of another recipe: lora.r \(4, now 16\), train.seed \(42, now 1\), data.train \(other rows\); set"
+    with pytest.raises(BadInput, match=said):
+        refuse_another_run(before, now, Path("c"))
+    with pytest.raises(BadInput, match="another version of cria_tricks"):
+        refuse_another_run({"recipe": {"lora": {"rank": 3}}}, now, Path("c"))
+
+
+def test_other_versions_are_told():
+    now = describe(Recipe(), {})
+    assert other_versions(now, now) == []
+    before = {"versions": {**now["versions"], "torch": "2.11.0"}}
+    assert other_versions(before, now)[0].startswith("torch 2.11.0 is now 2.")
