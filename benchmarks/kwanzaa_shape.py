@@ -21,7 +21,7 @@ from cria_tricks import models, recipes, report
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.load import load
-from cria_tricks.measure import Meter
+from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.recipe import with_settings
 from cria_tricks.run import count_parameters
 from cria_tricks.trainer import fit
@@ -52,7 +52,7 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
     meter = Meter(plan.device.kind)
     with meter.phase("load"):
         loaded = load(plan, weights)
-        meter.track(loaded.model)
+        meter.track(every_tensor(loaded.model))
     with tempfile.TemporaryDirectory() as checkpoints:
         run = fit(
             loaded,

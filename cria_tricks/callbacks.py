@@ -1,10 +1,11 @@
-"""What the trainer does between steps: measure them, look at their gradients, save and end in time."""
+"""What the trainer does between steps: measure them, save and end in time."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,32 +19,47 @@ SKIPS_IN_A_ROW = 10
 
 
 class StepMeter(TrainerCallback):
-    """Counts one optimizer step's tokens, seconds and bytes, and looks at its gradients."""
+    """Counts one optimizer step's tokens, seconds and bytes.
+
+    The first step of a process, in which gradients and the optimizer's states come to life, is watched whole; from
+    then on those micro-batches that can set a new peak.
+    """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.tokens: list[torch.Tensor] = []
         self.measured: dict[str, Any] = {}
+        self.first = True
+        self.watched = False
+        self.whole_step = contextlib.ExitStack()
         self.skipped_in_a_row = 0
         self.random_state: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.tokens = []
         self.trainer.meter.lap()
+        self.watched = self.first
+        if self.first:
+            self.whole_step.enter_context(self.trainer.meter.watch())
         self.began = time.perf_counter()
 
     def count(self, inputs: dict[str, torch.Tensor]) -> None:
         self.tokens.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != IGNORED).sum()]))
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self.trainer.accelerator.scaler is not None:
-            return  # the scaler looks itself, and skips the step
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trainer.model.parameters() if p.grad is not None])
-        if not torch.isfinite(norm):
-            raise Diverged(
-                f"the gradients are not finite at step {state.global_step + 1}; stopped before the optimizer "
-                "touched any weight. Try a lower train.learning_rate"
-            )
+    @contextlib.contextmanager
+    def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count a micro-batch's bytes if it can set a new peak."""
+        trainer, meter = self.trainer, self.trainer.meter
+        later = bool(self.tokens)  # in the window: then gradients are alive
+        if self.first or meter.cuda or not meter.may_set_a_peak("train", *sizes(inputs), later):
+            yield
+            return
+        self.watched = True
+        gradients = (p.grad for p in trainer.model.parameters() if p.grad is not None)
+        states = (t for state in trainer.optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+        meter.track((*gradients, *states, *inputs.values()))
+        with meter.watch():
+            yield
 
     def on_step_end(self, args, state, control, **kwargs):
         tokens, trained = torch.stack(self.tokens).sum(0).tolist()  # waits for the GPU
@@ -52,9 +68,15 @@ class StepMeter(TrainerCallback):
             "step_seconds": time.perf_counter() - self.began,
             "tokens": tokens,
             "trained_tokens": trained,
-            "peak_bytes": self.trainer.meter.lap(),
             "skipped": int(self.trainer.accelerator.optimizer_step_was_skipped),
         }
+        peak = self.trainer.meter.lap()
+        if self.watched or self.trainer.meter.cuda:
+            self.measured["peak_bytes"] = peak
+        if self.first:
+            self.close()
+            self.trainer.meter.forget_sizes()
+        self.first = False
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
         nothing_trained = self.skipped_in_a_row == state.global_step == state.max_steps
         if self.skipped_in_a_row == SKIPS_IN_A_ROW or nothing_trained:
@@ -62,6 +84,10 @@ class StepMeter(TrainerCallback):
                 f"the loss scaler skipped {self.skipped_in_a_row} steps in a row, up to step {state.global_step}: the "
                 "fp16 gradients stay infinite or NaN at any scale. Try tricks.precision=bf16 or fp32"
             )
+
+    def close(self) -> None:
+        """Stop watching, wherever the step came to an end."""
+        self.whole_step.close()
 
     def take(self) -> dict[str, Any]:
         return self.measured
@@ -141,6 +167,11 @@ class StopOnBudget(TrainerCallback):
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
             self.reached = True
             control.should_save = control.should_training_stop = True
+
+
+def sizes(inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Tokens of a batch, padding included, and trained tokens: what its activations and its logits grow with."""
+    return inputs["input_ids"].numel(), int((inputs["labels"][:, 1:] != IGNORED).sum())
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from cria_tricks import models
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, first_line
 from cria_tricks.hardware import this_device
 from cria_tricks.load import quiet_libraries
 
@@ -48,9 +47,12 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
         if base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"{folder}: cannot be loaded: {reason}; is it whole? cria verify {folder} tells") from None
+    except BadInput:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
+        raise BadInput(
+            f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
+        ) from None
     return model.to(device.kind).eval(), tokenizer
 
 
@@ -68,10 +70,16 @@ def answer(
 
     Returns:
         The turn's text.
+
+    Raises:
+        BadInput: if the tokenizer has no chat template, or a broken one.
     """
-    prompt = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
+    try:
+        prompt = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+    except Exception as error:  # a template is a program, in a file of the folder
+        raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}; is the folder whole?") from None
     with torch.no_grad():
         out = model.generate(
             **prompt,

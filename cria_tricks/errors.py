@@ -31,3 +31,8 @@ class OutOfMemory(RuntimeError):
 
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

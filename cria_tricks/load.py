@@ -10,15 +10,19 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, first_line
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
 
 ALL_LINEAR = "all-linear"
 """What peft calls every linear but the head."""
+
+
+CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""Classes of models that predict the next token."""
 
 
 @dataclass
@@ -100,13 +104,13 @@ def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments
             if gated
             else "check the name and the network, or give a local folder: --set model=DIR"
         )
-        raise BadInput(f"model {weights.name}: cannot be loaded: {_first_line(error)}; {cure}") from None
-    except (ValueError, KeyError, ImportError, SafetensorError) as error:  # a damaged folder, or an unknown kind
-        raise BadInput(f"model {weights.name}: cannot be loaded: {_first_line(error)}; is the folder whole?") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; {cure}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; is the folder whole?") from None
 
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
@@ -116,7 +120,13 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, KeyError, ImportError) as error:
-        raise BadInput(f"model {weights.name}: is no causal language model: {_first_line(error)}") from None
+        raise BadInput(f"model {weights.name}: is no causal language model: {first_line(error)}") from None
+    built, meant = type(model).__name__, config.architectures or []
+    if meant and built not in meant and not any(name in CAUSAL for name in meant):
+        # transformers would give it a new, random head.
+        raise BadInput(
+            f"model {weights.name}: is no causal language model but {meant[0]}; name one that generates text"
+        )
     for target in plan.peft.get("target_modules", ()):
         if target != ALL_LINEAR and not _has_module(model, target):
             raise BadInput(f"lora.target_modules: {weights.name} has no module named {target}")
@@ -162,7 +172,7 @@ def _add_adapter(model: Any, plan: Plan) -> Any:
     try:
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
     except ValueError as error:
-        raise BadInput(f"lora.target_modules: {_first_line(error)}") from None
+        raise BadInput(f"lora.target_modules: {first_line(error)}") from None
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
             parameter.data = parameter.data.float()

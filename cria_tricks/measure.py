@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,22 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live: bytes alive now.
         peak: the most that were alive since it was last set.
+        active: whether it counts now.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.active = False
         self._known: set[int] = set()
+
+    def __enter__(self) -> "LiveBytes":
+        self.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.active = False
+        super().__exit__(*error)
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count a tensor that was made outside of the context."""
@@ -56,6 +66,9 @@ class LiveBytes(TorchDispatchMode):
 class Meter:
     """Seconds of a run, and peak bytes of each of its phases.
 
+    CUDA's allocator counts by itself. On a CPU every operation has to be watched, which makes a step slower by about
+    a sixth. So only batches that can set a new peak are watched: larger ones than any before.
+
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         began: when this process began with the run, in ``time.perf_counter``'s seconds; now when left out.
@@ -72,21 +85,32 @@ class Meter:
         self._seconds_before = before["seconds"] if before else 0.0
         self.phases: dict[str, dict[str, int]] = {k: dict(v) for k, v in before["memory"].items()} if before else {}
         self._live = LiveBytes()
+        self._sizes: list[tuple[str, tuple[int, ...]]] = []
         self._phase: list[str] = []
         self.lap()
 
-    def track(self, model: torch.nn.Module) -> None:
-        """On a CPU, count the storages of a model that was made outside of :meth:`watch`."""
-        if self.cuda:
-            return
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._live.track(tensor)
-            for extra in _quantization_tensors(tensor):
-                self._live.track(extra)
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
+        """On a CPU, count tensors that came to life while nobody watched."""
+        if not self.cuda:
+            for tensor in tensors:
+                self._live.track(tensor)
+                for extra in _quantization_tensors(tensor):
+                    self._live.track(extra)
 
     def watch(self) -> contextlib.AbstractContextManager[Any]:
-        """On a CPU, count all storages that come to life inside; CUDA's allocator counts by itself."""
-        return contextlib.nullcontext() if self.cuda else self._live
+        """On a CPU, count all storages that come to life inside."""
+        return contextlib.nullcontext() if self.cuda or self._live.active else self._live
+
+    def may_set_a_peak(self, kind: str, *size: int) -> bool:
+        """Whether no batch of this kind since :meth:`forget_sizes` was at least as large in everything."""
+        if any(k == kind and all(a >= b for a, b in zip(s, size, strict=True)) for k, s in self._sizes):
+            return False
+        self._sizes.append((kind, size))
+        return True
+
+    def forget_sizes(self) -> None:
+        """Begin again, because something lives now that did not before: the optimizer's states."""
+        self._sizes.clear()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -122,6 +146,12 @@ class Meter:
             for key, value in {"allocated_bytes": peak, **other}.items():
                 booked[key] = max(booked.get(key, 0), value)
         return peak
+
+
+def every_tensor(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -44,14 +44,14 @@ class Data(_Frozen):
 
     train: str = Field("nguzo_saba", min_length=1)
     eval: str = Field("nguzo_saba", min_length=1)
-    max_length: int = Field(2048, ge=8, description="tokens per row")
+    max_length: int = Field(2048, ge=8, le=10_000_000, description="tokens per row")
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
 
 
 class Tricks(_Frozen):
     """The toggles. Each is one module in ``cria_tricks/tricks/``."""
 
-    gradient_accumulation: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches per optimizer step")
     gradient_checkpointing: bool = False
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     quantization: Literal["none", "int8", "nf4", "fp4"] = "none"
@@ -67,8 +67,8 @@ class Tricks(_Frozen):
 class Lora(_Frozen):
     """The size of the adapter when ``tricks.peft = "lora"``."""
 
-    r: int = Field(16, ge=1)
-    alpha: float = Field(32, gt=0)
+    r: int = Field(16, ge=1, le=65_536)
+    alpha: float = Field(32, gt=0, le=1_000_000)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -79,16 +79,22 @@ class Lora(_Frozen):
 class Train(_Frozen):
     """The optimizer's settings and the run's length."""
 
-    batch_size: int = Field(1, ge=1, description="rows per micro-batch")
-    epochs: float = Field(1.0, gt=0)
-    max_steps: int = Field(0, ge=0, description="optimizer steps; 0 means: epochs decide")
-    learning_rate: float = Field(2e-4, gt=0)
+    batch_size: int = Field(1, ge=1, le=65_536, description="rows per micro-batch")
+    epochs: float = Field(1.0, gt=0, le=1_000_000)
+    max_steps: int = Field(0, ge=0, le=1_000_000_000, description="optimizer steps; 0 means: epochs decide")
+    learning_rate: float = Field(2e-4, gt=0, le=1)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=100)
     max_grad_norm: float = Field(1.0, gt=0)
-    eval_steps: int = Field(0, ge=0, description="optimizer steps between evaluations; 0: every epoch")
-    save_steps: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: every epoch")
-    save_minutes: float = Field(10, ge=0, description="minutes between checkpoints, beside save_steps; 0: none")
+    eval_steps: int = Field(
+        0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch"
+    )
+    save_steps: int = Field(
+        0, ge=0, le=1_000_000_000, description="optimizer steps between checkpoints; 0: every epoch"
+    )
+    save_minutes: float = Field(
+        10, ge=0, le=1_000_000, description="minutes between checkpoints, beside save_steps; 0: none"
+    )
     mirror: str = Field("", description="a second folder for checkpoints and results, on Drive for instance")
     time_budget: Duration = Field(0.0, ge=0, description="stop cleanly within this time; 0: no limit")
     seed: int = Field(42, ge=0, lt=2**32)

@@ -62,7 +62,8 @@ def summarise(
         "trained_tokens_per_second": trained / in_steps,
         # The steps' own peaks are in the history, which a resumed run has from its first step on.
         "peak_bytes": max(
-            *(phase["allocated_bytes"] for phase in meter.phases.values()), *(entry["peak_bytes"] for entry in steps)
+            *(phase["allocated_bytes"] for phase in meter.phases.values()),
+            *(entry["peak_bytes"] for entry in steps if "peak_bytes" in entry),
         ),
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
@@ -215,7 +216,13 @@ def _draw(report: Mapping[str, Any]) -> bytes:
         )
     losses.set(xlabel="optimizer step", ylabel="loss per trained token, nats", title="Loss")
     losses.legend(frameon=False)
-    memory.plot(steps, [entry["peak_bytes"] / 2**20 for entry in training], color="#2a6f97", marker=".")
+    measured = [entry for entry in training if "peak_bytes" in entry]  # on a CPU where a peak could come
+    memory.plot(
+        [entry["step"] for entry in measured],
+        [entry["peak_bytes"] / 2**20 for entry in measured],
+        color="#2a6f97",
+        marker=".",
+    )
     memory.set(xlabel="optimizer step", ylabel="peak in the step, MiB", title="Memory", ylim=(0, None))
     for axes in (losses, memory):
         axes.spines[["top", "right"]].set_visible(False)

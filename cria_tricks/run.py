@@ -63,7 +63,7 @@ def train(
     from cria_tricks import artifact, models, report
     from cria_tricks.data.tokens import tokenize
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
-    from cria_tricks.measure import Meter
+    from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.progress import ShowProgress
     from cria_tricks.trainer import fit
 
@@ -89,7 +89,7 @@ def train(
     with _name_open_toggles(recipe, plan):
         with _out_of_memory_while_loading(weights.name), meter.phase("load"):
             loaded = load(plan, weights)
-            meter.track(loaded.model)
+            meter.track(every_tensor(loaded.model))
         progress = ShowProgress(console, eval_batches=math.ceil(len(rows["eval"].rows) / recipe.train.batch_size))
         with progress.bar:
             run = fit(
@@ -223,7 +223,7 @@ def _name_open_toggles(recipe: Recipe, plan: Plan) -> Iterator[None]:
         yield
     except OutOfMemory as error:
         off = ", ".join(still_off(recipe, plan.device))
-        raise OutOfMemory(f"{error}; still off: {off or 'nothing that saves memory here'}") from None
+        raise OutOfMemory(f"{error}; still off: {off or 'no toggle that works here'}") from None
 
 
 def _mirror(folder: Path, mirror: Path, console: Console) -> None:

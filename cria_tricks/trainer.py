@@ -32,13 +32,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, set_random_state
+from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, set_random_state, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, Unwritten
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, Unwritten, first_line
 from cria_tricks.load import Loaded
-from cria_tricks.measure import Meter
+from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
@@ -129,8 +129,8 @@ def fit(
         callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)  # our own progress bar prints
-    meter.track(loaded.model)
-    with stop, meter.watch():
+    meter.track(every_tensor(loaded.model))
+    with stop, contextlib.closing(trainer.step):
         with trainer.rescue():
             with meter.phase("train"):
                 trainer.train(resume_from_checkpoint=str(start.path) if start else None)
@@ -205,9 +205,14 @@ class SharedTrainer(Trainer):
         self.moment = "backward pass"
         return loss
 
+    def floating_point_ops(self, inputs):
+        """Nothing: nobody reads the sum, and for it transformers walks all parameters at every micro-batch."""
+        return 0
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self.step.watching(inputs):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; stopped before the optimizer "
@@ -235,8 +240,11 @@ class SharedTrainer(Trainer):
                     self.control.should_save = self.state.global_step > 0
                     return {}
                 batch = self._prepare_inputs(batch)
-                total += self.loss_sum(self.model_wrapped, batch).double().cpu()  # wrapped by train(): autocast
-                tokens += int((batch["labels"][:, 1:] != IGNORED).sum())
+                padded, trained = sizes(batch)
+                peak = self.meter.may_set_a_peak("evaluate", padded, trained)
+                with self.meter.watch() if peak else contextlib.nullcontext():
+                    total += self.loss_sum(self.model_wrapped, batch).double().cpu()  # wrapped by train(): autocast
+                tokens += trained
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         loss = total.item() / tokens
         if not math.isfinite(loss):
@@ -253,6 +261,16 @@ class SharedTrainer(Trainer):
     def log(self, logs, start_time=None):
         """Add the step's bytes, tokens and seconds to its entry."""
         super().log({**logs, **self.step.take()} if "loss" in logs else logs)
+
+    def _clip_grad_norm(self, model):
+        """Look at the norm that clipping needs anyway. A loss scaler looks itself, and skips the step."""
+        norm = super()._clip_grad_norm(model)
+        if self.accelerator.scaler is None and not torch.isfinite(norm):
+            raise Diverged(
+                f"the gradients are not finite at step {self.state.global_step + 1}; stopped before the optimizer "
+                "touched any weight. Try a lower train.learning_rate"
+            )
+        return norm
 
     def _run_epoch(self, **arguments: Any) -> None:
         # transformers looks whether the run is over only after another step.
@@ -336,8 +354,9 @@ def _loading(checkpoint: str | None) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadInput(f"--resume: {checkpoint} cannot be loaded: {reason}; start again in a new folder") from None
+        raise BadInput(
+            f"--resume: {checkpoint} cannot be loaded: {first_line(error)}; start again in a new folder"
+        ) from None
 
 
 def _evaluated(state: TrainerState) -> bool:

@@ -282,3 +282,132 @@ def test_help_names_the_commands():
     )  # fmt: skip
     for command in ("train", "tricks", "doctor", "chat", "verify"):
         assert command in done.stdout
+
+
+def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_cria, few_rows, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.toml").write_text('name = "mine"\n')
+    for option in (["--out", tmp_path / "mine"], ["--out", tmp_path / "new", "--set", f"train.mirror={tmp_path}/mine"]):
+        code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, *option)
+        assert code == 2
+        assert "holds another run (recipe.toml)" in stderr
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "mine", "--resume")
+    assert code == 2
+    assert "recipe.toml is of another recipe: " in stderr
+    assert "lora.r (16, now 2)" in stderr
+    assert (tmp_path / "mine" / "recipe.toml").read_text() == 'name = "mine"\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path, "--resume")
+    assert code == 2
+    assert "holds adapter but no checkpoint to go on from" in stderr
+
+
+def test_resume_with_another_recipe_or_other_rows_names_what_differs(run_cria, few_rows, tmp_path):
+    out = tmp_path / "run"
+    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)[0] == 0
+    before = (out / "recipe.toml").read_text()
+    for setting, said in (
+        ("lora.r=4", "lora.r (2, now 4)"),
+        ("tricks.optimizer=adamw_8bit", "tricks.optimizer ('adamw', now 'adamw_8bit')"),
+        ("train.max_steps=1", "train.max_steps (2, now 1)"),
+        ("data.train=nguzo_saba", "data.train (other rows)"),
+    ):
+        code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--set", setting, "--out", out, "--resume")
+        assert (code, stderr.count("\n")) == (2, 1)
+        assert said in stderr
+    assert (out / "recipe.toml").read_text() == before
+
+
+def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, few_rows, tmp_path):
+    out, mirror = tmp_path / "run", tmp_path / "drive"
+    command = ["train", "baseline", *QUICK, *few_rows, "--json", "--set", f"train.mirror={mirror}"]
+    code, stdout, stderr = run_cria(*command, "--out", out, "--set", "train.time_budget=1s")
+    assert code == 0, stderr
+    first = json.loads(stdout)
+    assert (first["steps"], first["planned_steps"]) == (1, 2)
+    assert "train.time_budget ended the run after step 1 of 2; --resume goes on" in first["warnings"]
+    assert [entry["step"] for entry in first["history"] if "eval_loss" in entry] == [0, 1]
+    assert run_cria("verify", mirror / "adapter")[0] == 0
+    assert json.loads((mirror / "report.json").read_text()) == first
+
+    code, stdout, stderr = run_cria(*command, "--out", tmp_path / "new-machine", "--resume")
+    assert code == 0, stderr
+    assert f"going on from {mirror}" in stderr
+    whole = json.loads(stdout)
+    assert [entry["step"] for entry in whole["history"] if "loss" in entry] == [1, 2]
+    assert whole["history"][1]["step_seconds"] == first["history"][1]["step_seconds"]
+    assert whole["train_loss"] == pytest.approx(sum(e["loss"] for e in whole["history"] if "loss" in e) / 2)
+    assert whole["seconds"] > first["history"][1]["step_seconds"] + whole["history"][-2]["step_seconds"]
+    assert whole["memory"]["load"]["allocated_bytes"] >= first["memory"]["load"]["allocated_bytes"]
+    assert whole["eval_loss_before"] == first["eval_loss_before"]
+    assert json.loads((mirror / "report.json").read_text()) == whole
+
+
+def test_out_of_memory_is_one_line_with_the_toggles_that_are_still_off(run_cria, few_rows, tmp_path, monkeypatch):
+    from cria_tricks.trainer import SharedTrainer
+
+    def loss_sum(self, model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(SharedTrainer, "_full_loss_sum", loss_sum)
+    code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
+    assert (code, stdout) == (3, "")
+    last = stderr.splitlines()[-1]
+    assert last.startswith("error: out of memory in the evaluation after step 0; there was nothing to save yet")
+    off = last.partition("still off: ")[2].split(", ")
+    assert {
+        "tricks.gradient_checkpointing=true",
+        "tricks.chunked_loss=true",
+        "tricks.quantization=int8 or nf4 or fp4",
+    } <= set(off)
+    assert not [name for name in off if name.startswith(("tricks.peft", "tricks.gradient_accumulation"))]
+    assert "Traceback" not in stderr
+
+
+def test_long_rows_are_counted_in_the_report(run_cria, few_rows, tmp_path):
+    sets = [*QUICK, *few_rows, "--set", "data.overflow=error"]
+    code, _, stderr = run_cria("train", "baseline", *sets, "--out", tmp_path / "run")
+    assert code == 2
+    assert "few.jsonl:1: the row takes" in stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["BertConfig", "T5Config", "ViTConfig"])
+def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(kind, run_cria, few_rows, tmp_path, tokenizer):
+    import transformers
+
+    name = {"BertConfig": "BertForMaskedLM", "T5Config": "T5ForConditionalGeneration", "ViTConfig": "ViTModel"}[kind]
+    getattr(transformers, kind)(architectures=[name]).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    sets = [*QUICK, *few_rows, "--set", f"model={tmp_path / 'model'}"]
+    code, _, stderr = run_cria("train", "baseline", *sets, "--out", tmp_path / "run")
+    assert code == 2
+    assert "is no causal language model" in stderr.splitlines()[-1]
+
+
+def test_a_gated_model_says_how_to_get_access(run_cria, few_rows, tmp_path, monkeypatch):
+    import transformers
+
+    def gated(*arguments, **options):
+        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it at https://...\n401")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", gated)
+    sets = [*QUICK, *few_rows, "--set", "model=meta-llama/Llama-3.2-1B-Instruct"]
+    code, _, stderr = run_cria("train", "baseline", *sets, "--out", tmp_path / "run")
+    assert (code, (tmp_path / "run").exists()) == (2, False)
+    assert "ask for access at https://huggingface.co/meta-llama/Llama-3.2-1B-Instruct" in stderr.splitlines()[-1]
+
+
+def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, few_rows, tmp_path, monkeypatch):
+    import shutil
+
+    full = shutil.disk_usage(tmp_path)._replace(free=500_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run")
+    assert code == 2
+    assert "488.3 KiB are free, and the checkpoints and the result take about" in stderr.splitlines()[-1]
+    assert "loading" not in stderr

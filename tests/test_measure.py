@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cria_tricks.measure import LiveBytes, Meter
+from cria_tricks.measure import LiveBytes, Meter, every_tensor
 from cria_tricks.units import human
-from tests.helpers import prepare
+from tests.helpers import prepare, train
 
 KIB = torch.zeros(256)  # 256 fp32 elements: 1 KiB
 
@@ -63,7 +63,7 @@ def test_a_quantised_model_is_counted_to_the_byte(double, tiny_model):
     _, _, loaded = prepare(tiny_model, *sets)
     meter = Meter("cpu")
     with meter.phase("load"):
-        meter.track(loaded.model)
+        meter.track(every_tensor(loaded.model))
     layers, linears = 14, 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
     blocks = linears // 64
     scales = blocks + blocks // 256 * 4 + layers * (256 * 4 + 4) if double else blocks * 4
@@ -72,6 +72,25 @@ def test_a_quantised_model_is_counted_to_the_byte(double, tiny_model):
     adapter = sum(p.numel() * 4 for p in loaded.model.parameters() if p.requires_grad)
     expected = linears // 2 + scales + levels + rotary + embedding + norms + adapter
     assert meter.phases["load"]["allocated_bytes"] == expected
+
+
+@pytest.mark.parametrize("setting", ["tricks.peft=lora", "tricks.peft=none", "tricks.chunked_loss=true"])
+def test_what_is_watched_gives_the_peak_of_watching_everything(setting, tiny_model, rows, tmp_path, monkeypatch):
+    sets = ("tricks.peft=lora", setting, "tricks.gradient_accumulation=2", "train.max_steps=6")
+
+    def peaks(folder):
+        meter = Meter("cpu")
+        run, _ = train(tiny_model, rows, tmp_path / folder, *sets, eval_rows=rows, meter=meter)
+        return meter.phases, [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
+
+    some, entries = peaks("some")
+    monkeypatch.setattr(Meter, "may_set_a_peak", lambda *size: True)
+    everything, all_entries = peaks("all")
+    assert len(all_entries) == 6
+    assert len(entries) < 6, "something was spared"
+    batches = 2 * 3 * 8 * 30  # int64 rows of a window, which are made before it is watched
+    for phase in ("train", "evaluate"):
+        assert some[phase]["allocated_bytes"] == pytest.approx(everything[phase]["allocated_bytes"], abs=batches)
 
 
 def test_bytes_in_words():

@@ -71,8 +71,12 @@ def test_set_changes_one_field_of_a_copy():
         ("train.learning_rate=nan", "train.learning_rate"),
         ("train.learning_rate=inf", "train.learning_rate"),
         ("tricks.chunked_loss=maybe", "valid boolean"),
-        ("data.train=", "at least 1 character"),
-        ("lora.target_modules=", "lora.target_modules"),
+        ("data.train=", "must not be empty"),
+        ("lora.target_modules=", "lora.target_modules = []: must not be empty"),
+        ("train.time_budget=20x", "must be a time such as 90s, 20m or 1h30m"),
+        ("train.time_budget=-1", "greater than or equal to 0"),
+        ("data.overflow=cut", "must be truncate, drop or error"),
+        ("lora.r=99999999999999999999", "less than or equal to 65536"),
         ("tricks", "KEY=VALUE"),
     ],
 )
@@ -89,8 +93,12 @@ def test_a_wrong_setting_is_said_in_one_line(setting, said):
     [
         ("[tricks]\nquantization = ", "not valid TOML"),
         ("[tricks]\nquantisation = 'nf4'", "unknown field tricks.quantisation; did you mean tricks.quantization?"),
-        ("tricks = 3", "tricks"),
-        ("[train]\nmax_steps = 'many'", "train.max_steps = 'many'"),
+        ("tricks = 3", "r.toml:1: tricks = 3: must be a table"),
+        ("[train]\nmax_steps = 'many'", "r.toml:2: train.max_steps = 'many'"),
+        ("[train]\nseed = 1\n\n[trian]\nseed = 1", "r.toml:4: unknown field trian; did you mean train?"),
+        ("[data]\nmax_length = 64\n[train]\n# batch_size\nbatch_size = 0", "r.toml:5: train.batch_size = 0: must be"),
+        ("train.batch_size = 0", "r.toml:1: train.batch_size"),
+        ("name = ''", "r.toml:1: name = ''"),
         ("[train]\nmax_steps = true", "train.max_steps = True: must be a valid integer"),
         ("[lora]\nr = '8'", "lora.r = '8': must be a valid integer"),
     ],
@@ -103,6 +111,14 @@ def test_a_wrong_file_is_said_in_one_line(text, said, tmp_path):
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1h30m", 5400), ("45", 45), ("0.5", 0.5)])
+def test_a_time_budget_is_written_as_people_do(text, seconds, tmp_path):
+    recipe = with_settings(Recipe(), [f"train.time_budget={text}"])
+    assert recipe.train.time_budget == seconds
+    (tmp_path / "r.toml").write_text(recipe.to_toml())
+    assert from_toml(tmp_path / "r.toml") == recipe
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

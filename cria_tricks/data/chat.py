@@ -7,6 +7,7 @@ Two kinds of JSONL rows are read, and both become a list of messages or a pair o
 """
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def _checked_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
             raise BadInput(f"{place} must be an object with role and content")
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise BadInput(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+            raise BadInput(f"{place}.role is {reprlib.repr(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise BadInput(f"{place}.content must be text, not {type(content).__name__}")
         if role == "assistant" and not content.strip():

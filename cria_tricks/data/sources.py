@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from cria_tricks.data.chat import Chat, check_rows, read_jsonl
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, first_line
 from cria_tricks.models import cache_folder
 
 Part = Literal["train", "eval"]
@@ -103,8 +103,7 @@ def _from_hub(name: str, part: Part) -> Source:
     except BadInput:
         raise
     except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {reason}") from None
+        raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {first_line(error)}") from None
     places = ((dict(row), f"{hub_id}:{split} row {index}") for index, row in enumerate(rows))
     checked = list(check_rows(places))
     return Source(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cria_tricks.data.chat import Chat
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, first_line
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -124,4 +124,9 @@ def _template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **
             f"{where}: this model's tokenizer has no chat template, so it is no chat model; use an -Instruct "
             "model, or rows with prompt and completion"
         )
-    return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, date_string=_DATE, **options)
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, date_string=_DATE, **options
+        )
+    except Exception as error:  # a template is a program that came with the model, and may refuse a row
+        raise BadInput(f"{where}: this model's chat template cannot write the row: {first_line(error)}") from None

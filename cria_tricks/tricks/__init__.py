@@ -84,20 +84,20 @@ def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
 
 
 def still_off(recipe: Recipe, device: Device) -> list[str]:
-    """Toggles that are off and would save memory here: ``["tricks.chunked_loss=true", ...]``."""
-    default, found = Tricks(), {}
+    """Toggles that are off and would work here: ``["tricks.quantization=int8 or nf4 or fp4", ...]``."""
+    default, found = Tricks(), dict[str, list[str]]()
     warned = resolve(recipe, device).warnings
     for trick in TRICKS:
         for switch in trick.SWITCHES:
-            field = switch.partition("=")[0]
-            if getattr(recipe.tricks, field) != getattr(default, field) or field in found:
+            field, _, value = switch.partition("=")
+            if getattr(recipe.tricks, field) != getattr(default, field):
                 continue
             if trick is gradient_accumulation and recipe.train.batch_size == 1:
                 continue  # it takes the place of a larger micro-batch, and there is none
             with contextlib.suppress(BadInput):  # cannot work here
                 if resolve(with_settings(recipe, [f"tricks.{switch}"]), device).warnings == warned:
-                    found[field] = f"tricks.{switch}"
-    return list(found.values())
+                    found.setdefault(field, []).append(value)
+    return [f"tricks.{field}={' or '.join(values)}" for field, values in found.items()]
 
 
 def trick_name(trick: ModuleType) -> str:

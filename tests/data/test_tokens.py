@@ -51,6 +51,7 @@ def test_long_rows_are_cut_and_counted(tokenizer):
     long = chat(("user", "Hi"), ("assistant", "word " * 100))
     short = chat(("user", "Hi"), ("assistant", "word"))
     found = tokenize([long, short], tokenizer, 64)
+    assert found.dropped == 0
     assert found.cut == 1
     assert len(found.rows[0]["input_ids"]) == len(found.rows[0]["labels"]) == 64
     assert found.tokens == 64 + len(found.rows[1]["input_ids"])
@@ -103,3 +104,14 @@ def test_the_real_rows(tokenizer, real_data):
     assert tokenize(train.rows, tokenizer, 2048).cut == 10
     for row, source in zip(whole.rows, train.rows, strict=True):
         assert labelled(row, tokenizer) == source.messages[-1]["content"] + "<|im_end|>"
+
+
+def test_long_rows_are_dropped_or_refused_when_asked(tokenizer):
+    long = chat(("user", "Hi"), ("assistant", "word " * 100))
+    short = chat(("user", "Hi"), ("assistant", "Yes"))
+    kept = tokenize([long, short, long], tokenizer, 64, "drop")
+    assert (len(kept.rows), kept.dropped, kept.cut) == (1, 2, 0)
+    with pytest.raises(BadInput, match="all 2 rows are longer than data.max_length=64 tokens and were dropped"):
+        tokenize([long, long], tokenizer, 64, "drop")
+    with pytest.raises(BadInput, match=r"the row takes \d+ tokens, data.max_length is 64; raise it, or set"):
+        tokenize([short, long], tokenizer, 64, "error")
