@@ -1,0 +1,178 @@
+"""What our trainer costs: the same job by it, by a bare PyTorch loop and by TRL, side by side.
+
+    python -m benchmarks.overhead                                                  # smoke, 5 times 4 steps of each
+    python -m benchmarks.overhead --pairs 2 --steps 3 --set data.max_length=256    # a few minutes on two cores
+
+Every run has a freshly loaded model and the same rows in the same order. Timed is from the end of the first optimizer
+step, which warms up, to the end of the last: whole periods with all that happens between two steps, but no loading,
+no evaluation and no checkpoint. Who goes first changes from pair to pair.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bitsandbytes.optim import GlobalOptimManager
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback, set_seed
+
+from benchmarks.peers import bare_loop, trl_sft
+from cria_tricks import models, recipes
+from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.data import sources
+from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.tokens import tokenize
+from cria_tricks.hardware import this_device
+from cria_tricks.load import load, load_tokenizer
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report import versions
+from cria_tricks.trainer import fit
+from cria_tricks.tricks import resolve
+
+HERE = Path(__file__).parent
+
+
+class Clock(TrainerCallback):
+    """When each optimizer step ended, the device's work included."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def mark(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.mark()
+
+
+class Job:
+    """One training job, and the three ways to do it.
+
+    Args:
+        recipe: what to train; its ``train.max_steps`` says how long.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.settings, self.plan = recipe.train, resolve(recipe)
+        self.weights = models.find(recipe.model)
+        self.tokenizer = load_tokenizer(self.weights)
+        chats = sources.find(recipe.data.train, "train").rows
+        rows = tokenize(chats, self.tokenizer, recipe.data.max_length).rows
+        accumulation = recipe.tricks.gradient_accumulation
+        wanted = recipe.train.max_steps * accumulation * recipe.train.batch_size
+        self.rows = list(itertools.islice(itertools.cycle(rows), wanted))
+        pad = PadToLongest(self.tokenizer.pad_token_id)
+        windows = bare_loop.windows(self.rows, self.settings, accumulation, pad)
+        self.tokens = [bare_loop.trained_tokens(window) for window in windows]
+
+    def time(self, way: str) -> dict[str, Any]:
+        """Do the job on a freshly loaded model.
+
+        Raises:
+            RuntimeError: if it trained another number of tokens, and so was another job.
+        """
+        GlobalOptimManager.get_instance().initialize()  # what an earlier run registered is not for this one
+        set_seed(self.settings.seed)
+        loaded, clock = load(self.plan, self.weights), Clock()
+        job, pad_id = (loaded, self.plan, self.settings, self.rows), self.tokenizer.pad_token_id
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if way == "ours":
+                steps = fit(*job, [], Checkpoints(folder), pad_id=pad_id, callbacks=[clock]).training
+                losses, tokens = [s["loss"] for s in steps], sum(s["trained_tokens"] for s in steps)
+            elif way == "bare":
+                losses, tokens = bare_loop.train(*job, pad_id=pad_id, after_step=clock.mark)
+            else:
+                losses, tokens = trl_sft.train(*job, folder, tokenizer=self.tokenizer, callback=clock)
+        if tokens != sum(self.tokens) or len(losses) != len(self.tokens):
+            raise RuntimeError(f"{way} trained {tokens} tokens in {len(losses)} steps, not {self.tokens}")
+        seconds = clock.ends[-1] - clock.ends[0]
+        del loaded, job
+        gc.collect()
+        return {"seconds": seconds, "trained_tokens_per_second": sum(self.tokens[1:]) / seconds, "losses": losses}
+
+
+def compare(job: Job, pairs: int, console: Console) -> dict[str, Any]:
+    """Time every way ``pairs`` times, in turn."""
+    ways = ["ours", "bare", *(["trl"] if trl_sft.installed() else [])]
+    timed: list[dict[str, Any]] = []
+    for number in range(pairs):
+        first = number % len(ways)
+        timed.append({way: job.time(way) for way in ways[first:] + ways[:first]})
+        seconds = ", ".join(f"{way} {run['seconds']:.2f} s" for way, run in timed[-1].items())
+        console.print(f"pair {number + 1} of {pairs}, in this order: {seconds}", highlight=False)
+
+    def spread(values: list[float]) -> dict[str, Any]:
+        return {"median": statistics.median(values), "range": [min(values), max(values)], "pairs": values}
+
+    def apart(way: str) -> float:
+        both = (zip(pair["ours"]["losses"], pair[way]["losses"], strict=True) for pair in timed)
+        return max(abs(ours - other) for losses in both for ours, other in losses)
+
+    speed = "trained_tokens_per_second"
+    return {
+        "trained_tokens": job.tokens,
+        speed: {way: spread([pair[way][speed] for pair in timed]) for way in ways},
+        "ours_over": {way: spread([pair["ours"][speed] / pair[way][speed] for pair in timed]) for way in ways[1:]},
+        "final_loss": {way: [pair[way]["losses"][-1] for pair in timed] for way in ways},
+        "largest_loss_difference": {way: apart(way) for way in ways[1:]},
+        "runs": timed,
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The numbers that matter."""
+    drawn = Table("", "trained tokens/s", "range", "ours over it", "range", "final loss")
+    for way, speed in result["trained_tokens_per_second"].items():
+        ratio = result["ours_over"].get(way)
+        low, high = speed["range"]
+        times = (f"{ratio['median']:.3f}", "{:.3f} - {:.3f}".format(*ratio["range"])) if ratio else ("", "")
+        drawn.add_row(
+            way, f"{speed['median']:.1f}", f"{low:.1f} - {high:.1f}", *times, f"{result['final_loss'][way][0]:.6f}"
+        )
+    return drawn
+
+
+def main() -> None:
+    """Measure, write the result file, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="smoke")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--pairs", type=int, default=5, help="how often each is timed")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first is not timed")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / this_device().kind / "overhead.json")
+    chosen = parser.parse_args()
+    if chosen.steps < 2 or chosen.pairs < 1:
+        parser.error("at least 2 steps and 1 pair are needed")
+    steps = [f"train.max_steps={chosen.steps}", f"train.save_steps={chosen.steps + 1}", "train.save_minutes=0"]
+    recipe = with_settings(recipes.get(chosen.recipe), [*chosen.settings, *steps])
+    console = Console()
+    if not trl_sft.installed():
+        console.print("TRL is not installed, so it is not measured; pip install 'cria_tricks[peers]'", markup=False)
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": this_device().name,
+        "versions": versions() | ({"trl": importlib.metadata.version("trl")} if trl_sft.installed() else {}),
+        "recipe": recipe.model_dump(mode="json"),
+        **compare(Job(recipe), chosen.pairs, console),
+    }
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(table(result))
+    console.print(f"wrote {chosen.out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
