@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test check lint types bench-kwanzaa clean
+.PHONY: train test check lint types drill fuzz bench-kwanzaa bench-overhead clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -22,6 +22,19 @@ lint: $(READY)
 
 types: $(READY)
 	$(VENV)/bin/mypy
+
+# Kill the smoke recipe 50 times at random moments, resume it each time: about 40 minutes on two cores.
+drill: $(READY)
+	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
+
+# 520 spoilt rows, recipes, settings, adapters and checkpoints: about 6 minutes.
+fuzz: $(READY)
+	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
+
+# Our trainer, a bare PyTorch loop and TRL on one job, five times each: about 25 minutes on two cores.
+bench-overhead: $(READY)
+	$(PIP) --editable '.[peers]'
+	$(VENV)/bin/python -m benchmarks.overhead
 
 # Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
 bench-kwanzaa: $(READY)

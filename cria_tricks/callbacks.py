@@ -21,8 +21,8 @@ SKIPS_IN_A_ROW = 10
 class StepMeter(TrainerCallback):
     """Counts one optimizer step's tokens, seconds and bytes.
 
-    The first step of a process, in which gradients and the optimizer's states come to life, is watched whole; from
-    then on those micro-batches that can set a new peak.
+    Until the optimizer has taken its first step, in which its states come to life, everything is watched; from then
+    on those micro-batches that can set a new peak.
     """
 
     def __init__(self, trainer: Any):
@@ -33,7 +33,6 @@ class StepMeter(TrainerCallback):
         self.watched = False
         self.whole_step = contextlib.ExitStack()
         self.skipped_in_a_row = 0
-        self.random_state: dict[str, torch.Tensor] = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.tokens = []
@@ -63,7 +62,6 @@ class StepMeter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         tokens, trained = torch.stack(self.tokens).sum(0).tolist()  # waits for the GPU
-        self.random_state = random_state()
         self.measured = {
             "step_seconds": time.perf_counter() - self.began,
             "tokens": tokens,
@@ -73,10 +71,10 @@ class StepMeter(TrainerCallback):
         peak = self.trainer.meter.lap()
         if self.watched or self.trainer.meter.cuda:
             self.measured["peak_bytes"] = peak
-        if self.first:
-            self.close()
+        self.close()
+        if self.first and not self.measured["skipped"]:
+            self.first = False
             self.trainer.meter.forget_sizes()
-        self.first = False
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
         nothing_trained = self.skipped_in_a_row == state.global_step == state.max_steps
         if self.skipped_in_a_row == SKIPS_IN_A_ROW or nothing_trained:
@@ -145,14 +143,10 @@ class StopOnBudget(TrainerCallback):
     Args:
         budget: seconds; 0 for no limit.
         elapsed: gives the seconds since the process began.
-
-    Attributes:
-        reached: whether it ended the run before its last step.
     """
 
     def __init__(self, budget: float, elapsed: Callable[[], float]):
         self.budget, self.elapsed = budget, elapsed
-        self.reached = False
         self.last = 0.0
         self.longest_step = 0.0
 
@@ -165,22 +159,9 @@ class StopOnBudget(TrainerCallback):
         evaluation = max((entry.get("eval_seconds", 0) for entry in state.log_history), default=0)
         to_come = self.longest_step + evaluation
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
-            self.reached = True
             control.should_save = control.should_training_stop = True
 
 
 def sizes(inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Tokens of a batch, padding included, and trained tokens: what its activations and its logits grow with."""
     return inputs["input_ids"].numel(), int((inputs["labels"][:, 1:] != IGNORED).sum())
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """Torch's generators, from which dropout draws."""
-    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Put torch's generators back to where they were."""
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -195,8 +195,9 @@ def _foreign(path: Path) -> str:
 def _prune(folder: Path) -> None:
     for path in sorted(_in(folder), key=_step)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(f"checkpoint-*{durable.ASIDE}"):  # of a process that was killed
-        shutil.rmtree(path, ignore_errors=True)
+    for ending in (durable.ASIDE, durable.OLD):  # of a process that was killed
+        for path in folder.glob(f"checkpoint-*{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

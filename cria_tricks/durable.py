@@ -19,6 +19,8 @@ from cria_tricks.units import human
 MANIFEST = "manifest.json"
 ASIDE = ".partial"
 """What a folder's name ends with while it is being written."""
+OLD = ".old"
+"""What the name of a folder that is being replaced ends with, for the moment between two renames."""
 
 
 @contextlib.contextmanager
@@ -34,7 +36,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         Unwritten: if the disk is full or cannot be written; what was there before still is.
     """
-    aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, ".old"))
+    aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, OLD))
     try:
         with unwritten_in_one_line(folder):
             for leftover in (aside, old):  # of a process that was killed

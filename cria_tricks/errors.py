@@ -36,3 +36,11 @@ class Interrupted(RuntimeError):
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the card, bitsandbytes' managed memory or the machine had no bytes left."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's; it is not imported here
+        return True
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -13,7 +13,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cria_tricks.errors import BadInput, first_line
+from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
 
@@ -105,10 +105,8 @@ def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments
             else "check the name and the network, or give a local folder: --set model=DIR"
         )
         raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; {cure}") from None
-    except MemoryError:
-        raise
     except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
-        if isinstance(error, RuntimeError) and "memory" in str(error):
+        if is_out_of_memory(error):
             raise
         raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; is the folder whole?") from None
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from cria_tricks import durable
 from cria_tricks.checkpoints import KEPT, Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.data import sources
-from cria_tricks.errors import BadInput, OutOfMemory, Unwritten
+from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, is_out_of_memory
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.tricks import resolve, still_off
@@ -207,8 +207,6 @@ def _make_room(option: str, folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def _out_of_memory_while_loading(name: str) -> Iterator[None]:
-    from cria_tricks.trainer import is_out_of_memory
-
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -7,8 +7,8 @@ What is ours, and why:
 - a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
 - the loss scaler works on a CPU too, and its skipped steps are counted;
 - a second run in one process does not inherit bitsandbytes' settings from the first;
-- a checkpoint is there whole or not at all, evaluating moves no random number, and an evaluation that a stop cut
-  off is made up for: so a resumed run is the uninterrupted one, bit for bit;
+- evaluating moves no random number, and an evaluation that a stop cut off is made up for; with the checkpoints of
+  ``resumable.py`` a resumed run is the uninterrupted one, bit for bit;
 - bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
   reports the whole of it.
 """
@@ -16,31 +16,24 @@ What is ours, and why:
 import contextlib
 import math
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, set_random_state, sizes
+from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, Unwritten, first_line
+from cria_tricks.errors import Diverged, Interrupted
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
+from cria_tricks.resumable import ResumableTrainer, loading
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 OPTIMIZERS = {
@@ -145,37 +138,18 @@ def fit(
     return Run(history, state.global_step, sum(entry.get("skipped", 0) for entry in history), state.max_steps)
 
 
-class SharedTrainer(Trainer):
+class SharedTrainer(ResumableTrainer):
     """``transformers.Trainer`` with token-true losses. See the module's docstring."""
 
     def __init__(self, *, plan: Plan, meter: Meter, checkpoints: Checkpoints, stop: StopOnSignal, **arguments: Any):
-        self.plan, self.meter, self.checkpoints, self.stop = plan, meter, checkpoints, stop
+        self.plan, self.meter, self.stop = plan, meter, stop
         self.control: TrainerControl  # for the type checker
-        self.moment = "forward pass"
         self.loss_sum = {"full": self._full_loss_sum, "chunked": self._chunked_loss_sum}[plan.loss["kind"]]
-        super().__init__(**arguments, processing_class=None)
+        super().__init__(checkpoints=checkpoints, spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.step = StepMeter(self)
         self.add_callback(self.step)
-
-    @contextlib.contextmanager
-    def rescue(self) -> Iterator[None]:
-        """Where memory runs out, save what can be saved and say at what it was.
-
-        Raises:
-            OutOfMemory: with one sentence about both.
-        """
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold the step's activations
-            self.model.zero_grad()
-            step = self.state.global_step
-            where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
-            raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make fp16 on a CPU real: accelerate accepts it there, and then neither autocasts nor scales."""
@@ -272,54 +246,6 @@ class SharedTrainer(Trainer):
             )
         return norm
 
-    def _run_epoch(self, **arguments: Any) -> None:
-        # transformers looks whether the run is over only after another step.
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        if not self.control.should_training_stop:
-            super()._run_epoch(**arguments)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
-        with self.checkpoints.new(self.state.global_step, self.meter.spent()) as aside:
-            self._save(str(aside))
-            self._save_optimizer_and_scheduler(str(aside))
-            self._save_scaler(str(aside))
-            self._save_rng_state(str(aside))
-            self.state.save_to_json(str(aside / "trainer_state.json"))
-
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        # Of an adapter only the adapter: by default peft may ask the hub, and save embeddings that nobody trained.
-        only = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
-        self.model.save_pretrained(output_dir, **only)
-
-    def _saved_after_all(self) -> str:
-        """After the last whole step, if the weights are still those."""
-        step = self.state.global_step
-        if self.moment != "optimizer step" and step > 0 and self.step.random_state:
-            set_random_state(self.step.random_state)
-            with contextlib.suppress(Unwritten):
-                self._save_checkpoint(self.model, None)
-                return f"the state after step {step} is in {self.checkpoints.folder}"
-        newest = self.checkpoints.newest()
-        return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with _loading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        with _loading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint):
-        with _loading(checkpoint):
-            super()._load_scaler(checkpoint)
-
-    def _load_rng_state(self, checkpoint):
-        with _loading(checkpoint):
-            super()._load_rng_state(checkpoint)
-
     def _full_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         # transformers divides its summed loss by num_items_in_batch: 1 leaves the sum.
         return model(**batch, num_items_in_batch=1).loss.float()
@@ -338,25 +264,6 @@ class SharedTrainer(Trainer):
                 labels_BT[wanted],
                 self.plan.loss["tokens_per_chunk"],
             )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the card, bitsandbytes' managed memory or the machine had no bytes left."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
-
-
-@contextlib.contextmanager
-def _loading(checkpoint: str | None) -> Iterator[None]:
-    """A whole checkpoint that does not fit is one of another version, or was made up."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise BadInput(
-            f"--resume: {checkpoint} cannot be loaded: {first_line(error)}; start again in a new folder"
-        ) from None
 
 
 def _evaluated(state: TrainerState) -> bool:
@@ -380,7 +287,7 @@ def _arguments(
     eval_steps = settings.eval_steps or epoch
     state = TrainerState()
     if start:
-        with _loading(str(start.path)):
+        with loading(str(start.path)):
             state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
     due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
     arguments = TrainingArguments(

@@ -64,6 +64,9 @@ def test_nothing_below_the_trainer_imports_it():
         "doctor",
         "artifact",
         "callbacks",
+        "durable",
+        "checkpoints",
+        "resumable",
     ):
         assert not {"cria_tricks.trainer", "cria_tricks.run", "cria_tricks.cli"} & set(
             _imports(PACKAGE / f"{name}.py")

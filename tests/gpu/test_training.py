@@ -1,5 +1,7 @@
 """The toggles on a CUDA card, for real. ``pytest -m gpu`` on a machine that has one."""
 
+import signal
+
 import pytest
 import torch
 
@@ -56,3 +58,37 @@ def test_paged_states_are_in_managed_memory(tiny_model, rows, tmp_path):
     train(tiny_model, rows, tmp_path, "tricks.paged_optimizer=true", "train.max_steps=1", callbacks=[watch])
     assert watch.paged
     assert all(watch.paged)
+
+
+def test_resumed_on_a_card_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
+    """Not to the bit: atomic sums in backward passes have no order on a GPU."""
+    from cria_tricks.errors import Interrupted
+    from tests.helpers import trained_weights
+    from tests.test_checkpoints import At, send
+
+    dumped = recipes.kwanzaa().tricks.model_dump()
+    settings = [f"tricks.{name}={str(value).lower()}" for name, value in dumped.items()]
+    settings += ["train.max_steps=6", "lora.dropout=0.1", "train.save_steps=2"]
+    whole, straight = train(tiny_model, rows, tmp_path / "whole", *settings)
+    with pytest.raises(Interrupted):
+        train(tiny_model, rows, tmp_path / "cut", *settings, callbacks=[At(3, send(signal.SIGTERM))])
+    run, resumed = train(tiny_model, rows, tmp_path / "cut", *settings, resume=True)
+    assert [e["loss"] for e in run.training] == pytest.approx([e["loss"] for e in whole.training], abs=1e-3)
+    for name, weight in trained_weights(straight).items():
+        torch.testing.assert_close(trained_weights(resumed)[name], weight, rtol=1e-2, atol=1e-4)
+
+
+def test_a_card_that_is_full_saves_the_last_whole_step(tiny_model, rows, tmp_path):
+    from transformers import TrainerCallback
+
+    from cria_tricks.checkpoints import Checkpoints
+    from cria_tricks.errors import OutOfMemory
+
+    class AskTooMuch(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3:
+                model.register_forward_pre_hook(lambda *_: torch.empty(2**44, device="cuda"))
+
+    with pytest.raises(OutOfMemory, match="forward pass of step 4; the state after step 3 is in"):
+        train(tiny_model, rows, tmp_path, "tricks.peft=lora", "train.max_steps=6", callbacks=[AskTooMuch()])
+    assert Checkpoints(tmp_path).newest().step == 3

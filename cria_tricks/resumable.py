@@ -1,0 +1,128 @@
+"""transformers.Trainer with checkpoints that can be trusted, and a last word when memory runs out.
+
+transformers writes a checkpoint file by file under its final name, trusts the files that it finds, goes on without
+those that are missing, and takes one more step in a run that was finished.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory
+
+
+class ResumableTrainer(Trainer):
+    """A Trainer whose runs can be stopped at any moment.
+
+    Args:
+        checkpoints: where they are written.
+        spent: what the run took so far, for the next checkpoint.
+
+    Attributes:
+        moment: what it is doing, for the sentence about memory; kept by the subclass.
+    """
+
+    def __init__(self, *, checkpoints: Checkpoints, spent: Callable[[], Mapping[str, Any]], **arguments: Any):
+        self.checkpoints, self.spent = checkpoints, spent
+        self.moment = "forward pass"
+        self.random_state: dict[str, torch.Tensor] = {}
+        super().__init__(**arguments)
+        self.add_callback(KeepRandomState(self))
+
+    @contextlib.contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Where memory runs out, save what can be saved and say at what it was.
+
+        Raises:
+            OutOfMemory: with one sentence about both.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the step's activations
+            self.model.zero_grad()
+            step = self.state.global_step
+            where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
+            raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        # transformers looks whether the run is over only after another step.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        if not self.control.should_training_stop:
+            super()._run_epoch(**arguments)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
+        with self.checkpoints.new(self.state.global_step, self.spent()) as aside:
+            self._save(str(aside))
+            self._save_optimizer_and_scheduler(str(aside))
+            self._save_scaler(str(aside))
+            self._save_rng_state(str(aside))
+            self.state.save_to_json(str(aside / "trainer_state.json"))
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        # Of an adapter only the adapter: by default peft may ask the hub, and save embeddings that nobody trained.
+        only = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
+        self.model.save_pretrained(output_dir, **only)
+
+    def _saved_after_all(self) -> str:
+        """After the last whole step, if the weights are still those."""
+        step = self.state.global_step
+        if self.moment != "optimizer step" and self.random_state:
+            torch.set_rng_state(self.random_state["cpu"])
+            if "cuda" in self.random_state:
+                torch.cuda.set_rng_state(self.random_state["cuda"])
+            with contextlib.suppress(Unwritten):
+                self._save_checkpoint(self.model, None)
+                return f"the state after step {step} is in {self.checkpoints.folder}"
+        newest = self.checkpoints.newest()
+        return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint):
+        with loading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with loading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+class KeepRandomState(TrainerCallback):
+    """Keeps torch's generators, from which dropout draws, as they were after the last whole step."""
+
+    def __init__(self, trainer: ResumableTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.random_state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            self.trainer.random_state["cuda"] = torch.cuda.get_rng_state()
+
+
+@contextlib.contextmanager
+def loading(checkpoint: str | None) -> Iterator[None]:
+    """A whole checkpoint that does not fit is one of another version, or was made up."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise BadInput(
+            f"--resume: {checkpoint} cannot be loaded: {first_line(error)}; start again in a new folder"
+        ) from None
