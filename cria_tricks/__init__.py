@@ -4,9 +4,22 @@
 >>> report = cria_tricks.train(cria_tricks.recipes.smoke())  # doctest: +SKIP
 """
 
-from cria_tricks import recipes
-from cria_tricks.errors import BadInput, Diverged, Interrupted
-from cria_tricks.recipe import Recipe, Tricks
-from cria_tricks.run import train
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BadInput", "Diverged", "Interrupted", "Recipe", "Tricks", "recipes", "train"]
+from cria_tricks import recipes
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
+from cria_tricks.recipe import Recipe, Tricks
+
+if TYPE_CHECKING:
+    from cria_tricks.run import train
+
+__all__ = ["BadInput", "Diverged", "Interrupted", "OutOfMemory", "Recipe", "Tricks", "recipes", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``train`` when it is asked for: torch comes with it, and a wrong recipe should not wait for that."""
+    if name == "train":
+        from cria_tricks.run import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

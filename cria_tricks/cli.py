@@ -40,10 +40,12 @@ def train(
     """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
     from cria_tricks import recipes
     from cria_tricks.recipe import with_settings
-    from cria_tricks.run import train as run
+
+    wanted = with_settings(recipes.get(recipe), settings or [])
+    from cria_tricks.run import train as run  # torch comes with it: what was wrong so far need not wait for that
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
-        report = run(with_settings(recipes.get(recipe), settings or []), out, resume=resume, console=aside)
+        report = run(wanted, out, resume=resume, console=aside)
     if as_json:
         print(json.dumps(report, indent=2, allow_nan=False))
         return

@@ -197,12 +197,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, said, run_cria, tmp_pa
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 
-def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [(["train", "nope"], "torch"), (["train", "--set", "data.train=none.jsonl"], "transformers")],
+)
+def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(arguments, heavy, tmp_path):
     code = (
-        "import sys; sys.argv = ['cria', 'train', '--set', 'data.train=none.jsonl']\n"
+        f"import sys; sys.argv = ['cria', *{arguments}]\n"
         "from cria_tricks.cli import main\n"
         "try: main()\n"
-        "except SystemExit as left: print(left.code, 'transformers' in sys.modules)\n"
+        f"except SystemExit as left: print(left.code, '{heavy}' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "2 False\n"
