@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import durable
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.models import SMOLLM2
 from cria_tricks.recipe import Recipe
 from cria_tricks.units import human
@@ -56,7 +56,7 @@ def verify(folder: str | Path) -> Verified:
     Raises:
         BadInput: naming the first file that is missing or changed.
     """
-    folder = Path(folder)
+    folder = usable_path("adapter", folder)
     if not (folder / durable.MANIFEST).is_file():
         raise BadInput(f"{folder}: has no {durable.MANIFEST}, so it is no folder that cria train wrote")
     if damage := durable.damage(folder):

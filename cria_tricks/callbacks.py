@@ -109,7 +109,8 @@ class StopOnSignal(TrainerCallback):
         self.requested = True
         self.__exit__()
         # Not print(): a signal may come while the progress bar is printing.
-        os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
+        with contextlib.suppress(OSError):  # nobody may be there any more to read it
+            os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
@@ -127,6 +128,7 @@ class SaveOnClock(TrainerCallback):
         self.minutes = minutes
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.save_steps = args.save_steps  # and not what the checkpoint says that it was resumed from
         self.last = time.monotonic()
 
     def on_save(self, args, state, control, **kwargs):
@@ -143,10 +145,11 @@ class StopOnBudget(TrainerCallback):
     Args:
         budget: seconds; 0 for no limit.
         elapsed: gives the seconds since the process began.
+        save_seconds: gives the seconds that the last checkpoint took.
     """
 
-    def __init__(self, budget: float, elapsed: Callable[[], float]):
-        self.budget, self.elapsed = budget, elapsed
+    def __init__(self, budget: float, elapsed: Callable[[], float], save_seconds: Callable[[], float]):
+        self.budget, self.elapsed, self.save_seconds = budget, elapsed, save_seconds
         self.last = 0.0
         self.longest_step = 0.0
 
@@ -157,7 +160,7 @@ class StopOnBudget(TrainerCallback):
         now = self.elapsed()
         self.longest_step = max(self.longest_step, now - self.last)
         evaluation = max((entry.get("eval_seconds", 0) for entry in state.log_history), default=0)
-        to_come = self.longest_step + evaluation
+        to_come = self.longest_step + evaluation + 2 * self.save_seconds()  # the checkpoint and the result
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 

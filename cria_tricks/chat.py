@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cria_tricks import models
-from cria_tricks.errors import BadInput, first_line
+from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.load import quiet_libraries
 
@@ -29,13 +29,13 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quiet_libraries()
-    folder, device = Path(folder), this_device()
+    folder, device = usable_path("adapter", folder), this_device()
     dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
     config = folder / "adapter_config.json"
     if config.is_file():
         try:
             base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadInput(f"{config}: names no base model that can be found: {error}") from None
         source = base.path
     elif (folder / "config.json").is_file():
@@ -47,9 +47,9 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
         if base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except BadInput:
-        raise
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
+        if is_out_of_memory(error):
+            raise
         raise BadInput(
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +58,14 @@ class Checkpoints:
         mirror: a second folder for a copy of each, or none.
         about: what run they are of; written into each.
         say: takes a sentence for the user.
+        seconds: how long the last one took to write, its copy included.
     """
 
     folder: Path
     mirror: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = lambda sentence: None
+    seconds: float = 0.0
 
     @contextlib.contextmanager
     def new(self, step: int, spent: Mapping[str, Any]) -> Iterator[Path]:
@@ -71,6 +74,7 @@ class Checkpoints:
         Raises:
             Unwritten: if it could not be written; the earlier ones are whole. A mirror that fails only warns.
         """
+        began = time.perf_counter()
         path = self.folder / f"checkpoint-{step}"
         with durable.new_folder(path) as aside:
             yield aside
@@ -81,7 +85,8 @@ class Checkpoints:
                 durable.copy_folder(path, self.mirror / path.name)
                 _prune(self.mirror)
             except Unwritten as error:
-                self.say(f"warning: train.mirror: {str(error).partition(';')[0]}; the run goes on without this copy")
+                self.say(f"warning: train.mirror: {error.reason}; the run goes on without this copy")
+        self.seconds = time.perf_counter() - began
 
     def newest(self) -> Checkpoint | None:
         """Find the newest whole checkpoint, here or in the mirror; damaged ones are passed over, and told.
@@ -118,8 +123,13 @@ class Checkpoints:
             if _step(path) > start.step or (_step(path) == start.step and durable.damage(path)):
                 aside = path.with_name(path.name + ".damaged")
                 shutil.rmtree(aside, ignore_errors=True)
-                with durable.unwritten_in_one_line(aside):
-                    path.rename(aside)
+                try:
+                    with durable.unwritten_in_one_line(aside):
+                        path.rename(aside)
+                except Unwritten as error:
+                    if path.parent != self.mirror:
+                        raise
+                    self.say(f"warning: train.mirror: {error.reason}")
 
     def _all(self) -> list[Path]:
         """The newest first; of the same step, the one here before the mirror's."""
@@ -127,13 +137,13 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
 
-def describe(recipe: Recipe, found: Mapping[str, Source]) -> dict[str, Any]:
-    """What makes two runs the same: the recipe, the rows, and the versions that decide the last bit."""
+def describe(recipe: Recipe, found: Mapping[str, Source], device: str) -> dict[str, Any]:
+    """What makes two runs the same: the recipe, the rows, and what decides the last bit: versions and device."""
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {
         "recipe": recipe.model_dump(mode="json"),
         "rows": {part: _fingerprint(source) for part, source in found.items()},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {"device": device} | {name: importlib.metadata.version(name) for name in packages},
     }
 
 
@@ -162,7 +172,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which libraries changed since; the run can go on, but not bit for bit."""
+    """Say what changed since, libraries or device; the run can go on, but not bit for bit."""
     changed = [
         f"{name} {before['versions'].get(name)} is now {version}"
         for name, version in now["versions"].items()
@@ -177,9 +187,12 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        return [path for path in folder.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    except FileNotFoundError:
         return []
-    return [path for path in folder.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be read: {error.strerror}") from None
 
 
 def _step(path: Path) -> int:

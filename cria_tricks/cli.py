@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
+from cria_tricks.console import Aside
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, is_out_of_memory
 
 app = typer.Typer(
     name="cria",
@@ -22,7 +23,7 @@ app = typer.Typer(
 # Of click, which newer versions of typer carry inside: an unknown option or command, a missing argument.
 UsageError: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
-screen, aside = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
+screen, aside = Console(soft_wrap=True), Aside()
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 
@@ -61,7 +62,8 @@ def train(
         f"peak {human(report['peak_bytes'])}",
         highlight=False,
     )
-    screen.print(f"adapter: {report['adapter']}", f"report:  {Path(report['adapter']).parent / 'report.md'}", sep="\n")
+    folder = Path(report["adapter"]).parent
+    screen.print(f"adapter: {report['adapter']}", f"report:  {folder / 'report.md'}", sep="\n", markup=False)
 
 
 @app.command()
@@ -147,7 +149,7 @@ def verify(
         print(json.dumps({"ok": True, "files": found.files, "bytes": found.bytes, "unlisted": found.unlisted}))
         return
     for name in found.unlisted:
-        screen.print(f"note: {name} is not in the manifest", highlight=False)
+        screen.print(f"note: {name} is not in the manifest", highlight=False, markup=False)
     screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
 
 
@@ -180,10 +182,15 @@ def main() -> None:
         _leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):
         _leave("interrupted", 130)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _leave("error: out of memory", 3)
 
 
 def _leave(sentence: str, code: int) -> None:
-    print(" ".join(sentence.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody may be there any more to read it
+        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -5,6 +5,7 @@ process, at whatever moment: what has its name is whole, and the manifest says l
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.errors import Unwritten
+from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.units import human
 
 MANIFEST = "manifest.json"
@@ -24,11 +25,12 @@ OLD = ".old"
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
     """Fill a folder aside; it takes its name, and the place of an older one, when the block ends well.
 
     Args:
         folder: the name it gets.
+        manifest: whether to write one; a copy brings its own.
 
     Yields:
         The empty folder to fill.
@@ -39,11 +41,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, OLD))
     try:
         with unwritten_in_one_line(folder):
+            _put_back(old, folder)
             for leftover in (aside, old):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
-            _write_manifest(aside)
+            if manifest:
+                _write_manifest(aside)
             for path in aside.rglob("*"):
                 _sync(path)
             _sync(aside)
@@ -52,19 +56,28 @@ def new_folder(folder: Path) -> Iterator[Path]:
             aside.rename(folder)
             _sync(folder.parent)
     except BaseException:
+        _put_back(old, folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _put_back(old: Path, folder: Path) -> None:
+    """After a stop between the two renames there is only the old one, under its passing name."""
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
 def copy_folder(folder: Path, to: Path) -> None:
-    """Copy a whole folder, under the same promise.
+    """Copy a whole folder with its manifest, under the same promise.
 
     Raises:
-        Unwritten: if it cannot be written there.
+        Unwritten: if it cannot be written there, or the copy is not what the manifest says.
     """
-    with new_folder(to) as aside:
+    with new_folder(to, manifest=False) as aside:
         shutil.copytree(folder, aside, dirs_exist_ok=True)
+        if wrong := damage(aside):
+            raise OSError(0, f"in the copy {wrong}")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -82,8 +95,28 @@ def write_file(path: Path, content: str | bytes) -> None:
             aside.replace(path)
             _sync(path.parent)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Be the only process that writes into a folder; the system ends that with the process, however it ends.
+
+    Raises:
+        BadInput: if another process is at it.
+    """
+    with unwritten_in_one_line(folder):
+        lock = (folder / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--out {folder}: another run is writing there; wait for it, or name a new folder") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def damage(folder: Path) -> str:
@@ -96,9 +129,12 @@ def damage(folder: Path) -> str:
         return f"{MANIFEST} is damaged"
     for name, (size, sha256) in wanted.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            found = _entry(path)
+        except FileNotFoundError:
             return f"{name} is missing"
-        found = _entry(path)
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
         if found["bytes"] != size:
             return f"{name} has {found['bytes']} bytes, not the {size} that were written"
         if found["sha256"] != sha256:

@@ -16,9 +16,8 @@ class Unwritten(BadInput):
     """
 
     def __init__(self, path: Path, reason: str):
-        super().__init__(
-            f"{path}: cannot be written: {reason}; what was saved before is whole: make room, then go on with --resume"
-        )
+        self.reason = f"{path}: cannot be written: {reason}"
+        super().__init__(f"{self.reason}; what was saved before is whole: make room, then go on with --resume")
 
 
 class Diverged(RuntimeError):
@@ -33,6 +32,24 @@ class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
 
 
+def usable_path(option: str, text: str | Path) -> Path:
+    """A path that the system can take, whether or not there is something.
+
+    Raises:
+        BadInput: if it is too long, not UTF-8, holds a zero byte, or may not be looked at.
+    """
+    try:
+        str(text).encode()
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise BadInput(f"{option} {str(text)[:80]!r}: is no path that can be used: {reason}") from None
+    return path
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -42,5 +59,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the card, bitsandbytes' managed memory or the machine had no bytes left."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's; it is not imported here
         return True
-    words = ("out of memory", "can't allocate memory", "not enough memory")
+    words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

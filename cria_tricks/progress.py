@@ -43,7 +43,7 @@ class ShowProgress(TrainerCallback):
         if self.evaluating is not None:
             self.bar.remove_task(self.evaluating)
         self.evaluating = None
-        self.console.print(f"step {state.global_step:>4}  evaluation loss {metrics['eval_loss']:.4f}", highlight=False)
+        self.console.print(f"step {state.global_step:>4}  evaluation loss {metrics['eval_loss']:.4f}")
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" not in logs:
@@ -52,4 +52,4 @@ class ShowProgress(TrainerCallback):
         note = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s" + ("  skipped" if logs["skipped"] else "")
         self.bar.update(self.training, completed=state.global_step, note=note)
         if not self.console.is_terminal:
-            self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {note}", highlight=False)
+            self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {note}")

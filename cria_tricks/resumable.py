@@ -80,9 +80,11 @@ class ResumableTrainer(Trainer):
             torch.set_rng_state(self.random_state["cpu"])
             if "cuda" in self.random_state:
                 torch.cuda.set_rng_state(self.random_state["cuda"])
-            with contextlib.suppress(Unwritten):
+            try:
                 self._save_checkpoint(self.model, None)
                 return f"the state after step {step} is in {self.checkpoints.folder}"
+            except (Unwritten, RuntimeError, MemoryError):
+                pass  # not even memory, or disk, for that
         newest = self.checkpoints.newest()
         return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
 
@@ -93,6 +95,18 @@ class ResumableTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            self._page_again()
+
+    def _page_again(self) -> None:
+        """Put states back where they were: bitsandbytes loads paged ones into the card's own memory."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not getattr(optimizer, "is_paged", False):
+            return
+        for parameter, state in optimizer.state.items():
+            for name in ("state1", "state2"):
+                if name in state:
+                    paged = optimizer.get_state_buffer(parameter, dtype=state[name].dtype)
+                    state[name] = paged.copy_(state[name])
 
     def _load_scaler(self, checkpoint):
         with loading(checkpoint):

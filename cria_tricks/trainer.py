@@ -108,7 +108,8 @@ def fit(
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind)
-    stop, budget = StopOnSignal(), StopOnBudget(settings.time_budget, lambda: meter.elapsed)
+    stop = StopOnSignal()
+    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
     trainer = SharedTrainer(
         plan=plan,
         meter=meter,
@@ -211,6 +212,7 @@ class SharedTrainer(ResumableTrainer):
             for batch in loader:
                 if self.stop.requested:  # the resumed run evaluates here first
                     self.control.should_training_stop = True
+                    self.control.should_evaluate = False
                     self.control.should_save = self.state.global_step > 0
                     return {}
                 batch = self._prepare_inputs(batch)

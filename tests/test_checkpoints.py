@@ -313,9 +313,9 @@ def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, tiny_model, 
 def test_a_really_full_disk_loses_nothing_saved_before(tiny_model, rows, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", disk]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs Linux and root")
     try:
         whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
         with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: (No space|the disk took)"):
@@ -378,12 +378,12 @@ def test_out_of_memory_in_the_optimizer_step_saves_nothing_half_done(tiny_model,
 def test_another_recipe_is_refused_with_the_fields_that_differ():
     source = Source([Chat((), "a", "b", "x:1")], "")
     other = Source([Chat((), "a", "c", "x:1")], "")
-    before = describe(with_settings(Recipe(), ["lora.r=4"]), {"train": source, "eval": source})
+    before = describe(with_settings(Recipe(), ["lora.r=4"]), {"train": source, "eval": source}, "cpu")
     before = json.loads(json.dumps(before))
     free = ["lora.r=4", "name=x", "train.save_steps=3", "train.save_minutes=1", "train.mirror=x", "data.train=moved"]
-    now = describe(with_settings(Recipe(), [*free, "train.time_budget=3m"]), {"train": source, "eval": source})
+    now = describe(with_settings(Recipe(), [*free, "train.time_budget=3m"]), {"train": source, "eval": source}, "cpu")
     refuse_another_run(before, now, Path("c"))  # nothing that is trained differs
-    now = describe(with_settings(Recipe(), ["train.seed=1"]), {"train": other, "eval": source})
+    now = describe(with_settings(Recipe(), ["train.seed=1"]), {"train": other, "eval": source}, "cpu")
     said = r"c is of another recipe: lora.r \(4, now 16\), train.seed \(42, now 1\), data.train \(other rows\); set"
     with pytest.raises(BadInput, match=said):
         refuse_another_run(before, now, Path("c"))
@@ -392,7 +392,37 @@ def test_another_recipe_is_refused_with_the_fields_that_differ():
 
 
 def test_other_versions_are_told():
-    now = describe(Recipe(), {})
+    now = describe(Recipe(), {}, "cpu")
     assert other_versions(now, now) == []
-    before = {"versions": {**now["versions"], "torch": "2.11.0"}}
-    assert other_versions(before, now)[0].startswith("torch 2.11.0 is now 2.")
+    before = {"versions": {**now["versions"], "torch": "2.11.0", "device": "Tesla T4"}}
+    assert other_versions(before, now)[0].startswith("device Tesla T4 is now cpu, torch 2.11.0 is now 2.")
+
+
+def test_the_cadence_may_change_on_resume(tiny_model, rows, tmp_path):
+    sets = (*SETS, "train.save_steps=100")
+    with pytest.raises(Interrupted):
+        train(tiny_model, rows, tmp_path, *sets, callbacks=[At(2, send(signal.SIGINT))])
+    with pytest.raises(Killed):
+        train(tiny_model, rows, tmp_path, *SETS, "train.save_steps=1", resume=True, callbacks=[At(6, kill)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_paged_states_are_put_back_in_pages():
+    """On a CPU bitsandbytes gives plain memory for a page, but the way is the same; tests/gpu looks at real pages."""
+    from types import SimpleNamespace
+
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    from cria_tricks.resumable import ResumableTrainer
+
+    weight = torch.nn.Parameter(torch.randn(100, 100))
+    optimizer = PagedAdamW8bit([weight])
+    weight.grad = torch.randn(100, 100)
+    optimizer.step()
+    state = optimizer.state[weight]
+    before = {name: (state[name], state[name].clone()) for name in ("state1", "state2")}
+    ResumableTrainer._page_again(SimpleNamespace(optimizer=optimizer))
+    for name, (old, content) in before.items():
+        assert state[name].data_ptr() != old.data_ptr(), "a page of its own"
+        assert state[name].dtype == torch.uint8
+        assert torch.equal(state[name], content)

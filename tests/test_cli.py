@@ -184,6 +184,14 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, 
         (["train", "--bogus"], "No such option: --bogus"),
         (["trian"], "No such command"),
         (["train", "--out", "/dev/null/x", "--set", "model=random:tiny"], "cannot be made: Not a directory"),
+        (["train", "--out", "x" * 300], "is no path that can be used: File name too long"),
+        (["train", "--out", "caf\udcff"], "is no path that can be used: 'utf-8' codec can't encode"),
+        (["train", "--set", f"data.train={'x' * 300}"], "File name too long"),
+        (["train", "--set", "data.train=~nobody-of-this-name/x.jsonl"], "is no path that can be used"),
+        (["train", "--set", f"model={'x' * 300}"], "File name too long"),
+        (["train", "--set", "train.mirror=drive/mine"], "there is no folder drive; is the drive mounted?"),
+        (["verify", "x" * 300], "File name too long"),
+        (["chat", "x" * 300], "File name too long"),
         (["chat", "."], "holds neither adapter_config.json nor config.json"),
     ],
 )
@@ -300,17 +308,58 @@ def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_
         assert "holds another run (recipe.toml)" in stderr
     code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "mine", "--resume")
     assert code == 2
-    assert "recipe.toml is of another recipe: " in stderr
-    assert "lora.r (16, now 2)" in stderr
+    assert "holds recipe.toml but no run.json that says of what run" in stderr
     assert (tmp_path / "mine" / "recipe.toml").read_text() == 'name = "mine"\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
 
 
 def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, tmp_path):
-    (tmp_path / "adapter").mkdir()
-    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path, "--resume")
+    import shutil
+
+    out = tmp_path / "run"
+    assert run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)[0] == 0
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "adapter" / "manifest.json").read_bytes()
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume")
     assert code == 2
     assert "holds adapter but no checkpoint to go on from" in stderr
+    assert (out / "adapter" / "manifest.json").read_bytes() == before
+
+
+def test_a_mirror_of_another_run_is_refused_on_resume_too(run_cria, few_rows, tmp_path):
+    mirror = ["--set", f"train.mirror={tmp_path / 'drive'}"]
+    assert run_cria("train", "baseline", *QUICK, *few_rows, *mirror, "--out", tmp_path / "a")[0] == 0
+    other = [*QUICK, *few_rows, "--set", "train.seed=1", "--out", tmp_path / "b"]
+    assert run_cria("train", "baseline", *other)[0] == 0
+    for out in ("b", "empty"):
+        command = ["train", "baseline", *other[:-1], tmp_path / out, *mirror, "--resume"]
+        code, _, stderr = run_cria(*command)
+        assert (code, stderr.count("\n")) == (2, 1)
+        assert f"{tmp_path / 'drive'} is of another recipe: train.seed (42, now 1)" in stderr
+    assert run_cria("verify", tmp_path / "drive" / "adapter")[0] == 0
+
+
+def test_a_path_with_brackets_is_no_markup(run_cria, few_rows, tmp_path):
+    out = tmp_path / "a [b] [" / "red]"
+    code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)
+    assert code == 0, stderr
+    assert f"writing to {out}" in stderr
+    assert f"adapter: {out / 'adapter'}" in stdout
+
+
+def test_ctrl_c_saves_even_when_the_reader_of_its_words_has_left(few_rows, tmp_path):
+    """``cria train ... 2>&1 | tee log``: the same Ctrl-C ends tee."""
+    command = [sys.executable, "-m", "cria_tricks.cli", "train", "baseline", *QUICK, *few_rows]
+    command += ["--out", tmp_path / "run", "--set", "train.max_steps=400"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "step    2/" in line:
+                process.stderr.close()
+                process.send_signal(signal.SIGINT)
+                break
+        assert process.wait(timeout=600) == 130
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name.startswith("checkpoint-")
 
 
 def test_resume_with_another_recipe_or_other_rows_names_what_differs(run_cria, few_rows, tmp_path):

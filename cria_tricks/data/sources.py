@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from cria_tricks.data.chat import Chat, check_rows, read_jsonl
-from cria_tricks.errors import BadInput, first_line
+from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.models import cache_folder
 
 Part = Literal["train", "eval"]
@@ -51,7 +51,7 @@ def find(name: str, part: Part) -> Source:
     if name == "kwanzaa":
         path = _download_kwanzaa(part)
         return Source(read_jsonl(path), f"AINative-Studio/kwanzaa {path.name}, sha256 {_SHA256[part]} (GPL-3.0)")
-    path = Path(name).expanduser()
+    path = usable_path(f"data.{part}", name)
     if path.is_dir():
         raise BadInput(f"data.{part}={name}: is a folder; name the .jsonl file in it")
     if path.exists():

@@ -34,6 +34,11 @@ class TokenRows:
         return sum(len(row["input_ids"]) for row in self.rows)
 
     @property
+    def highest_id(self) -> int:
+        """The largest token id."""
+        return max(max(row["input_ids"]) for row in self.rows)
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens with a label."""
         return sum(trained(row) for row in self.rows)
@@ -63,6 +68,8 @@ def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int, overflow: s
     rows, cut, dropped = [], 0, 0
     for chat in chats:
         ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
+        if all(label == IGNORED for label in labels[1:]):
+            raise BadInput(f"{chat.where}: this model's chat template leaves out what the assistant says")
         labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
         if len(ids) > max_length:
             if overflow == "error":

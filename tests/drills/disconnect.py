@@ -2,9 +2,10 @@
 
     python -m tests.drills.disconnect --kills 50 --out /tmp/drill
 
-One run of the recipe goes through undisturbed. A second one is killed at random moments: while it loads, in a step,
-in an evaluation, and, on purpose every third time, in the middle of writing a checkpoint. At the end the adapter must
-have the same bytes and the curves the same numbers, and no kill may have cost more steps than lie between two saves.
+One run of the recipe goes through undisturbed. A second one is killed at random moments: in turn anywhere in loading
+and what comes after it, after a step that it took, and in the middle of writing a checkpoint. At the end the adapter
+must have the same bytes and the curves the same numbers, and no kill may have cost more steps than lie between two
+saves.
 A run that ends before all the kills are spent is held against the first one, and another is begun.
 """
 
@@ -12,7 +13,6 @@ import argparse
 import json
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -62,31 +62,30 @@ class Drill:
             rounds += 1
             out = self.folder / f"killed-{rounds}"
             while len(self.lost) < kills:
-                in_save = len(self.lost) % 3 == 2
-                if not self._live_and_die(out, draw.uniform(0, 1.5 * step_seconds), in_save):
+                moment = ("anywhere", "step", "save")[len(self.lost) % 3]
+                if not self._live_and_die(out, moment, draw.random(), step_seconds):
                     break
             else:
                 self._finish(out, resume=True)
             self._compare(whole, out)
             print(f"run {rounds} ended bit-identical after {len(self.lost)} kills", flush=True)
 
-    def _live_and_die(self, out: Path, delay: float, in_save: bool) -> bool:
+    def _live_and_die(self, out: Path, moment: str, chance: float, step_seconds: float) -> bool:
         """One process and its end; False when it came to the end of the run first."""
         checkpoints = out / "checkpoints"
         log = out.with_suffix(f".{len(self.lost)}.log")
         with log.open("w") as stderr, self._start(out, stderr) as process:
-            if in_save:  # wait for a folder that is being written
-                while process.poll() is None and not any(checkpoints.glob("*.partial")):
-                    time.sleep(0.0005)
-                time.sleep(delay / 1000)
-            else:  # somewhere in loading, or in the steps after it
-                loaded = delay < 0.1
-                while process.poll() is None and not loaded:
-                    loaded = "loading" in log.read_text()
-                    time.sleep(0.01)
-                deadline = time.perf_counter() + 2 * delay
-                while process.poll() is None and time.perf_counter() < deadline:
-                    time.sleep(0.001)
+            reached = {
+                "anywhere": lambda: True,
+                "step": lambda: re.search(r"step +\d+/", log.read_text()),
+                "save": lambda: any(checkpoints.glob("*.partial")),
+            }[moment]
+            while process.poll() is None and not reached():
+                time.sleep(0.0005)
+            delay = {"anywhere": 10 + 2 * step_seconds, "step": 1.5 * step_seconds, "save": 0.02}[moment] * chance
+            deadline = time.perf_counter() + delay
+            while process.poll() is None and time.perf_counter() < deadline:
+                time.sleep(0.0005)
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
         said = log.read_text()
@@ -94,9 +93,9 @@ class Drill:
         if process.returncode == 0:
             return False
         self.in_saves += any(checkpoints.glob("*.partial"))
-        reached = max((int(step) for step in re.findall(r"step +(\d+)/", said)), default=0)
+        last = max((int(step) for step in re.findall(r"step +(\d+)/", said)), default=0)
         whole = [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*[0-9]")]
-        lost = max(0, reached - max(whole, default=0))
+        lost = max(0, last - max(whole, default=0))
         assert lost <= self.cadence, f"{lost} steps lost, saved every {self.cadence}"
         self.lost.append(lost)
         return True
@@ -138,8 +137,9 @@ def main() -> None:
     settings = ["smoke"]
     for setting in (f"train.max_steps={chosen.steps}", f"train.save_steps={chosen.save_steps}", *chosen.settings):
         settings += ["--set", setting]
-    shutil.rmtree(chosen.out, ignore_errors=True)
-    chosen.out.mkdir(parents=True)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    if any(chosen.out.iterdir()):
+        parser.error(f"--out {chosen.out}: is not empty")
     drill = Drill(settings, chosen.out, chosen.save_steps, chosen.seed)
     drill.run(chosen.kills)
     print(

@@ -90,7 +90,7 @@ class Fuzz:
         draw = random.Random(seed)
         here = self.folder / f"case-{seed}"
         here.mkdir()
-        kind = draw.choice(["rows", "rows", "recipe", "recipe", "settings", "adapter", "checkpoint"])
+        kind = draw.choice(["rows", "rows", "recipe", "recipe", "settings", "path", "adapter", "checkpoint"])
         return getattr(self, f"_{kind}")(draw, here)
 
     def _rows(self, draw: random.Random, here: Path) -> Case:
@@ -130,6 +130,27 @@ class Fuzz:
         setting = setting.encode(errors="replace").decode()  # a command line holds no half of a character
         base = ["train", str(self.recipe), *self._data(self.rows)]
         return Case("settings", [*base, "--set", setting, *self._short(here)], here)
+
+    def _path(self, draw: random.Random, here: Path) -> Case:
+        odd = [
+            "x" * 300,
+            "~nobody-of-this-name",
+            "[b]x[/b]",
+            "[/]",
+            "caf\udcff",
+            "a\nb",
+            " ",
+            "\u202e",
+            "-",
+            "x/" * 2000,
+        ]
+        path = draw.choice([*odd, *(str(here / name) for name in odd)])
+        option = draw.choice(["--out", "data.train", "data.eval", "model", "train.mirror"])
+        arguments = ["train", str(self.recipe), *self._data(self.rows), *self._short(here)]
+        arguments += [option, path] if option == "--out" else ["--set", f"{option}={path}"]
+        if option == "--out" and not os.path.isabs(path):
+            arguments[-1] = str(here / "out") + path  # nothing is written beside the cases
+        return Case("path", arguments, here)
 
     def _adapter(self, draw: random.Random, here: Path) -> Case:
         folder = here / "adapter"

@@ -11,7 +11,8 @@ TINY = ("model=random:tiny", "data.max_length=160", "lora.r=4", "train.max_steps
 def test_three_kills_end_bit_identical(tmp_path):
     settings = ["smoke", *(part for setting in TINY for part in ("--set", setting))]
     drill = Drill(settings, tmp_path, cadence=2, seed=1)
-    drill.run(kills=3)
+    drill.run(kills=3)  # one anywhere, one after a step, one in a save
+    assert drill.in_saves
     assert len(drill.lost) == 3
     assert max(drill.lost) <= 2
 

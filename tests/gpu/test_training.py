@@ -92,3 +92,21 @@ def test_a_card_that_is_full_saves_the_last_whole_step(tiny_model, rows, tmp_pat
     with pytest.raises(OutOfMemory, match="forward pass of step 4; the state after step 3 is in"):
         train(tiny_model, rows, tmp_path, "tricks.peft=lora", "train.max_steps=6", callbacks=[AskTooMuch()])
     assert Checkpoints(tmp_path).newest().step == 3
+
+
+def test_paged_states_are_paged_again_after_a_resume(tiny_model, rows, tmp_path):
+    from transformers import TrainerCallback
+
+    from tests.test_checkpoints import At, Killed, kill
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            large = [s for p, s in optimizer.optimizer.state.items() if p.numel() >= 100_000]
+            self.paged = [getattr(state[name], "is_paged", False) for state in large for name in ("state1", "state2")]
+
+    watch, sets = Watch(), ("tricks.paged_optimizer=true", "train.max_steps=3", "train.save_steps=1")
+    with pytest.raises(Killed):
+        train(tiny_model, rows, tmp_path, *sets, callbacks=[At(3, kill)])
+    train(tiny_model, rows, tmp_path, *sets, resume=True, callbacks=[watch])
+    assert watch.paged
+    assert all(watch.paged)

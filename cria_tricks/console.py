@@ -1,0 +1,14 @@
+"""Where sentences for the user go: standard error, as plain text, and never in the way of the work."""
+
+from rich.console import Console
+
+
+class Aside(Console):
+    """Standard error. Brackets in a path are no markup, and a reader who left (``| tee``, Ctrl-C) stops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Go on in silence; rich would end the process, and with it the save that is to come."""
+        self.quiet = True

@@ -1,0 +1,133 @@
+"""Whole or not at all, wherever it is stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cria_tricks import durable
+from cria_tricks.errors import BadInput, Unwritten
+
+
+def write(folder: Path, text: str) -> None:
+    with durable.new_folder(folder) as aside:
+        (aside / "inner").mkdir()
+        (aside / "inner" / "a.txt").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_folder_has_its_manifest_and_takes_the_place_of_an_older_one(tmp_path):
+    for text in ("one", "two"):
+        write(tmp_path / "f", text)
+        assert (tmp_path / "f" / "inner" / "a.txt").read_text() == text
+        assert durable.damage(tmp_path / "f") == ""
+        assert set(durable.listed(tmp_path / "f")) == {"inner/a.txt"}
+        assert names(tmp_path) == ["f"]
+
+
+def test_a_stop_inside_leaves_what_was_there(tmp_path, monkeypatch):
+    write(tmp_path / "f", "one")
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "f", "two")
+    assert names(tmp_path) == ["f"]
+    assert durable.damage(tmp_path / "f") == ""
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+def test_a_stop_between_the_two_renames_loses_neither(error, tmp_path, monkeypatch):
+    write(tmp_path / "f", "one")
+    honest = Path.rename
+
+    def rename(self, target):
+        if self.name.endswith(durable.ASIDE):
+            raise error
+        return honest(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        for _ in range(2):
+            with pytest.raises(Unwritten if isinstance(error, OSError) else KeyboardInterrupt):
+                write(tmp_path / "f", "two")
+            assert (tmp_path / "f" / "inner" / "a.txt").read_text() == "one"
+    # A kill there leaves only the passing name, and the next write may fail too.
+    (tmp_path / "f").rename(tmp_path / f"f{durable.OLD}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(Unwritten, match="No space left on device"):
+            write(tmp_path / "f", "two")
+    assert durable.damage(tmp_path / "f") == ""
+
+
+def test_a_copy_of_something_damaged_is_not_made_to_look_whole(tmp_path):
+    write(tmp_path / "f", "one")
+    durable.copy_folder(tmp_path / "f", tmp_path / "copy")
+    assert durable.damage(tmp_path / "copy") == ""
+    (tmp_path / "f" / "inner" / "a.txt").write_text("eno")
+    with pytest.raises(Unwritten, match="in the copy inner/a.txt has other content"):
+        durable.copy_folder(tmp_path / "f", tmp_path / "copy")
+    assert (tmp_path / "copy" / "inner" / "a.txt").read_text() == "one"
+
+
+def test_a_file_is_replaced_in_one_stroke(tmp_path, monkeypatch):
+    durable.write_file(tmp_path / "a" / "f", "one")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(Unwritten, match="f: cannot be written: No space left on device"):
+        durable.write_file(tmp_path / "a" / "f", "two")
+    assert names(tmp_path / "a") == ["f"]
+    assert (tmp_path / "a" / "f").read_text() == "one"
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    write(tmp_path / "f", "one")
+    honest = Path.open
+
+    def broken(self, *arguments, **options):
+        if self.name == "a.txt":
+            raise OSError(5, "Input/output error")
+        return honest(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", broken)
+    assert durable.damage(tmp_path / "f") == "inner/a.txt cannot be read: Input/output error"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', "[" * 100_000])
+def test_a_spoilt_manifest_is_damage(content, tmp_path):
+    write(tmp_path / "f", "one")
+    (tmp_path / "f" / durable.MANIFEST).write_text(content)
+    assert durable.damage(tmp_path / "f") == "manifest.json is damaged"
+
+
+def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from cria_tricks import durable\n"
+        "with durable.only_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "mine\n"
+        with pytest.raises(BadInput, match="another run is writing there"), durable.only_writer(tmp_path):
+            pass
+        process.kill()
+    with durable.only_writer(tmp_path):
+        pass
+
+
+def test_the_manifest_is_json_with_bytes_and_sha256(tmp_path):
+    write(tmp_path / "f", "one")
+    files = json.loads((tmp_path / "f" / durable.MANIFEST).read_text())["files"]
+    assert files == {
+        "inner/a.txt": {
+            "bytes": 3,
+            "sha256": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed",
+        }
+    }
