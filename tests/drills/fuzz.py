@@ -142,7 +142,7 @@ class Fuzz:
             " ",
             "\u202e",
             "-",
-            "x/" * 2000,
+            "x/" * 3000,
         ]
         path = draw.choice([*odd, *(str(here / name) for name in odd)])
         option = draw.choice(["--out", "data.train", "data.eval", "model", "train.mirror"])
@@ -295,7 +295,8 @@ def main() -> None:
             if isinstance(error, KeyboardInterrupt):
                 raise
             failed += 1
-            print(f"seed {number} ({case.kind}), {case.arguments}:\n  {type(error).__name__}: {error}", flush=True)
+            what = f"seed {number} ({case.kind}), {case.arguments}"
+            print(f"{what[:1000]}:\n  {type(error).__name__}: {str(error)[:1000]}", flush=True)
         else:
             shutil.rmtree(fuzz.folder / f"case-{number}")
     for end in sorted(ends):
