@@ -10,6 +10,7 @@ A run that ends before all the kills are spent is held against the first one, an
 """
 
 import argparse
+import contextlib
 import json
 import random
 import re
@@ -73,12 +74,13 @@ class Drill:
     def _live_and_die(self, out: Path, moment: str, chance: float, step_seconds: float) -> bool:
         """One process and its end; False when it came to the end of the run first."""
         checkpoints = out / "checkpoints"
+        left = _being_written(checkpoints)  # by an earlier kill
         log = out.with_suffix(f".{len(self.lost)}.log")
         with log.open("w") as stderr, self._start(out, stderr) as process:
             reached = {
                 "anywhere": lambda: True,
                 "step": lambda: re.search(r"step +\d+/", log.read_text()),
-                "save": lambda: any(checkpoints.glob("*.partial")),
+                "save": lambda: _being_written(checkpoints) - left,
             }[moment]
             while process.poll() is None and not reached():
                 time.sleep(0.0005)
@@ -92,7 +94,7 @@ class Drill:
         assert process.returncode in (0, -signal.SIGKILL), said
         if process.returncode == 0:
             return False
-        self.in_saves += any(checkpoints.glob("*.partial"))
+        self.in_saves += bool(_being_written(checkpoints) - left)
         last = max((int(step) for step in re.findall(r"step +(\d+)/", said)), default=0)
         whole = [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*[0-9]")]
         lost = max(0, last - max(whole, default=0))
@@ -114,6 +116,15 @@ class Drill:
     def _command(self, out: Path, resume: bool) -> list[str]:
         command = [sys.executable, "-m", "cria_tricks.cli", "train", *self.settings, "--out", str(out)]
         return [*command, "--resume"] if resume else command
+
+
+def _being_written(checkpoints: Path) -> set[tuple[str, int]]:
+    """Unfinished folders, each with its inode: one of the same name may be begun again."""
+    found = set()
+    for path in checkpoints.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
 def _history(folder: Path) -> list[dict[str, float]]:
