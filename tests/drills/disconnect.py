@@ -119,11 +119,11 @@ class Drill:
 
 
 def _being_written(checkpoints: Path) -> set[tuple[str, int]]:
-    """Unfinished folders, each with its inode: one of the same name may be begun again."""
+    """Unfinished folders, each with when it changed: one of the same name may be begun again."""
     found = set()
     for path in checkpoints.glob("*.partial"):
         with contextlib.suppress(FileNotFoundError):  # finished meanwhile
-            found.add((path.name, path.stat().st_ino))
+            found.add((path.name, path.stat().st_mtime_ns))
     return found
 
 
