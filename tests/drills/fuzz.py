@@ -148,8 +148,9 @@ class Fuzz:
         option = draw.choice(["--out", "data.train", "data.eval", "model", "train.mirror"])
         arguments = ["train", str(self.recipe), *self._data(self.rows), *self._short(here)]
         arguments += [option, path] if option == "--out" else ["--set", f"{option}={path}"]
-        if option == "--out" and not os.path.isabs(path):
-            arguments[-1] = str(here / "out") + path  # nothing is written beside the cases
+        if option in ("--out", "train.mirror") and not os.path.isabs(path):
+            path = f"{here / 'out'}{path}"  # nothing is written beside the cases
+            arguments[-1] = path if option == "--out" else f"{option}={path}"
         return Case("path", arguments, here)
 
     def _adapter(self, draw: random.Random, here: Path) -> Case:
