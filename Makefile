@@ -23,15 +23,15 @@ lint: $(READY)
 types: $(READY)
 	$(VENV)/bin/mypy
 
-# Kill the smoke recipe 50 times at random moments, resume it each time: about 40 minutes on two cores.
+# Kill the smoke recipe 50 times at random moments, resume it each time. Takes long; nothing else should run beside it.
 drill: $(READY)
 	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
 
-# 520 spoilt rows, recipes, settings, adapters and checkpoints: about 6 minutes.
+# 520 spoilt rows, recipes, settings, paths, adapters and checkpoints: 5 minutes on two Xeon cores at 2.5 GHz.
 fuzz: $(READY)
 	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
 
-# Our trainer, a bare PyTorch loop and TRL on one job, five times each: about 25 minutes on two cores.
+# Our trainer, a bare PyTorch loop and TRL on one job, five times each: 17 minutes on the same, with 5 steps.
 bench-overhead: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m benchmarks.overhead
