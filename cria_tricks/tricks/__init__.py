@@ -16,6 +16,7 @@ from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
     adamw_8bit,
     chunked_loss,
+    expand_kv,
     flash_attention,
     gradient_accumulation,
     gradient_checkpointing,
@@ -38,8 +39,9 @@ TRICKS: tuple[ModuleType, ...] = (
     head_only,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # What one block keeps, then which blocks keep it.
+    # What one block keeps: the attention, then a variant of it; after that which blocks keep it.
     flash_attention,
+    expand_kv,
     gradient_checkpointing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
