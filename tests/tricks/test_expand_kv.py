@@ -50,7 +50,7 @@ def test_math(dtype, backend):
 def test_math_in_a_model(padded, tiny_model):
     """Logits and gradients of a loaded model, with the switch and without."""
     ids, mask = torch.arange(3, 51).view(2, 24), torch.ones(2, 24, dtype=torch.long)
-    mask[0, 17:] = not padded
+    mask[0, :7] = not padded  # on the left, where only a mask keeps it from the tokens that follow
     results = []
     for switch in ("false", "true"):
         _, _, loaded = prepare(tiny_model, "tricks.attention=sdpa", f"tricks.expand_kv={switch}")
