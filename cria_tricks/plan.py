@@ -59,6 +59,11 @@ class Plan:
         changed: dict[str, Any] = {slot: values, "_set_by": set_by}
         return replace(self, **changed)
 
+    def refine(self, slot: str, **fields: Any) -> "Plan":
+        """Set fields of one slot over what an earlier trick has set, knowing it: a narrower choice of the same."""
+        free = {key: trick for key, trick in self._set_by.items() if key not in {f"{slot}.{name}" for name in fields}}
+        return replace(self, _set_by=free).with_(slot, **fields)
+
     def then(self, edit: str) -> "Plan":
         """Append an edit of the loaded model."""
         return replace(self, after_load=(*self.after_load, edit))
