@@ -25,6 +25,7 @@ from cria_tricks.tricks import (
     lora,
     mixed_precision,
     nf4,
+    packing,
     paged_optimizer,
 )
 
@@ -41,6 +42,8 @@ TRICKS: tuple[ModuleType, ...] = (
     # What one block keeps, then which blocks keep it.
     flash_attention,
     gradient_checkpointing,
+    # What a row is.
+    packing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
     gradient_accumulation,
