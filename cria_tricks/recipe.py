@@ -61,6 +61,7 @@ class Tricks(_Frozen):
     paged_optimizer: bool = False
     attention: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
     expand_kv: bool = False
+    packing: bool = False
     chunked_loss: bool = False
     lean_preparation: bool = False
 

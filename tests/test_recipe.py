@@ -24,6 +24,7 @@ def test_no_toggle_is_on_by_default():
         paged_optimizer=False,
         attention="eager",
         expand_kv=False,
+        packing=False,
         chunked_loss=False,
         lean_preparation=False,
     )

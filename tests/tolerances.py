@@ -28,3 +28,9 @@ FLASH_DECODING = {
     torch.float16: 2**-9,  # noise 6.1e-4, the rounding of plain attention's own intermediate steps
     torch.bfloat16: 2**-7,  # noise 2**-8, one rounding step of a number between 0.5 and 1
 }
+
+# packing: float64 sums of up to 64 products in another order.
+PACKED_ATTENTION = 1e-14  # noise 2e-16
+
+# packing: fp32 losses near 6 whose sums run over rows of another length.
+PACKED_LOSS = 1e-6  # noise 5e-7

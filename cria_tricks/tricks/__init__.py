@@ -28,6 +28,7 @@ from cria_tricks.tricks import (
     lora,
     mixed_precision,
     nf4,
+    packing,
     paged_optimizer,
 )
 
@@ -45,6 +46,8 @@ TRICKS: tuple[ModuleType, ...] = (
     flash_attention,
     expand_kv,
     gradient_checkpointing,
+    # What a row is.
+    packing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
     gradient_accumulation,
