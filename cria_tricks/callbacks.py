@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from cria_tricks.data.batches import real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged
 
@@ -43,7 +44,7 @@ class StepMeter(TrainerCallback):
         self.began = time.perf_counter()
 
     def count(self, inputs: dict[str, torch.Tensor]) -> None:
-        self.tokens.append(torch.stack([inputs["attention_mask"].sum(), (inputs["labels"][:, 1:] != IGNORED).sum()]))
+        self.tokens.append(torch.stack([real_tokens(inputs), (inputs["labels"][:, 1:] != IGNORED).sum()]))
 
     @contextlib.contextmanager
     def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:

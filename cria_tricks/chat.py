@@ -11,6 +11,7 @@ from cria_tricks import models
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.load import quiet_libraries
+from cria_tricks.tricks import flash_decoding
 
 
 def open_folder(folder: str | Path) -> tuple[Any, Any]:
@@ -43,7 +44,7 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
     else:
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **flash_decoding.for_chat(device))
         if base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -104,6 +104,8 @@ def doctor(as_json: Json = False) -> None:
     screen.print(f"{device['name']} ({device['kind']}{capability}), {device['memory']}, {bf16}", highlight=False)
     versions = (f"{name} {version or 'missing'}" for name, version in found["versions"].items())
     screen.print(f"python {found['python']}, " + ", ".join(versions), highlight=False)
+    rows = ", ".join(f"{row}: {kernel}" for row, kernel in found["attention"].items())
+    screen.print(f"attention kernels for grouped heads: {rows}", highlight=False)
     table = Table()
     for column in ("set", "here", "why"):
         table.add_column(column, overflow="fold")

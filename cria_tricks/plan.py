@@ -22,6 +22,7 @@ class Plan:
         model: for ``AutoModelForCausalLM.from_pretrained``; dtypes by name.
         quantization: for ``BitsAndBytesConfig``; empty when nothing is quantised.
         peft: ``kind`` (``"lora"`` or ``"head"``) and, for LoRA, the arguments of ``LoraConfig``.
+        collator: how rows become batches: ``packed_length`` in tokens, when they are packed.
         training: for ``TrainingArguments``.
         optimizer: ``bits`` of its states and whether they are ``paged``.
         loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
@@ -33,6 +34,7 @@ class Plan:
     model: Mapping[str, Any] = field(default_factory=lambda: {"dtype": "float32"})
     quantization: Mapping[str, Any] = field(default_factory=dict)
     peft: Mapping[str, Any] = field(default_factory=dict)
+    collator: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
     loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})
@@ -58,6 +60,11 @@ class Plan:
             values[name], set_by[key] = value, self._trick
         changed: dict[str, Any] = {slot: values, "_set_by": set_by}
         return replace(self, **changed)
+
+    def refine(self, slot: str, **fields: Any) -> "Plan":
+        """Set fields of one slot over what an earlier trick has set, knowing it: a narrower choice of the same."""
+        free = {key: trick for key, trick in self._set_by.items() if key not in {f"{slot}.{name}" for name in fields}}
+        return replace(self, _set_by=free).with_(slot, **fields)
 
     def then(self, edit: str) -> "Plan":
         """Append an edit of the loaded model."""

@@ -60,6 +60,8 @@ class Tricks(_Frozen):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     paged_optimizer: bool = False
     attention: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
+    expand_kv: bool = False
+    packing: bool = False
     chunked_loss: bool = False
     lean_preparation: bool = False
 

@@ -76,6 +76,7 @@ def summarise(
         "data": {
             **descriptions,
             "train_rows": len(rows["train"].rows),
+            "train_rows_packed_into": run.train_rows if plan.collator else None,
             "train_tokens": rows["train"].tokens,
             "train_trained_tokens": rows["train"].trained_tokens,
             "train_rows_cut": rows["train"].cut,

@@ -35,6 +35,7 @@ from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import ResumableTrainer, loading
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
+from cria_tricks.tricks.packing import pack
 
 OPTIMIZERS = {
     (32, False): "adamw_torch",
@@ -55,12 +56,14 @@ class Run:
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
+        train_rows: rows of an epoch, packed ones when they were packed.
     """
 
     history: list[dict[str, Any]]
     steps: int
     skipped_steps: int
     planned_steps: int
+    train_rows: int
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -108,6 +111,8 @@ def fit(
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind)
+    if plan.collator:
+        train_rows = pack(train_rows, plan.collator["packed_length"])
     stop = StopOnSignal()
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
     trainer = SharedTrainer(
@@ -136,7 +141,8 @@ def fit(
             raise Interrupted(f"interrupted after step {state.global_step}; {kept}")
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-    return Run(history, state.global_step, sum(entry.get("skipped", 0) for entry in history), state.max_steps)
+    skipped = sum(entry.get("skipped", 0) for entry in history)
+    return Run(history, state.global_step, skipped, state.max_steps, len(train_rows))
 
 
 class SharedTrainer(ResumableTrainer):
@@ -255,9 +261,8 @@ class SharedTrainer(ResumableTrainer):
     def _chunked_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         causal_lm = self.accelerator.unwrap_model(model).get_base_model()
         with self.accelerator.autocast():
-            hidden_BTD = causal_lm.base_model(  # all but the head
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-            ).last_hidden_state
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
             labels_BT = batch["labels"][:, 1:]  # hidden state t predicts token t + 1
             wanted = labels_BT != IGNORED
             return chunked_cross_entropy(

@@ -270,9 +270,11 @@ def test_doctor_and_tricks(run_cria):
     if found["device"]["kind"] == "cpu":
         assert status["tricks.attention=flash_attention_2"] == "refused"
         assert status["tricks.paged_optimizer=true"] == "warning"
+        assert found["attention"] == dict.fromkeys(("masked", "maskless", "maskless, expand_kv"), "flash")
     assert all(entry["why"] for entry in found["toggles"] if entry["status"] != "works")
     code, stdout, _ = run_cria("doctor")
     assert code == 0
+    assert all(f"{row}: {kernel}" in stdout for row, kernel in found["attention"].items())
     code, stdout, _ = run_cria("tricks")
     assert code == 0
     assert stdout.count("works") == sum(entry["status"] == "works" for entry in found["toggles"])
@@ -282,7 +284,9 @@ def test_doctor_knows_a_t4():
     from cria_tricks.doctor import examine
     from cria_tricks.hardware import T4
 
-    status = {entry["set"]: entry["status"] for entry in examine(T4)["toggles"]}
+    found = examine(T4)
+    assert found["attention"] == {}, "nothing can be run on a card that is not here"
+    status = {entry["set"]: entry["status"] for entry in found["toggles"]}
     assert status["tricks.precision=bf16"] == status["tricks.attention=flash_attention_2"] == "refused"
     assert {name for name, s in status.items() if s != "works"} == {
         "tricks.precision=bf16",

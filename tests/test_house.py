@@ -10,16 +10,17 @@ from typing import get_args
 import pytest
 
 import cria_tricks.tricks as tricks_package
+from cria_tricks.hardware import T4
 from cria_tricks.recipe import Tricks
-from cria_tricks.tricks import CARD, TRICKS, card, trick_name
+from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
 PACKAGE = Path(tricks_package.__file__).parents[1]
-by_name = pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
+by_name = pytest.mark.parametrize("trick", TRICKS + INFERENCE, ids=trick_name)
 
 
 def test_every_module_in_tricks_is_listed_once():
     files = {path.stem for path in (PACKAGE / "tricks").glob("*.py")} - {"__init__"}
-    names = [trick_name(trick) for trick in TRICKS]
+    names = [trick_name(trick) for trick in TRICKS + INFERENCE]
     assert files == set(names)
     assert len(names) == len(set(names))
 
@@ -39,8 +40,18 @@ def test_a_module_is_read_in_five_minutes(trick: ModuleType):
 
 @by_name
 def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
-    allowed = {"torch", "importlib", "cria_tricks"}
+    allowed = {"torch", "importlib", "bisect", "collections", "cria_tricks"}
     assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
+
+
+def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
+    for trick in TRICKS:
+        assert trick.SWITCHES
+        assert callable(trick.switch_on)
+    for technique in INFERENCE:
+        assert not hasattr(technique, "SWITCHES")
+        assert not hasattr(technique, "switch_on")
+        assert technique.for_chat(T4)
 
 
 def test_every_value_of_every_toggle_is_some_tricks_business():

@@ -23,6 +23,8 @@ def test_no_toggle_is_on_by_default():
         optimizer="adamw",
         paged_optimizer=False,
         attention="eager",
+        expand_kv=False,
+        packing=False,
         chunked_loss=False,
         lean_preparation=False,
     )

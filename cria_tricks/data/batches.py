@@ -1,4 +1,4 @@
-"""Token rows -> padded batches."""
+"""Token rows, packed or not -> batches."""
 
 from collections.abc import Sequence
 
@@ -21,16 +21,31 @@ class PadToLongest:
         """Stack rows.
 
         Returns:
-            ``input_ids``, ``attention_mask`` (1 on real tokens) and ``labels``, each int64 of shape (B, T).
+            ``input_ids``, ``labels`` and ``attention_mask`` (1 on real tokens), each int64 of shape (B, T). Packed
+            rows get their ``position_ids`` and no mask: even one of ones would let documents see each other.
         """
         longest = max(len(row["input_ids"]) for row in rows)
 
         def padded(name: str, fill: int) -> torch.Tensor:
             return torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
 
+        if "position_ids" in rows[0]:
+            return {  # padding has position 0 throughout, so each of its tokens is a document of its own
+                "input_ids": padded("input_ids", self.pad_id),
+                "position_ids": padded("position_ids", 0),
+                "labels": padded("labels", IGNORED),
+            }
         ones = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
         return {
             "input_ids": padded("input_ids", self.pad_id),
             "attention_mask": torch.tensor(ones),
             "labels": padded("labels", IGNORED),
         }
+
+
+def real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """How many tokens of a batch are no padding, as a tensor: to ask a GPU for the number would wait for it."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"].sum()
+    trailing_B = batch["position_ids"].flip(1).ne(0).int().argmax(1)  # zeros at a row's end; a document has two tokens
+    return batch["position_ids"].numel() - trailing_B.sum()

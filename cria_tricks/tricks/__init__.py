@@ -1,7 +1,8 @@
 """The techniques, one per file, and the order in which they are switched on.
 
 Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that are
-its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan``.
+its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan``. Those of :data:`INFERENCE`
+have no toggle and hold ``for_chat(device)`` instead.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
     adamw_8bit,
     chunked_loss,
+    expand_kv,
     flash_attention,
+    flash_decoding,
     gradient_accumulation,
     gradient_checkpointing,
     head_only,
@@ -25,6 +28,7 @@ from cria_tricks.tricks import (
     lora,
     mixed_precision,
     nf4,
+    packing,
     paged_optimizer,
 )
 
@@ -38,9 +42,12 @@ TRICKS: tuple[ModuleType, ...] = (
     head_only,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # What one block keeps, then which blocks keep it.
+    # What one block keeps: the attention, then a variant of it; after that which blocks keep it.
     flash_attention,
+    expand_kv,
     gradient_checkpointing,
+    # What a row is.
+    packing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
     gradient_accumulation,
@@ -48,6 +55,9 @@ TRICKS: tuple[ModuleType, ...] = (
     paged_optimizer,
 )
 """Every trick, in the order of switching on. The reason for the order stands beside it."""
+
+INFERENCE: tuple[ModuleType, ...] = (flash_decoding,)
+"""Techniques for answering, not for training: no toggle; ``for_chat(device)`` says what ``cria chat`` asks for."""
 
 CARD = ("Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
 """The lines of a card, in their order."""

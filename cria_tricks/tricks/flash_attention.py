@@ -1,17 +1,23 @@
 r"""FlashAttention: exact attention that never holds the T x T matrix.
 
-Saves    attention scores: B H T^2 elements a block -> one running max and sum, B H T          [bytes]
-Costs    backward recomputes the scores, tile by tile; still faster, as it moves fewer bytes
+Saves    attention scores: B H T^2 elements a block -> one log-sum-exp a query, B H T          [bytes]
+Costs    backward recomputes the scores tile by tile: 5 products a tile for plain attention's 4. Causal tiles
+         above the diagonal are left out, which halves all of them
 Claim    exact within rounding
 Needs    sdpa: nothing, torch picks a kernel. flash_attention_2: compute capability 8.0, fp16 or bf16
-Breaks   flash_attention_2 on a T4 (7.5); grouped-query heads without a mask there get the slow kernel
-Sources  Dao et al. 2022, arXiv:2205.14135, alg. 1; Dao 2023, arXiv:2307.08691, sec. 3
-Ours     the switch; torch and flash-attn do the work
+Breaks   flash_attention_2 on a T4 (7.5); grouped-query rows without a mask get the math kernel there, which
+         holds the matrix (see expand_kv; ``cria doctor`` names the kernel that runs)
+Sources  Dao 2023, arXiv:2307.08691, sec. 3.1, alg. 1 and 2; Dao et al. 2022, arXiv:2205.14135, sec. 3
+Ours     both algorithms in plain torch, grouped-query included. A kernel keeps its tiles in on-chip memory and so is
+         faster as well; here only the bytes shrink
 
-Shapes: queries (B, H, T, D/H); keys and values with fewer heads in grouped-query models.
+Shapes: B batch, H query heads, K key and value heads, G = H / K queries that share one, T queries, S keys,
+D width of a head; tiles of I queries and J keys. A group's queries are rows over the same keys: G I rows a tile.
 """
 
 import importlib.util
+
+import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.plan import Plan
@@ -19,6 +25,95 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("attention=sdpa", "attention=flash_attention_2")
 CLAIM = "exact within rounding"
+TILE = 128
+"""Tokens along each side of a tile."""
+
+
+def _rows(x_BKGTD, i, tile):
+    """One tile of queries, every query of a group a row: (B, K, G I, D), in fp32 at least as in the kernels."""
+    return _wide(x_BKGTD[:, :, :, i : i + tile].flatten(2, 3))
+
+
+def _wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scores(q_rows, k_BKJD, i, j, groups, causal):
+    """Scaled scores of one tile, (B, K, G I, J), with -inf where a query would look ahead."""
+    scores = q_rows @ k_BKJD.mT / q_rows.shape[-1] ** 0.5
+    rows, keys = scores.shape[-2:]
+    if causal and j + keys > i + 1:  # the tile reaches over the diagonal
+        at = torch.arange(i, i + rows // groups, device=scores.device).repeat(groups)
+        ahead = torch.arange(j, j + keys, device=scores.device) > at[:, None]
+        scores = scores.masked_fill(ahead, float("-inf"))
+    return scores
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BKGTD, k_BKSD, v_BKSD, causal, tile):
+        groups, tokens, keys = q_BKGTD.shape[2], q_BKGTD.shape[3], k_BKSD.shape[2]
+        out_BKGTD = torch.empty_like(q_BKGTD)
+        lse_BKGT = torch.empty_like(q_BKGTD[..., 0], dtype=torch.promote_types(q_BKGTD.dtype, torch.float32))
+        for i in range(0, tokens, tile):
+            q = _rows(q_BKGTD, i, tile)
+            out = torch.zeros_like(q)
+            peak, total = torch.full_like(q[..., :1], float("-inf")), torch.zeros_like(q[..., :1])
+            for j in range(0, i + 1 if causal else keys, tile):
+                k, v = _wide(k_BKSD[:, :, j : j + tile]), _wide(v_BKSD[:, :, j : j + tile])
+                scores = _scores(q, k, i, j, groups, causal)
+                higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+                shrink = (peak - higher).exp()  # what was summed so far was divided by a smaller exp(max)
+                weights = (scores - higher).exp()
+                out, total, peak = out * shrink + weights @ v, total * shrink + weights.sum(-1, keepdim=True), higher
+            here = slice(i, i + tile)
+            out_BKGTD[:, :, :, here] = (out / total).unflatten(2, (groups, -1))
+            lse_BKGT[:, :, :, here] = (peak + total.log()).squeeze(-1).unflatten(2, (groups, -1))
+        ctx.save_for_backward(q_BKGTD, k_BKSD, v_BKSD, out_BKGTD, lse_BKGT)  # and no T x S matrix
+        ctx.causal, ctx.tile = causal, tile
+        return out_BKGTD
+
+    @staticmethod
+    def backward(ctx, grad_BKGTD):
+        q_BKGTD, k_BKSD, v_BKSD, out_BKGTD, lse_BKGT = ctx.saved_tensors
+        causal, tile, groups = ctx.causal, ctx.tile, q_BKGTD.shape[2]
+        tokens, keys, scale = q_BKGTD.shape[3], k_BKSD.shape[2], q_BKGTD.shape[-1] ** -0.5
+        dq_BKGTD, dk_BKSD, dv_BKSD = torch.empty_like(q_BKGTD), *(_wide(torch.zeros_like(x)) for x in (k_BKSD, v_BKSD))
+        for i in range(0, tokens, tile):
+            q, out, grad = (_rows(x, i, tile) for x in (q_BKGTD, out_BKGTD, grad_BKGTD))
+            lse = _rows(lse_BKGT[..., None], i, tile)
+            dq, inner = torch.zeros_like(q), (grad * out).sum(-1, keepdim=True)
+            for j in range(0, i + 1 if causal else keys, tile):
+                here = slice(j, j + tile)
+                k, v = _wide(k_BKSD[:, :, here]), _wide(v_BKSD[:, :, here])
+                weights = (_scores(q, k, i, j, groups, causal) - lse).exp()  # the softmax again, from its log-sum-exp
+                dscores = weights * (grad @ v.mT - inner) * scale
+                dv_BKSD[:, :, here] += weights.mT @ grad  # a group's queries are rows, so this sums over the group
+                dk_BKSD[:, :, here] += dscores.mT @ q
+                dq += dscores @ k
+            dq_BKGTD[:, :, :, i : i + tile] = dq.unflatten(2, (groups, -1))
+        return dq_BKGTD, dk_BKSD.to(k_BKSD.dtype), dv_BKSD.to(v_BKSD.dtype), None, None
+
+
+def flash_attention(
+    q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, causal: bool = True, tile: int = TILE
+) -> torch.Tensor:
+    """Attention of every query over its keys, one tile of scores at a time.
+
+    Args:
+        q_BHTD: queries, shape (B, H, T, D), any float dtype.
+        k_BKSD: keys, shape (B, K, S, D); K divides H, and neighbouring query heads share one.
+        v_BKSD: values, shape (B, K, S, D).
+        causal: whether a query sees only the keys up to its own place; needs T = S.
+        tile: tokens along each side of a tile.
+
+    Returns:
+        softmax(q k^T / sqrt(D)) v, shape (B, H, T, D), in the dtype of the queries.
+    """
+    if causal and q_BHTD.shape[2] != k_BKSD.shape[2]:
+        raise ValueError("causal attention needs as many queries as keys")
+    q_BKGTD = q_BHTD.unflatten(1, (k_BKSD.shape[1], -1))
+    return _FlashAttention.apply(q_BKGTD, k_BKSD, v_BKSD, causal, tile).flatten(1, 2)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

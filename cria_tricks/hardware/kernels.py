@@ -1,0 +1,52 @@
+"""Which attention kernel really runs here, as opposed to what a flag asked for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KERNELS = {
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_efficient_attention": "memory-efficient",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_fused_attention_overrideable": "vendor",
+    "_scaled_dot_product_attention_math_for_mps": "math",
+    # The math kernel is no operation of its own but a handful of them; of torch's code only it calls this softmax.
+    "_safe_softmax": "math",
+}
+"""Operations that torch's ``scaled_dot_product_attention`` ends in, and the kernel each stands for."""
+
+_COMPOSITE = ("scaled_dot_product_attention", "_scaled_dot_product_attention_math")
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _COMPOSITE:  # in inference mode these arrive whole; the kernel is inside
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if name in KERNELS:
+            self.seen.add(KERNELS[name])
+        elif func.namespace.startswith("flash_attn"):  # the package's own operations
+            self.seen.add("flash")
+        return func(*args, **(kwargs or {}))
+
+
+def attention_kernel(call: Callable[[], Any]) -> str:
+    """Run a call and name the attention kernel that computed in it.
+
+    Args:
+        call: anything that runs attention in torch, a single operation or a whole model.
+
+    Returns:
+        ``"flash"``, ``"memory-efficient"``, ``"cudnn"`` or ``"math"``; several joined by ``+`` when they differ
+        within the call; ``"none"`` when no such kernel ran, as in the attention that transformers calls eager.
+    """
+    with _Watch() as watch:
+        call()
+    return "+".join(sorted(watch.seen)) or "none"

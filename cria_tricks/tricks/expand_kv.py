@@ -1,0 +1,60 @@
+r"""Expanded K/V: repeat the shared key and value heads, so that a T4 finds a fast attention kernel.
+
+Saves    on rows without a mask: the math kernel's scores, B H T^2 elements a block, as the memory-efficient kernel
+         takes equal heads only and the flash kernel no T4                                       [bytes]
+Costs    keys and values of H heads instead of K are kept: 2 B (H - K) S D elements a block; no product more
+Claim    exact within rounding
+Needs    attention = sdpa, a model with grouped heads, and a CUDA card under 8.0, or fp32 on a newer one: the flash
+         kernel takes 16 bits only
+Breaks   nothing; without effect on masked rows (padded, packed), whose heads transformers repeats by itself, and on
+         a torch that has pull request 191085 (2026, after 2.13): there the memory-efficient kernel takes groups
+Sources  Ainslie et al. 2023, arXiv:2305.13245, sec. 2.2 (grouped queries); transformers issues 48633 and 45776
+Ours     the repeat; torch's kernel attends. ``load.py`` hands both to transformers as one attention function
+
+Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries share one.
+"""
+
+import torch
+
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+SWITCHES = ("expand_kv=true",)
+CLAIM = "exact within rounding"
+IMPLEMENTATION = "sdpa_expanded"
+"""Its name among the attention functions of transformers."""
+
+
+def expand_kv(heads_BKSD: torch.Tensor, groups: int) -> torch.Tensor:
+    """Give every query head its own copy of the key or value head it shares.
+
+    The gradient of a repeat is the sum over the copies, so a shared head learns from its whole group, as before.
+
+    Args:
+        heads_BKSD: keys or values, shape (B, K, S, D).
+        groups: G, query heads that share one.
+
+    Returns:
+        Shape (B, K G, S, D), each head G times in a row; ``heads_BKSD`` itself when G is 1.
+    """
+    if groups == 1:
+        return heads_BKSD
+    return heads_BKSD[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Name the attention function that repeats first; it stands for the sdpa that the recipe must ask for."""
+    tricks, device = recipe.tricks, plan.device
+    if not tricks.expand_kv:
+        return plan
+    if tricks.attention != "sdpa":
+        return plan.warn(
+            f"expand_kv has no effect: attention={tricks.attention} needs no equal heads from outside; it acts on "
+            "tricks.attention=sdpa"
+        )
+    plan = plan.refine("model", attn_implementation=IMPLEMENTATION)
+    if device.kind != "cuda":
+        return plan.warn("expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are")
+    if device.capability >= (8, 0) and tricks.precision != "fp32":
+        return plan.warn(f"expand_kv gains nothing on {device.name}: its flash kernel takes grouped heads as they are")
+    return plan

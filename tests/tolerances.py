@@ -1,0 +1,36 @@
+"""Every tolerance of the technique tests, with the measured noise it was sized to.
+
+Noise is the largest absolute difference over the cases of the tests that use a constant, with torch 2.13 on one
+thread of a Xeon at 2.5 GHz. A tolerance is at least twice the noise: other processors sum in another order.
+"""
+
+import torch
+
+# expand_kv: outputs and gradients up to 5.7, repeated heads against shared ones and against plain attention.
+EXPAND_KV = {
+    torch.float64: 1e-12,  # noise 1.2e-15
+    torch.float32: 1e-5,  # noise 8.0e-7; 0 in the logits and gradients of the two-layer model
+    torch.bfloat16: 2**-4,  # noise 2**-5, one rounding step of a number between 4 and 8
+}
+
+# flash_attention: outputs and gradients up to 8.6, the reference against plain attention and torch's kernel.
+FLASH_ATTENTION = {
+    torch.float64: 1e-12,  # noise 5.3e-15; the bound that issue 4 sets
+    torch.float32: 1e-5,  # noise 2.4e-6
+    torch.float16: 2**-7,  # noise 2**-8, one rounding step of a number between 4 and 8
+    torch.bfloat16: 2**-3,  # noise 2**-4, one rounding step of a number between 8 and 16
+}
+
+# flash_decoding: outputs up to 0.93, split against plain attention and torch's kernel.
+FLASH_DECODING = {
+    torch.float64: 1e-12,  # noise 6.7e-16
+    torch.float32: 1e-5,  # noise 6.0e-7
+    torch.float16: 2**-9,  # noise 6.1e-4, the rounding of plain attention's own intermediate steps
+    torch.bfloat16: 2**-7,  # noise 2**-8, one rounding step of a number between 0.5 and 1
+}
+
+# packing: float64 sums of up to 64 products in another order.
+PACKED_ATTENTION = 1e-14  # noise 2e-16
+
+# packing: fp32 losses near 6 whose sums run over rows of another length.
+PACKED_LOSS = 1e-6  # noise 5e-7
