@@ -16,7 +16,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED, tokenize
 from cria_tricks.tricks.gradient_accumulation import accumulated, trained_tokens
 from tests.counting import SavedBytes, flops, peak_bytes
-from tests.helpers import train
+from tests.helpers import difference, train
 from tests.tolerances import ACCUMULATED_GRADIENT
 
 V, D = 64, 16  # vocabulary, width
@@ -25,12 +25,12 @@ pad = PadToLongest(0)
 
 
 def ragged(longest: int = 60, words: int = V) -> list[dict[str, list[int]]]:
-    """Rows of 4 to ``longest`` tokens, each with a masked prompt of its own."""
+    """Rows of 4 to ``longest`` tokens, most with a masked prompt."""
     draw = random.Random(0)
     made = []
     for _ in range(ROWS):
         ids = [draw.randrange(3, words) for _ in range(draw.randint(4, longest))]
-        prompt = draw.randrange(1, len(ids))
+        prompt = draw.randrange(len(ids))  # none in some: the first label is none either way
         made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
     return made
 
@@ -66,11 +66,6 @@ def gradient(model: nn.Module) -> torch.Tensor:
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     return found
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The difference's length, over the gradient's."""
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 2, 4])
@@ -134,8 +129,8 @@ def misplaced(counts: list[int]) -> float:
     return sum(abs(1 / len(counts) - n / sum(counts)) for n in counts) / 2
 
 
-def test_a_mean_of_means_gives_29_percent_to_the_wrong_rows():
-    """Each row has one weight, whose gradient is that row's say in the step: 37 % wrong in the worst window."""
+def test_a_mean_of_means_gives_30_percent_to_the_wrong_rows():
+    """Each row has one weight, whose gradient is that row's say in the step: 48 % wrong in the worst window."""
     rows, off = ragged(), []
     says = torch.zeros(ROWS, requires_grad=True)
     small = [pad([row]) | {"row": torch.tensor(i)} for i, row in enumerate(rows)]
@@ -152,11 +147,11 @@ def test_a_mean_of_means_gives_29_percent_to_the_wrong_rows():
         assert wrong.tolist() == pytest.approx([1 / len(where)] * len(where))
         off.append((wrong - right).abs().sum().item() / 2)
         assert off[-1] == pytest.approx(misplaced(counts))
-    assert (sum(off) / len(off), max(off)) == pytest.approx((0.2948, 0.3704), abs=1e-4)
+    assert (sum(off) / len(off), max(off)) == pytest.approx((0.2974, 0.4782), abs=1e-4)
 
 
 def test_a_mean_of_means_is_another_gradient():
-    """The toy model's first step: off by 85 % of the true gradient's length, from 29 % in the wrong places.
+    """The toy model's first step: off by 1.22 times the true gradient's length, from 30 % in the wrong places.
 
     Rows of random words have little in common, so their gradients mostly cancel, and their differences do not.
     """
@@ -166,7 +161,7 @@ def test_a_mean_of_means_is_another_gradient():
         right = gradient(model)
         mean_of_means(partial(loss, model, reduction="mean"), window)
         off.append(difference(gradient(model), right))
-    assert sum(off) / len(off) == pytest.approx(0.845, abs=0.01)
+    assert sum(off) / len(off) == pytest.approx(1.222, abs=0.01)
 
 
 def test_a_mean_of_means_on_the_real_rows(tokenizer, real_data):
