@@ -43,6 +43,14 @@ def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
     assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
 
 
+@pytest.mark.parametrize(
+    "proof", sorted((Path(__file__).parent / "tricks").glob("test_*.py")), ids=lambda path: path.stem
+)
+def test_a_proof_has_the_same_three_names_everywhere(proof: Path):
+    defined = {node.name for node in ast.parse(proof.read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert {"test_math", "test_mechanism", "test_switch"} <= defined
+
+
 def test_every_value_of_every_toggle_is_some_tricks_business():
     offered = set()
     for field, info in Tricks.model_fields.items():

@@ -24,8 +24,8 @@ CLAIM = "exact"
 
 
 class _Recompute(torch.autograd.Function):
-    # Sec. 4: "drop the results of low cost operations" of a segment, and run its forward again before its backward.
-    # The weights are arguments only so that autograd asks for their gradients.
+    # Sec. 4: of each segment, here one block, only what crosses its border is remembered; its inside is dropped, and
+    # computed again when the backward pass comes to it. The weights are arguments so that they get their gradients.
     @staticmethod
     def forward(ctx, block, x_BTD, *weights):
         ctx.block, ctx.weights = block, weights

@@ -84,12 +84,13 @@ def test_math(way, kind):
 
 def test_an_input_without_gradient_is_passed_by():
     """The first block of a frozen base: only its adapters learn."""
-    found = {}
+    found, products = {}, {}
     for way in ("plain", "reference"):
         (block,), x = stack("lora", 1)
-        step(way, [block], x.detach())
+        products[way] = flops(partial(step, way, [block], x.detach()))
         found[way] = [p.grad for p in block.adapters]
     assert all(map(torch.equal, found["plain"], found["reference"]))
+    assert products["reference"] - products["plain"] == flops(partial(block, x.detach())), "nor does it get one"
 
 
 def test_a_weight_that_the_block_does_not_use_has_no_gradient():
