@@ -150,12 +150,18 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
             f"model {weights.name}: is no causal language model but {meant[0]}; name one that generates text"
         )
     for target in plan.peft.get("target_modules", ()):
-        if target != ALL_LINEAR and not _has_module(model, target):
+        if target != ALL_LINEAR and not _modules(model, target):
             raise BadInput(f"lora.target_modules: {weights.name} has no module named {target}")
     if plan.loss["kind"] == "chunked":
         text, head = config.get_text_config(), model.get_output_embeddings()
         changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]
         changed += ["a bias"] if getattr(head, "bias", None) is not None else []
+        adapted = [t for t in plan.peft.get("target_modules", ()) if any(m is head for m in _modules(model, t))]
+        if adapted:
+            raise BadInput(
+                f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {weights.name}, "
+                "which must stay frozen; leave one out"
+            )
         if changed:
             raise BadInput(
                 f"tricks.chunked_loss=true: the head of {weights.name} does more than one product ({changed[0]}), "
@@ -225,8 +231,8 @@ AttentionInterface.register(expand_kv.IMPLEMENTATION, _sdpa_expanded)
 AttentionMaskInterface.register(expand_kv.IMPLEMENTATION, sdpa_mask)
 
 
-def _has_module(model: torch.nn.Module, name: str) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())
+def _modules(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
+    return [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
 
 
 def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:

@@ -35,3 +35,8 @@ def train(folder: Path, rows, out: Path, *settings: str, eval_rows=(), resume=Fa
 def trained_weights(loaded: Loaded) -> dict[str, torch.Tensor]:
     """A copy of all weights that train."""
     return {name: p.detach().clone() for name, p in loaded.model.named_parameters() if p.requires_grad}
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The difference's length, over the expected one's."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -40,7 +40,7 @@ def test_a_module_is_read_in_five_minutes(trick: ModuleType):
 
 @by_name
 def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
-    allowed = {"torch", "importlib", "bisect", "collections", "cria_tricks"}
+    allowed = {"torch", "cria_tricks", *sys.stdlib_module_names}
     assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
 
 
@@ -52,6 +52,14 @@ def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
         assert not hasattr(technique, "SWITCHES")
         assert not hasattr(technique, "switch_on")
         assert technique.for_chat(T4)
+
+
+@pytest.mark.parametrize(
+    "proof", sorted((Path(__file__).parent / "tricks").glob("test_*.py")), ids=lambda path: path.stem
+)
+def test_a_proof_has_the_same_three_names_everywhere(proof: Path):
+    defined = {node.name for node in ast.parse(proof.read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert {"test_math", "test_mechanism", "test_switch"} <= defined
 
 
 def test_every_value_of_every_toggle_is_some_tricks_business():

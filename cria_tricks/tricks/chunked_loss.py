@@ -8,7 +8,8 @@ Needs    a frozen head (peft = lora): the gradient of the hidden states is all t
 Breaks   an adapted or trained head; heads that scale or cap their logits (Gemma 2, Cohere)
 Sources  Wijmans et al. 2024, arXiv:2411.09009, sec. 4 (never hold all logits); Liger-Kernel (arXiv:2410.10989,
          sec. 3.2) makes the gradient in the forward pass, as here
-Ours     one autograd.Function in plain ops, fp32 loss; no kernel fusion
+Ours     one autograd.Function in plain ops, fp32 loss, the reference and the production version in one; no fused
+         kernel. torch's linear_cross_entropy (2.13) rounds a bf16 loss to bf16 and takes masked tokens along
 
 Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
 """
@@ -30,20 +31,12 @@ _FP16_LIFT = 1024.0
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, head_VD, labels_N, chunk):
-        lift = _FP16_LIFT if hidden_ND.dtype == torch.float16 else 1.0
         grad_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         for start in range(0, len(labels_N), chunk):
             here = slice(start, start + chunk)
-            rows, labels_C = hidden_ND[here], labels_N[here, None]
-            logits_CV = (rows @ head_VD.T).float()
-            logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)
-            loss += (logsumexp_C1 - logits_CV.gather(1, labels_C)).sum()
-            if grad_ND is not None:  # softmax minus one-hot, in the memory of the logits
-                grad_CV = logits_CV.sub_(logsumexp_C1).exp_()
-                grad_CV.scatter_add_(1, labels_C, -torch.ones_like(logsumexp_C1))
-                grad_CD = grad_CV.mul_(lift).to(rows.dtype) @ head_VD
-                grad_ND[here] = grad_CD if lift == 1.0 else grad_CD.float() / lift
+            grad_CD = None if grad_ND is None else grad_ND[here]
+            loss += _one_chunk(hidden_ND[here], head_VD, labels_N[here, None], grad_CD)
         ctx.save_for_backward(grad_ND)
         return loss
 
@@ -51,6 +44,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         (grad_ND,) = ctx.saved_tensors
         return grad * grad_ND, None, None, None
+
+
+def _one_chunk(hidden_CD, head_VD, labels_C1, grad_CD):
+    # A function of its own, so that these logits are gone before the next chunk's come.
+    logits_CV = (hidden_CD @ head_VD.T).float()
+    logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    loss = (logsumexp_C1 - logits_CV.gather(1, labels_C1)).sum()
+    if grad_CD is not None:  # softmax minus one-hot, in the memory of the logits
+        lift = _FP16_LIFT if hidden_CD.dtype == torch.float16 else 1.0
+        grad_CV = logits_CV.sub_(logsumexp_C1).exp_()
+        grad_CV.scatter_add_(1, labels_C1, -torch.ones_like(logsumexp_C1))
+        lifted_CD = grad_CV.mul_(lift).to(hidden_CD.dtype) @ head_VD
+        grad_CD.copy_(lifted_CD if lift == 1.0 else lifted_CD.float() / lift)
+    return loss
 
 
 def chunked_cross_entropy(

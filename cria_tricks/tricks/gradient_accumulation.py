@@ -1,22 +1,64 @@
 r"""Gradient accumulation: k small batches, one optimizer step.
 
 Saves    activations and logits: those of k B rows -> those of B rows                [bytes]
-Costs    k smaller, less busy forward and backward passes instead of one
+Costs    k smaller, less busy forward and backward passes instead of one; as many FLOPs, and with B = 1 no padding
 Claim    exact, also with ragged lengths and a partial last window, when the loss is divided by the
          window's trained tokens and not averaged micro-batch by micro-batch
 Needs    nothing; composes with every other trick
-Breaks   batch statistics (there are none here); a mean of means (transformers issue 34191)
+Breaks   batch statistics (there are none here); a mean of means (transformers issue 34191): on the 107 Kwanzaa rows,
+         8 a step, it gives 14 % of the gradient to the wrong rows, in the worst window 21 %
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2.2 (micro-batches); transformers PR 34198
-Ours     the switch, and a loss that sums; transformers' Trainer keeps the window
+Ours     15 lines: a window's sum over a window's tokens. The switch leaves the window to transformers' Trainer,
+         with a loss that sums
 
 Shapes: k micro-batches of (B, T).
 """
 
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from cria_tricks.data.tokens import IGNORED
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
 SWITCHES = ("gradient_accumulation=8",)
 CLAIM = "exact"
+
+Batch = dict[str, torch.Tensor]
+
+
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """Count the labels that make a loss: the token at t is predicted from those before it, so the first never does."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def accumulated(loss_sum: Callable[[Batch], torch.Tensor], micro_batches: Sequence[Batch], k: int) -> Iterator[float]:
+    """Yield once per optimizer step, when ``.grad`` holds the gradient of k micro-batches at once::
+
+        for loss in accumulated(loss_sum, micro_batches, k=8):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Sec. 2.2: all micro-batches see the same weights; their gradients are added up, and applied at the end.
+
+    Args:
+        loss_sum: from a micro-batch to the sum, not the mean, of its trained tokens' losses.
+        micro_batches: with ``labels`` of shape (B, T), ``IGNORED`` where nothing is trained; B and T may differ.
+        k: micro-batches per step. The last window is shorter when k does not divide their number.
+
+    Yields:
+        The window's mean loss per trained token: what one large batch of all its rows would have.
+    """
+    for start in range(0, len(micro_batches), k):
+        window = micro_batches[start : start + k]
+        tokens = sum(trained_tokens(batch) for batch in window)  # of the whole window, before its first loss
+        loss = 0.0
+        for batch in window:
+            share = loss_sum(batch) / tokens
+            share.backward()  # adds to .grad, and frees this micro-batch's activations before the next one's come
+            loss += share.item()
+        yield loss
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

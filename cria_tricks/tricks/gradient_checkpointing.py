@@ -1,21 +1,61 @@
 r"""Gradient checkpointing: keep each block's input, recompute its insides on the way back.
 
 Saves    activations: L blocks x (s + a)  ->  L x s + 1 x a                          [bytes]
-Costs    one more forward through every block
+Costs    one more forward through every block. Of its FLOPs, counted on blocks of two equal products: +33 % when all
+         weights train, +50 % on a frozen base; with early stop, which skips the last product, +17 and +25 %. LoRA on
+         down_proj leaves early stop one thin product to skip: Llama-3.2-1B's blocks, r = 16, T = 2048, +47 % both ways
 Claim    exact: same loss, same gradients, bit for bit, if the random state is replayed
 Needs    nothing; composes with every other trick
 Breaks   blocks with side effects; dropout without a saved random state
 Sources  Chen et al. 2016, arXiv:1604.06174, sec. 4
-Ours     the switch; torch's non-reentrant checkpoint does the work
+Ours     20 lines, one block at a time. torch's non-reentrant checkpoint, the switch, adds early stop, autocast, the
+         card's random state, further arguments; both keep 5,056 bytes of random state a block besides
 
 Shapes: s = B T D elements (a block's input), a = all that the block keeps inside.
 """
+
+import torch
 
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
 SWITCHES = ("gradient_checkpointing=true",)
 CLAIM = "exact"
+
+
+class _Recompute(torch.autograd.Function):
+    # Sec. 4: of each segment, here one block, only what crosses its border is remembered; its inside is dropped, and
+    # computed again when the backward pass comes to it. The weights are arguments so that they get their gradients.
+    @staticmethod
+    def forward(ctx, block, x_BTD, *weights):
+        ctx.block, ctx.weights = block, weights
+        ctx.random_state = torch.get_rng_state()  # before the block draws its dropout mask
+        ctx.save_for_backward(x_BTD)  # the only activation that is kept
+        return block(x_BTD)  # inside a Function nothing is recorded, so the block keeps nothing
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        (x_BTD,) = ctx.saved_tensors
+        x_BTD = x_BTD.detach().requires_grad_(ctx.needs_input_grad[1])  # the same bytes, cut off from what made them
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.random_state)  # the same mask again; the fork leaves no trace behind
+            y_BTD = ctx.block(x_BTD.view_as(x_BTD))  # a view, because FlopCounterMode cannot watch a leaf here
+        wanted = [tensor for tensor in (x_BTD, *ctx.weights) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(y_BTD, wanted, grad_BTD, allow_unused=True))
+        return None, *(next(found) if tensor.requires_grad else None for tensor in (x_BTD, *ctx.weights))
+
+
+def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
+    """Run ``block(x)`` and keep nothing but ``x`` for the backward pass.
+
+    Args:
+        block: a module from (B, T, D) to (B, T, D) without side effects.
+        x_BTD: its input, shape (B, T, D), any float dtype.
+
+    Returns:
+        ``block(x)``, shape (B, T, D); it and its gradients equal the plain ones bit for bit.
+    """
+    return _Recompute.apply(block, x_BTD, *(p for p in block.parameters() if p.requires_grad))
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
