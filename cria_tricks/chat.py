@@ -73,7 +73,7 @@ def answer(
         The turn's text.
 
     Raises:
-        BadInput: if the tokenizer has no chat template, or a broken one.
+        BadInput: if the tokenizer has no chat template, a broken one, or one that writes nothing.
     """
     try:
         prompt = tokenizer.apply_chat_template(
@@ -81,6 +81,8 @@ def answer(
         ).to(model.device)
     except Exception as error:  # a template is a program, in a file of the folder
         raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}; is the folder whole?") from None
+    if not prompt["input_ids"].numel():
+        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
     with torch.no_grad():
         out = model.generate(
             **prompt,

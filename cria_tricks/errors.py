@@ -1,10 +1,18 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
+import re
 from pathlib import Path
 
 
 class BadInput(ValueError):
-    """The input is wrong: one line that says what, where, and what would be right. Exit code 2."""
+    """The input is wrong: one line that says what, where, and what would be right. Exit code 2.
+
+    Args:
+        line: what to say. Of a word longer than 300 letters, a user's that is quoted, the middle is left out.
+    """
+
+    def __init__(self, line: str):
+        super().__init__(re.sub(r"(\S{200})\S{60,}(\S{40})", r"\1...\2", line))
 
 
 class Unwritten(BadInput):

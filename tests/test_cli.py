@@ -143,6 +143,8 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
         ("adapter_config.json", "{", "names no base model"),
         ("adapter_config.json", "{}", "names no base model"),
         ("adapter_model.safetensors", "x", "cannot be loaded"),
+        ("chat_template.jinja", "{{ nothing()", "chat template fails"),
+        ("chat_template.jinja", "", "chat template writes nothing"),
     ],
 )
 def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, tiny_model, tokenizer, tmp_path):

@@ -90,6 +90,13 @@ def test_a_wrong_setting_is_said_in_one_line(setting, said):
     assert "\n" not in str(caught.value)
 
 
+def test_of_a_word_without_end_the_middle_is_left_out():
+    with pytest.raises(BadInput) as caught:
+        with_settings(recipes.smoke(T4), [f"train.max_steps{5000 * 'x'}=3"])
+    assert "xxx...xxx" in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
