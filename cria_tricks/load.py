@@ -21,12 +21,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
-from cria_tricks.tricks import expand_kv
+from cria_tricks.tricks import compile, expand_kv
 
 ALL_LINEAR = "all-linear"
 """What peft calls every linear but the head."""
@@ -231,6 +232,20 @@ AttentionInterface.register(expand_kv.IMPLEMENTATION, _sdpa_expanded)
 AttentionMaskInterface.register(expand_kv.IMPLEMENTATION, sdpa_mask)
 
 
+def _compile_blocks(model: Any, plan: Plan) -> Any:
+    # Block by block, in place, as the graph of one serves all. With dynamic=True it serves rows of every length too,
+    # whichever came first: a resumed run gets the kernels of the uninterrupted one.
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise BadInput(
+            f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
+            "tricks.compile=false"
+        )
+    for block in blocks:
+        block.compile(dynamic=True, backend=compile.BACKEND)
+    return model
+
+
 def _modules(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
     return [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
 
@@ -243,5 +258,6 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "prepare_for_kbit_training": _prepare_for_kbit_training,
     "add_adapter": _add_adapter,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
+    "compile_blocks": _compile_blocks,
 }
 """What a name in ``Plan.after_load`` does to the model."""

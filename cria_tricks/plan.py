@@ -15,7 +15,7 @@ from cria_tricks.hardware import Device
 
 @dataclass(frozen=True)
 class Plan:
-    """Keyword arguments for the libraries, and two slots for what no keyword can say.
+    """Keyword arguments for the libraries, and three slots for what no keyword can say.
 
     Attributes:
         device: the machine it is meant for.
@@ -27,6 +27,7 @@ class Plan:
         optimizer: ``bits`` of its states and whether they are ``paged``.
         loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: edits of the loaded model, in order, by their names in ``load.py``.
+        step_context: contexts around each forward pass, the outermost first, by their names in ``trainer.py``.
         warnings: settings that have no effect here, each in one sentence.
     """
 
@@ -39,6 +40,7 @@ class Plan:
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
     loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})
     after_load: tuple[str, ...] = ()
+    step_context: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     _trick: str = ""
     _set_by: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +75,10 @@ class Plan:
     def without(self, edit: str) -> "Plan":
         """Drop an edit of the loaded model."""
         return replace(self, after_load=tuple(name for name in self.after_load if name != edit))
+
+    def around(self, context: str) -> "Plan":
+        """Append a context around each forward pass, inside those before."""
+        return replace(self, step_context=(*self.step_context, context))
 
     def warn(self, sentence: str) -> "Plan":
         """Say that a setting has no effect here, or not the expected one."""

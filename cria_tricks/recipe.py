@@ -64,6 +64,8 @@ class Tricks(_Frozen):
     packing: bool = False
     chunked_loss: bool = False
     lean_preparation: bool = False
+    activation_offload: bool = False
+    compile: bool = False
 
 
 class Lora(_Frozen):

@@ -16,7 +16,7 @@ What is ours, and why:
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import ResumableTrainer, loading
+from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from cria_tricks.tricks.packing import pack
 
@@ -44,6 +45,11 @@ OPTIMIZERS = {
     (8, True): "paged_adamw_8bit",
 }
 """(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes."""
+
+CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "activation_offload": lambda model: Offloaded(every_tensor(model)),
+}
+"""What a name in ``Plan.step_context`` lays around a forward pass of a model."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,10 @@ class SharedTrainer(ResumableTrainer):
         """The micro-batch's share of the window's mean loss per trained token."""
         assert not return_outputs, "evaluate() is overridden, so nobody asks for outputs"
         self.moment = "forward pass"
-        loss = self.loss_sum(model, inputs) / num_items_in_batch
+        with contextlib.ExitStack() as contexts:
+            for name in self.plan.step_context:
+                contexts.enter_context(CONTEXTS[name](self.model))
+            loss = self.loss_sum(model, inputs) / num_items_in_batch
         self.moment = "backward pass"
         return loss
 

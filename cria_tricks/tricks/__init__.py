@@ -15,8 +15,10 @@ from cria_tricks.hardware import Device, this_device
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
+    activation_offload,
     adamw_8bit,
     chunked_loss,
+    compile,
     expand_kv,
     flash_attention,
     flash_decoding,
@@ -42,10 +44,13 @@ TRICKS: tuple[ModuleType, ...] = (
     head_only,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # What one block keeps: the attention, then a variant of it; after that which blocks keep it.
+    # What one block keeps: the attention, then a variant of it; after that which blocks keep it, and where.
     flash_attention,
     expand_kv,
     gradient_checkpointing,
+    activation_offload,
+    # The blocks as they are now, adapters included, become fewer kernels.
+    compile,
     # What a row is.
     packing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
