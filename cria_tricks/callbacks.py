@@ -51,7 +51,7 @@ class StepMeter(TrainerCallback):
         """Count a micro-batch's bytes if it can set a new peak."""
         trainer, meter = self.trainer, self.trainer.meter
         later = bool(self.tokens)  # in the window: then gradients are alive
-        if self.first or meter.cuda or not meter.may_set_a_peak("train", *sizes(inputs), later):
+        if self.first or not meter.counts or not meter.may_set_a_peak("train", *sizes(inputs), later):
             yield
             return
         self.watched = True
@@ -70,7 +70,7 @@ class StepMeter(TrainerCallback):
             "skipped": int(self.trainer.accelerator.optimizer_step_was_skipped),
         }
         peak = self.trainer.meter.lap()
-        if self.watched or self.trainer.meter.cuda:
+        if self.watched or not self.trainer.meter.counts:
             self.measured["peak_bytes"] = peak
         self.close()
         if self.first and not self.measured["skipped"]:

@@ -67,20 +67,31 @@ class Meter:
     """Seconds of a run, and peak bytes of each of its phases.
 
     CUDA's allocator counts by itself. On a CPU every operation has to be watched, which makes a step slower by about
-    a sixth. So only batches that can set a new peak are watched: larger ones than any before.
+    a sixth. So only batches that can set a new peak are watched: larger ones than any before. Compiled kernels cannot
+    be watched, so with them the process's resident memory on a CPU stands in.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
         began: when this process began with the run, in ``time.perf_counter``'s seconds; now when left out.
         before: what an earlier process had spent on the same run: its :meth:`spent`.
+        compiled: whether parts of the model are compiled.
 
     Attributes:
+        counts: whether it watches operations.
         phases: for each phase ``allocated_bytes`` (a peak), and on CUDA ``reserved_bytes`` (a peak too), on a CPU
             ``process_bytes`` (the most resident memory the process had until the phase's end).
     """
 
-    def __init__(self, device: str, began: float | None = None, before: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        device: str,
+        began: float | None = None,
+        before: Mapping[str, Any] | None = None,
+        *,
+        compiled: bool = False,
+    ):
         self.cuda = device == "cuda"
+        self.counts = not self.cuda and not compiled
         self.began = time.perf_counter() if began is None else began
         self._seconds_before = before["seconds"] if before else 0.0
         self.phases: dict[str, dict[str, int]] = {k: dict(v) for k, v in before["memory"].items()} if before else {}
@@ -91,7 +102,7 @@ class Meter:
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """On a CPU, count tensors that came to life while nobody watched."""
-        if not self.cuda:
+        if self.counts:
             for tensor in tensors:
                 self._live.track(tensor)
                 for extra in _quantization_tensors(tensor):
@@ -99,7 +110,7 @@ class Meter:
 
     def watch(self) -> contextlib.AbstractContextManager[Any]:
         """On a CPU, count all storages that come to life inside."""
-        return contextlib.nullcontext() if self.cuda or self._live.active else self._live
+        return self._live if self.counts and not self._live.active else contextlib.nullcontext()
 
     def may_set_a_peak(self, kind: str, *size: int) -> bool:
         """Whether no batch of this kind since :meth:`forget_sizes` was at least as large in everything."""
@@ -139,8 +150,10 @@ class Meter:
             other = {"reserved_bytes": torch.cuda.max_memory_reserved()}
             torch.cuda.reset_peak_memory_stats()
         else:
-            peak, self._live.peak = self._live.peak, self._live.live
             other = {"process_bytes": _peak_resident_bytes()}
+            peak, self._live.peak = self._live.peak, self._live.live
+            if not self.counts:
+                peak = other["process_bytes"]
         if self._phase:
             booked = self.phases.setdefault(self._phase[-1], {})
             for key, value in {"allocated_bytes": peak, **other}.items():

@@ -84,6 +84,11 @@ class Plan:
         """Say that a setting has no effect here, or not the expected one."""
         return replace(self, warnings=(*self.warnings, sentence))
 
+    @property
+    def compiled(self) -> bool:
+        """Whether parts of the model run as compiled kernels, whose insides nobody can watch."""
+        return "compile_blocks" in self.after_load
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for the report."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}

@@ -67,6 +67,7 @@ def summarise(
         ),
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
+        "attention_kernel": run.attention_kernel,
         "warnings": [*plan.warnings, *data_warnings(rows, recipe), *step_warnings(run)],
         "steps": run.steps,
         "planned_steps": run.planned_steps,
@@ -148,6 +149,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
         ("seconds, loading and earlier parts included", f"{report['seconds']:,.0f}"),
         ("device", report["device"]),
+        ("attention kernel", report["attention_kernel"]),
     ]
     switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
     memory = [

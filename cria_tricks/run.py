@@ -75,7 +75,7 @@ def train(
     with folders.claimed(count_trainable(plan, weights, highest_id), plan.optimizer["bits"]):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {folders.folder}")
         set_seed(recipe.train.seed)
-        meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None)
+        meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         with _memory_in_one_line(recipe, plan):
             with meter.phase("load"):
                 loaded = load(plan, weights)

@@ -29,6 +29,7 @@ from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged, Interrupted
+from cria_tricks.hardware.kernels import attention_kernel
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
@@ -63,6 +64,7 @@ class Run:
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
         train_rows: rows of an epoch, packed ones when they were packed.
+        attention_kernel: what :func:`cria_tricks.hardware.kernels.attention_kernel` called the one that ran.
     """
 
     history: list[dict[str, Any]]
@@ -70,6 +72,7 @@ class Run:
     skipped_steps: int
     planned_steps: int
     train_rows: int
+    attention_kernel: str
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ def fit(
         OutOfMemory: if it does not fit; a checkpoint was written unless the optimizer had begun its step.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
-    meter = meter or Meter(plan.device.kind)
+    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     if plan.collator:
         train_rows = pack(train_rows, plan.collator["packed_length"])
     stop = StopOnSignal()
@@ -148,7 +151,7 @@ def fit(
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     skipped = sum(entry.get("skipped", 0) for entry in history)
-    return Run(history, state.global_step, skipped, state.max_steps, len(train_rows))
+    return Run(history, state.global_step, skipped, state.max_steps, len(train_rows), trainer.attention_kernel)
 
 
 class SharedTrainer(ResumableTrainer):
@@ -161,6 +164,7 @@ class SharedTrainer(ResumableTrainer):
         super().__init__(checkpoints=checkpoints, spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+        self.attention_kernel = ""
         self.step = StepMeter(self)
         self.add_callback(self.step)
 
@@ -201,6 +205,7 @@ class SharedTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
+        self.attention_kernel = self.attention_kernel or self._name_attention_kernel(model, inputs)
         with self.step.watching(inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
@@ -262,6 +267,17 @@ class SharedTrainer(ResumableTrainer):
                 "touched any weight. Try a lower train.learning_rate"
             )
         return norm
+
+    def _name_attention_kernel(self, model: Any, inputs: dict[str, torch.Tensor]) -> str:
+        """Run one forward pass more, once a process, with what picks the kernel: mask, shapes, autocast, gradients.
+
+        Compiled blocks run as they were before, since a compiled call would not be compiled while it is watched; they
+        end in the same kernels of attention. No random number moves.
+        """
+        model.train()
+        inputs, devices = self._prepare_inputs(inputs), [0] if self.plan.device.kind == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            return attention_kernel(lambda: self.loss_sum(model, inputs))
 
     def _full_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         # transformers divides its summed loss by num_items_in_batch: 1 leaves the sum.

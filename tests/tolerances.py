@@ -45,3 +45,7 @@ CHUNKED_SMALL_FP16 = 0.15  # fp16 logits near 24, rounded to 1/64, leave 0.088
 
 # gradient_accumulation: the difference of two gradients, over the gradient, by their lengths.
 ACCUMULATED_GRADIENT = 1e-6  # 1.6e-7 on the toy, 5.8e-7 on the tiny Llama, whose one batch is 6.5e-7 from float64
+
+# compile: results and gradients of pointwise chains, up to 8; a model's mean loss near 6.
+COMPILED = 1e-5  # noise 9.5e-7
+COMPILED_MODEL = 1e-5  # noise 9.5e-7

@@ -67,7 +67,8 @@ def fused(function: Callable[..., torch.Tensor], tile: int = 1024) -> Callable[.
         tile: I, elements that go through all operations together.
 
     Returns:
-        The same function, for contiguous inputs of one shape. Its results and gradients are the plain ones bit for bit.
+        The same function, for contiguous inputs of one shape. Its results and gradients are the plain ones within
+        rounding, and bit for bit when a tile is a whole number of the processor's vectors.
 
     Raises:
         ValueError: if the function does anything else, naming it; when called, if an input has another shape.
@@ -100,4 +101,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if device.kind == "cpu" and not shutil.which(compiler):
         raise BadInput(f"tricks.compile=true: no C++ compiler {compiler} here; install it, or set tricks.compile=false")
-    return plan.then("compile_blocks")
+    plan = plan.then("compile_blocks")
+    if device.kind == "cpu":
+        return plan.warn(
+            "compile: on a CPU the bytes of compiled kernels cannot be counted, so every peak is the whole process's"
+        )
+    return plan
