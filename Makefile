@@ -6,13 +6,18 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test check lint types drill fuzz bench-kwanzaa bench-overhead clean
+.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest
+
+# Needs a CUDA card. The output is kept: which kernels ran, and how many bytes were where.
+test-gpu: $(READY)
+	mkdir -p build
+	$(VENV)/bin/python -m pytest -m gpu -rA | tee build/test-gpu.txt
 
 check: test lint types
 
@@ -35,6 +40,10 @@ fuzz: $(READY)
 bench-overhead: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m benchmarks.overhead
+
+# Packed rows beside padded batches of 4, the same documents of the real lengths.
+bench-packing: $(READY)
+	$(VENV)/bin/python -m benchmarks.packing
 
 # Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
 bench-kwanzaa: $(READY)

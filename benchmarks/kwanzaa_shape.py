@@ -9,36 +9,21 @@ nothing, and are kept only to show that every step was finite.
 
 import argparse
 import datetime
-import json
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import rows_of_the_real_lengths, write
 from cria_tricks import models, recipes, report
 from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.load import load
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.recipe import with_settings
 from cria_tricks.run import count_parameters
 from cria_tricks.trainer import fit
 from cria_tricks.tricks import resolve
-
-HERE = Path(__file__).parent
-
-
-def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
-    """Random token ids, as many as the real rows have, the same share of them trained."""
-    draw = torch.Generator().manual_seed(0)
-    lengths = json.loads((HERE / "kwanzaa_lengths.json").read_text())[part]
-    rows = []
-    for length, trained in lengths:
-        ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
-        rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
-    return TokenRows(rows, cut=0, dropped=0)
 
 
 def measure(shape: str, settings: list[str]) -> dict[str, Any]:
@@ -49,7 +34,7 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
     plan = resolve(recipe)
     weights = models.find(recipe.model)
     rows = {part: rows_of_the_real_lengths(part, models.SHAPES[shape]["vocab_size"]) for part in ("train", "eval")}
-    meter = Meter(plan.device.kind)
+    meter = Meter(plan.device.kind, compiled=plan.compiled)
     with meter.phase("load"):
         loaded = load(plan, weights)
         meter.track(every_tensor(loaded.model))
@@ -75,17 +60,13 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-1b", choices=models.SHAPES)
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: three epochs, 42 of them")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path)
     chosen = parser.parse_args()
     if chosen.shape != "tiny" and not torch.cuda.is_available():
         parser.error("a CUDA GPU is needed for this shape; --shape tiny --steps 2 runs anywhere")
     result = measure(chosen.shape, [f"train.max_steps={chosen.steps}", *chosen.settings])
     result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia")).strip("-")
-    folder = chosen.results / device
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ("kwanzaa.json" if chosen.shape == "llama-3.2-1b" else f"kwanzaa_{chosen.shape}.json")
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    path = write("kwanzaa" if chosen.shape == "llama-3.2-1b" else f"kwanzaa_{chosen.shape}", result, chosen.results)
     in_steps = sum(entry["step_seconds"] for entry in result["history"] if "loss" in entry)
     memory = {name: dict(phase) for name, phase in result["memory"].items()}
     print(f"{result['steps']} steps in {in_steps:.1f} s, {result['tokens_per_second']:,.0f} tokens/s, {memory}")

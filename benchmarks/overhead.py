@@ -9,11 +9,9 @@ no evaluation and no checkpoint. Who goes first changes from pair to pair.
 """
 
 import argparse
-import datetime
 import gc
 import importlib.metadata
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -26,20 +24,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback, set_seed
 
+from benchmarks.common import stamp, write
 from benchmarks.peers import bare_loop, trl_sft
 from cria_tricks import models, recipes
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data import sources
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.hardware import this_device
 from cria_tricks.load import load, load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import versions
 from cria_tricks.trainer import fit
 from cria_tricks.tricks import resolve
-
-HERE = Path(__file__).parent
 
 
 class Clock(TrainerCallback):
@@ -152,7 +147,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--pairs", type=int, default=5, help="how often each is timed")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first is not timed")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / this_device().kind / "overhead.json")
+    parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
     if chosen.steps < 2 or chosen.pairs < 1:
         parser.error("at least 2 steps and 1 pair are needed")
@@ -161,17 +156,12 @@ def main() -> None:
     console = Console()
     if not trl_sft.installed():
         console.print("TRL is not installed, so it is not measured; pip install 'cria_tricks[peers]'", markup=False)
-    result = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": this_device().name,
-        "versions": versions() | ({"trl": importlib.metadata.version("trl")} if trl_sft.installed() else {}),
-        "recipe": recipe.model_dump(mode="json"),
-        **compare(Job(recipe), chosen.pairs, console),
-    }
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(result, indent=2) + "\n")
+    result = stamp(recipe) | compare(Job(recipe), chosen.pairs, console)
+    if trl_sft.installed():
+        result["versions"]["trl"] = importlib.metadata.version("trl")
+    path = write("overhead", result, chosen.results)
     console.print(table(result))
-    console.print(f"wrote {chosen.out}", highlight=False)
+    console.print(f"wrote {path}", highlight=False)
 
 
 if __name__ == "__main__":

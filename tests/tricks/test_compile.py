@@ -51,7 +51,7 @@ def with_gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 
 @FUNCTIONS
 def test_math(function, kept):
-    """The reference has the plain bits in tiles of whole vectors; other tiles and torch's kernels are within rounding."""
+    """The reference has the plain bits in tiles of whole vectors; other tiles, and torch, are within rounding."""
     plain = with_gradients(function)
     for tile in (1024, N, 2 * N):
         assert all(map(torch.equal, plain, with_gradients(fused(function, tile))))

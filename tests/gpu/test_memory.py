@@ -1,0 +1,118 @@
+"""Where bytes are on a CUDA card: offloaded activations, paged states, compiled blocks. ``pytest -m gpu``."""
+
+import pytest
+import torch
+from torch import nn
+
+from cria_tricks.hardware import this_device
+from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.tricks.gradient_checkpointing import checkpointed
+from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
+from tests.helpers import train
+from tests.tolerances import COMPILED_MODEL
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+L, B, T, D = 8, 4, 512, 256
+LORA = ["tricks.peft=lora", "lora.r=8", "train.batch_size=2", "train.max_steps=6", "train.learning_rate=5e-3"]
+
+
+def blocks() -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(L)]
+    return nn.ModuleList(made).cuda()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_offloaded_activations_leave_the_card_and_come_back_bit_for_bit(checkpointing):
+    found, held = {}, {}
+    for name in ("here", "offloaded"):
+        stack, x = blocks(), torch.ones(B, T, D, device="cuda", requires_grad=True)
+        there = Offloaded(stack.parameters())
+        before = torch.cuda.memory_allocated()
+        with there if name == "offloaded" else torch.enable_grad():
+            y = x
+            for block in stack:
+                y = checkpointed(block, y) if checkpointing else block(y)
+        held[name] = torch.cuda.memory_allocated() - before
+        y.sum().backward()
+        found[name] = [x.grad, *(p.grad for p in stack.parameters())]
+        if name == "offloaded":
+            assert there.bytes_to_device == there.bytes_to_host >= L * x.nbytes
+            assert held[name] <= y.nbytes + 2**20, "the output, and what the allocator rounds up"
+    print(f"{this_device().name}: {held} bytes on the card after the forward pass")
+    assert held["here"] >= (L - 1) * 4 * B * T * D
+    assert all(map(torch.equal, found["here"], found["offloaded"]))
+
+
+def test_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path):
+    runs = {}
+    for value in ("false", "true"):
+        settings = [*LORA, "tricks.gradient_checkpointing=true", f"tricks.activation_offload={value}"]
+        runs[value], _ = train(tiny_model, rows[:2], tmp_path / value, *settings)
+    losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
+    # Backward passes on a card add up in no fixed order, so two runs differ even without a toggle.
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def test_our_pager_on_the_card_is_torchs_adamw_bit_for_bit():
+    torch.manual_seed(0)
+    plain = [torch.randn(1000, 77, device="cuda", requires_grad=True) for _ in range(2)]
+    paged = [weight.detach().clone().requires_grad_() for weight in plain]
+    torchs = torch.optim.AdamW(plain, lr=0.1, foreach=False)
+    ours = PagedAdamW(paged, pager := Pager(4, 4096, "cuda"), lr=0.1)
+    for _ in range(5):
+        for a, b in zip(plain, paged, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        torchs.step()
+        ours.step()
+    assert all(map(torch.equal, plain, paged))
+    assert pager.frames_FE.is_cuda
+    assert all(not page.is_cuda for page in pager.host.values())
+    assert pager.bytes_to_device > 0
+
+
+@pytest.mark.parametrize("pressure", [False, True], ids=["room", "full"])
+def test_bitsandbytes_paged_states_are_the_unpaged_ones_also_when_the_card_is_full(pressure):
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    start = torch.randn(4096, 1024, device="cuda")
+    found, held = {}, {}
+    for name, made in (("unpaged", bnb.optim.AdamW32bit), ("paged", bnb.optim.PagedAdamW32bit)):
+        weight = nn.Parameter(start.clone())
+        optimizer = made([weight], lr=0.1)
+        draw = torch.Generator("cuda").manual_seed(1)
+        filler = None
+        for step in range(4):
+            weight.grad = torch.randn(weight.shape, generator=draw, device="cuda")
+            before = torch.cuda.memory_allocated()
+            optimizer.step()
+            if step == 0:
+                held[name] = torch.cuda.memory_allocated() - before
+            if pressure and name == "paged" and step == 1:
+                free, _ = torch.cuda.mem_get_info()
+                filler = torch.ones(max(free - 2**30, 2**20), dtype=torch.uint8, device="cuda")  # the states must go
+        torch.cuda.synchronize()
+        found[name] = weight.detach().clone()
+        del filler, optimizer
+        torch.cuda.empty_cache()
+    print(f"{this_device().name}: {held} bytes of the allocator's for 33,554,432 bytes of states")
+    assert held["unpaged"] >= 2 * start.nbytes
+    assert held["paged"] < 2**20, "managed memory is not the allocator's"
+    assert torch.equal(found["unpaged"], found["paged"])
+
+
+def test_compiled_blocks_train_the_same_model(tiny_model, rows, tmp_path):
+    runs = {}
+    for value in ("false", "true"):
+        torch._dynamo.reset()
+        settings = [*LORA, "tricks.attention=sdpa", f"tricks.compile={value}"]
+        runs[value], _ = train(tiny_model, rows[:4], tmp_path / value, *settings)
+    losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
+    peaks = {value: max(entry["peak_bytes"] for entry in run.training) for value, run in runs.items()}
+    kernels = {value: run.attention_kernel for value, run in runs.items()}
+    print(f"{this_device().name}: peak {peaks} bytes, attention {kernels}, losses {losses}")
+    assert losses[0] == pytest.approx(losses[1], abs=100 * COMPILED_MODEL)
+    assert kernels["true"] == kernels["false"]
