@@ -241,6 +241,9 @@ def _compile_blocks(model: Any, plan: Plan) -> Any:
             f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
             "tricks.compile=false"
         )
+    # One code, and a graph each for rows with a mask and without, one row and several, training and evaluation, the
+    # first block, whose input needs no gradient: more than the 8 after which torch gives up, and compiles no more.
+    torch._dynamo.config.recompile_limit = 32
     for block in blocks:
         block.compile(dynamic=True, backend=compile.BACKEND)
     return model

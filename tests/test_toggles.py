@@ -8,10 +8,11 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS, resolve
+from cria_tricks.tricks import TRICKS, compile, resolve
 from tests.helpers import train
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
@@ -42,7 +43,9 @@ WORKING += [combination for combination in over_lora if not refusal(combination)
 
 
 @pytest.mark.parametrize("switches", WORKING, ids="+".join)
-def test_trains_to_a_lower_loss(switches, tiny_model, rows, tmp_path):
+def test_trains_to_a_lower_loss(switches, tiny_model, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile, "BACKEND", "eager")  # captured and run; kernels take longer, and test_compile has them
+    torch._dynamo.reset()
     batch = rows[:2]  # the same two rows are the whole set, so every step sees them
     accumulated = "gradient_accumulation=2" in switches
     # Two rows at once, or one by one in a window of two: equal tokens per optimizer step.

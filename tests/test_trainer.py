@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from cria_tricks.errors import Diverged, Interrupted
+from cria_tricks.trainer import SharedTrainer
 from tests.helpers import prepare, train, trained_weights
 
 
@@ -218,3 +219,16 @@ def test_the_optimizer_that_really_runs(settings, library, states, tiny_model, r
     large = [state[key] for p, state in watch.inner.state.items() if p.numel() >= 4096]
     assert large
     assert all(state.dtype == states for state in large)
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [("eager", "none"), ("sdpa", "flash")])
+def test_the_attention_kernel_that_ran_is_named_and_naming_it_changes_nothing(
+    attention, kernel, tiny_model, rows, tmp_path, monkeypatch
+):
+    settings = ["tricks.peft=lora", "lora.dropout=0.2", f"tricks.attention={attention}", "train.max_steps=3"]
+    named, _ = train(tiny_model, rows, tmp_path / "named", *settings)
+    assert named.attention_kernel == kernel
+    monkeypatch.setattr(SharedTrainer, "_name_attention_kernel", lambda self, model, inputs: "not looked at")
+    plain, _ = train(tiny_model, rows, tmp_path / "plain", *settings)
+    assert plain.attention_kernel == "not looked at"
+    assert [entry["loss"] for entry in named.training] == [entry["loss"] for entry in plain.training]

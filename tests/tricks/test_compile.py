@@ -140,6 +140,18 @@ def test_switch(tiny_model, rows, tmp_path):
     assert found["true"][2].attention_kernel == found["false"][2].attention_kernel == "flash"
 
 
+def test_torch_does_not_give_up_compiling(tiny_model, rows, tmp_path, monkeypatch):
+    """Rows with a mask and without, one and several, trained and evaluated: each kind of call has its graph."""
+    monkeypatch.setattr(compile, "BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    same = [rows[0], rows[0], *rows]  # two of one length, which need no mask; two that do; one alone
+    train(tiny_model, same, tmp_path, *SETTINGS, "tricks.compile=true", eval_rows=same)
+    assert counters["stats"]["unique_graphs"] > 8
+    assert not [reason for reason in counters["graph_break"] if "limit" in reason]
+    assert not counters["unimplemented"]
+
+
 def test_its_bytes_are_the_processs_and_that_is_said(tiny_model, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "eager")
     torch._dynamo.reset()
