@@ -5,7 +5,8 @@ Costs    both ways over PCIe, s bytes a block each, on the stream that computes;
 Claim    exact: the same bits come back
 Needs    CUDA, and best gradient checkpointing: without it every operation's inputs travel, a tensor that three products
          read three times
-Breaks   a Colab machine has less host memory (12.7 GiB) than its card; pinned blocks are rounded up to powers of two
+Breaks   a Colab machine has less host memory (12.7 GiB) than its card; pinned blocks are rounded up to powers of two.
+         The int8 products of bitsandbytes keep their inputs out of autograd's sight: without checkpointing they stay
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
 Ours     15 lines of hooks, in production too: torch's save_on_cpu copies the frozen weights along that a product
          keeps, 16-bit ones all, and they are on the card anyway. TRL overlaps the copies with a stream of their own
