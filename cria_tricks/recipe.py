@@ -74,6 +74,8 @@ class Lora(_Frozen):
     r: int = Field(16, ge=1, le=65_536)
     alpha: float = Field(32, gt=0, le=1_000_000)
     dropout: float = Field(0.0, ge=0, lt=1)
+    rslora: bool = Field(False, description="scale by alpha / sqrt(r) and not alpha / r")
+    dora: bool = Field(False, description="learn the length of each output feature apart from its direction")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,

@@ -49,3 +49,18 @@ ACCUMULATED_GRADIENT = 1e-6  # 1.6e-7 on the toy, 5.8e-7 on the tiny Llama, whos
 # compile: results and gradients of pointwise chains, up to 8; a model's mean loss near 6.
 COMPILED = 1e-5  # noise 9.5e-7
 COMPILED_MODEL = 1e-5  # noise 9.5e-7
+
+# adamw_8bit: how much further than the nearest level bitsandbytes may go on a CPU, over a block's largest number.
+ADAMW_8BIT_TABLE = 2**-15  # noise 3.04e-5 of 3.05e-5: the width of one of its table's 65,536 entries
+# adamw_8bit: weights after 200 steps against 32 bits, over their length: a bound of the technique, not of rounding.
+ADAMW_8BIT_DRIFT = 0.05
+
+# nf4: levels computed in float64 against a table printed from fp32; and how many of the scales' bytes are a neighbour.
+NF4_LEVELS = 1e-6  # noise 1.8e-7
+NF4_SCALE_CODES = 0.01  # noise 0.0034
+
+# int8: products near 8 in fp16, whose rounding step there is 2**-8.
+INT8_PRODUCT = 2**-7
+
+# lora: results near 3, summed as W x + s B A x, as (W + s B A) x, and by peft.
+LORA = 1e-5  # noise 7e-7

@@ -1,21 +1,118 @@
 r"""8-bit AdamW: both moments in one byte each, block by block.
 
-Saves    optimizer states: 8 -> 2 bytes a trained weight                             [bytes]
-Costs    a little rounding in every step
+Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight                   [bytes]
+Costs    a little rounding in every step; both moments are unpacked and packed again
 Claim    approximate: each moment moves to the nearest of 256 dynamic levels of its block
 Needs    bitsandbytes; matrices of at least 4,096 elements (smaller ones stay in 32 bits)
 Breaks   very small adapters: nothing is left to save
-Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise dynamic quantisation)
-Ours     the switch; bitsandbytes does the work
+Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise quantisation) and app. F.1 (dynamic levels);
+         Dettmers 2015, arXiv:1511.04561, sec. 2.3
+Ours     levels, blocks and the step in plain torch; bitsandbytes does all three in one kernel
 
-Shapes: states as the weights, in blocks with one fp32 absmax each.
+Shapes: a state of N numbers in ceil(N / 256) blocks, with one fp32 absmax each.
 """
+
+import itertools
+from collections.abc import Iterable
+
+import torch
 
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
 SWITCHES = ("optimizer=adamw_8bit",)
 CLAIM = "approximate"
+BLOCK = 256
+"""Numbers that share one absmax."""
+
+
+def dynamic_levels(signed: bool) -> torch.Tensor:
+    """Make the 256 levels between -1 (or 0) and 1 whose precision follows the number's size.
+
+    A byte is a sign (for the first moment), some zeros, a one, and a fraction in the bits that are left. Each zero is a
+    factor of ten: small numbers have a large exponent and few bits of fraction, large numbers the other way round.
+
+    Args:
+        signed: whether one bit is the sign; the second moment has none, and one bit of fraction more.
+
+    Returns:
+        Sorted levels, shape (256,), fp32; 0 and 1 are among them.
+    """
+    levels = [0.0, 1.0]
+    for exponent in range(7):  # 10^-6 with no bits of fraction, or one, up to 10^0 with six or seven
+        bounds = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
+        size = 10 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
+        levels += size.tolist() + ((-size).tolist() if signed else [])
+    return torch.tensor(sorted(levels))
+
+
+def quantize_blocks(x: torch.Tensor, levels: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move every number to the nearest level of its block.
+
+    Args:
+        x: any shape, N numbers; taken as one row, whose last block may be shorter.
+        levels: sorted, shape (256,) or fewer, from -1 or 0 to 1.
+        block: numbers that share a scale.
+
+    Returns:
+        Codes, uint8 of shape (N,), and the blocks' scales, fp32 of shape (ceil(N / block),).
+    """
+    pieces = x.float().flatten().split(block)
+    absmax = torch.stack([piece.abs().max() for piece in pieces])
+    scaled = torch.cat([piece / peak if peak else piece for piece, peak in zip(pieces, absmax, strict=True)])
+    middles = (levels[:-1] + levels[1:]) / 2
+    return torch.bucketize(scaled, middles).to(torch.uint8), absmax
+
+
+def dequantize_blocks(
+    codes_N: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, block: int = BLOCK
+) -> torch.Tensor:
+    """Look the numbers up again, shape (N,), fp32."""
+    return levels[codes_N.long()] * absmax.repeat_interleave(block)[: len(codes_N)]
+
+
+class AdamW8bit:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2) with both moments in bytes.
+
+    Args:
+        weights: what trains.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        self.weights, self.steps = list(weights), 0
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.levels = (dynamic_levels(signed=True), dynamic_levels(signed=False))
+        # For each weight both moments' codes and scales: all that stays between two steps.
+        self.states = [
+            [quantize_blocks(torch.zeros(weight.numel()), levels) for levels in self.levels] for weight in self.weights
+        ]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Unpack the moments of a weight, do AdamW's step in fp32, pack them again."""
+        self.steps += 1
+        beta1, beta2 = self.betas
+        for weight, state in zip(self.weights, self.states, strict=True):
+            assert weight.grad is not None, "a weight without a gradient"
+            grad = weight.grad.float().flatten()
+            first, second = (dequantize_blocks(*state[i], self.levels[i]) for i in (0, 1))
+            first.mul_(beta1).add_(grad, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = (second.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.eps)
+            weight.mul_(1 - self.lr * self.weight_decay)
+            weight.view(-1).addcdiv_(first, root, value=-self.lr / (1 - beta1**self.steps))
+            state[:] = itertools.starmap(quantize_blocks, zip((first, second), self.levels, strict=True))
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -2,14 +2,16 @@ r"""LLM.int8(): frozen weights in one byte, columns with outliers computed in 16
 
 Saves    frozen linear weights: 4 or 2 bytes -> 1 byte an element                    [bytes]
 Costs    quantising activations on the fly, in every product
-Claim    approximate: error bounded per row by absmax / 127 outside the outlier columns
+Claim    approximate: outside the outlier columns a number moves by at most half of absmax / 127, a row's or a column's
 Needs    CUDA of compute capability 7.5 (a T4 has it), or a CPU; something else to train (peft)
 Breaks   training the quantised weights themselves: they have no gradient
-Sources  Dettmers et al. 2022, arXiv:2208.07339, sec. 3 (vector-wise quantisation, threshold 6.0)
-Ours     the switch; bitsandbytes does the work
+Sources  Dettmers et al. 2022, arXiv:2208.07339, sec. 3.1 (vector-wise quantisation), sec. 3.2 (outliers, threshold 6.0)
+Ours     both in plain torch, integer for integer bitsandbytes', whose products run on integer units
 
-Shapes: weights (D_out, D_in) with one fp32 scale per output row.
+Shapes: inputs (T, D_in) with one scale per token; weights (D_out, D_in) with one per output feature.
 """
+
+import torch
 
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
@@ -17,6 +19,46 @@ from cria_tricks.tricks.nf4 import refuse_without_adapter
 
 SWITCHES = ("quantization=int8",)
 CLAIM = "approximate"
+THRESHOLD = 6.0
+"""An input feature with a number as large as this, for any token, is multiplied in 16 bits."""
+
+
+def quantize_rows(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put each row on the integers from -127 to 127.
+
+    Args:
+        x_RD: shape (R, D), 16-bit or fp32.
+
+    Returns:
+        Integers, int8 of shape (R, D), and the rows' absolute maxima, fp32 of shape (R,).
+    """
+    absmax_R = x_RD.abs().amax(dim=1).float()
+    return torch.round(x_RD * (127 / absmax_R)[:, None]).to(torch.int8), absmax_R
+
+
+def linear_8bit(
+    x_TD: torch.Tensor, codes_OD: torch.Tensor, absmax_O: torch.Tensor, threshold: float = THRESHOLD
+) -> torch.Tensor:
+    """Multiply by a quantised weight, as integers but for the outlier columns.
+
+    Args:
+        x_TD: inputs, shape (T, D_in), 16-bit or fp32.
+        codes_OD: the weight's integers, int8 of shape (D_out, D_in).
+        absmax_O: its scales, fp32 of shape (D_out,).
+        threshold: from which size on an input is an outlier; 0 for none.
+
+    Returns:
+        Shape (T, D_out), the inputs' dtype.
+    """
+    outlier_D = (x_TD.abs() >= threshold).any(dim=0) if threshold else torch.zeros(x_TD.shape[1], dtype=torch.bool)
+    # One outlier in a row would leave its other numbers a few integers near zero: it must not set the scale.
+    inside_TD = x_TD.masked_fill(x_TD.abs() >= threshold, 0) if threshold else x_TD
+    codes_TD, absmax_T = quantize_rows(inside_TD)
+    codes_TD[:, outlier_D] = 0
+    products_TO = codes_TD.int() @ codes_OD.int().t()  # exact: at most 127 x 127 x D_in, and no rounding
+    y_TO = products_TO * (absmax_T[:, None] * absmax_O / 127**2)
+    weight_OK = codes_OD[:, outlier_D] * (absmax_O / 127)[:, None]
+    return (y_TO + x_TD[:, outlier_D].float() @ weight_OK.t()).to(x_TD.dtype)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

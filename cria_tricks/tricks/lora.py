@@ -1,21 +1,83 @@
 r"""LoRA: freeze W, learn a product of two thin matrices beside it.
 
 Saves    gradients and optimizer states of all but r (D_in + D_out) weights a matrix [bytes]
-Costs    two thin products more for every adapted matrix
-Claim    reparametrised: identical to the base at step 0; afterwards W + (alpha / r) B A
+Costs    two thin products more for every adapted matrix; DoRA also B A itself and the norms of W + B A, every time
+Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r, or alpha / sqrt(r) (rsLoRA)
 Needs    nothing; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
-Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r)
-Ours     the switch; peft does the work
+Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
+         arXiv:2312.03732, sec. 3 (rsLoRA); Liu et al. 2024, arXiv:2402.09353, sec. 4.1 and 4.3 (DoRA)
+Ours     one adapted linear, with DoRA, and the merge; peft wraps a model's, saves them, and adapts 4-bit ones
 
-Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W.
+Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W (D_out, D_in); DoRA's magnitudes (D_out,).
 """
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Lora, Recipe
 
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear with a trained product beside it.
+
+    Args:
+        base: the linear; it is frozen here.
+        r: the product's rank.
+        alpha: its scale is alpha / r.
+        rslora: its scale is alpha / sqrt(r) instead, so that large ranks learn as fast as small ones.
+        dora: learn each output feature's length apart from its direction.
+    """
+
+    def __init__(self, base: nn.Linear, r: int, alpha: float, rslora: bool = False, dora: bool = False):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.A = nn.Parameter(torch.empty(r, base.in_features))
+        self.B = nn.Parameter(torch.zeros(base.out_features, r))  # so the product is nothing at first
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        self.scale = alpha / (math.sqrt(r) if rslora else r)
+        self.magnitude = nn.Parameter(base.weight.norm(dim=1)) if dora else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x (..., D_in) by the adapted weight; the product B A itself is never made, but for DoRA's norms."""
+        y = F.linear(x, self.base.weight) + self.scale * F.linear(F.linear(x, self.A), self.B)
+        if self.magnitude is not None:
+            # Sec. 4.3: the norm follows the weight, but no gradient goes through it.
+            y = y * (self.magnitude / self._adapted().norm(dim=1).detach())
+        return y if self.base.bias is None else y + self.base.bias
+
+    def merged(self) -> nn.Linear:
+        """The same map as one plain linear, for use after training."""
+        weight = self._adapted()
+        if self.magnitude is not None:
+            weight = weight * (self.magnitude / weight.norm(dim=1))[:, None]
+        linear = nn.Linear(self.base.in_features, self.base.out_features, bias=self.base.bias is not None)
+        linear.weight.data = weight.detach()
+        if self.base.bias is not None:
+            linear.bias.data = self.base.bias.detach().clone()
+        return linear
+
+    def _adapted(self) -> torch.Tensor:
+        return self.base.weight + self.scale * self.B @ self.A
+
+
+def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = False) -> int:
+    """Count what LoRA trains.
+
+    Args:
+        widths: (D_in, D_out) of every adapted matrix.
+        r: the rank.
+        dora: whether a magnitude per output feature is trained too.
+    """
+    return sum(r * (d_in + d_out) + d_out * dora for d_in, d_out in widths)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
@@ -31,5 +93,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=list(lora.target_modules),
     ).then("add_adapter")

@@ -5,11 +5,16 @@ Costs    fp16: a loss scale, and now and then a skipped step; bf16: 8 significan
 Claim    approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits
 Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says yes and emulates it slowly
 Breaks   trained weights in fp16 ("Attempting to unscale FP16 gradients"): adapters stay in fp32
-Sources  Micikevicius et al. 2018, arXiv:1710.03740, sec. 3 (master weights, loss scaling)
-Ours     the switch; torch's autocast and GradScaler do the work
+Sources  Micikevicius et al. 2018, arXiv:1710.03740, sec. 3.1 (master weights), 3.2 (loss scaling)
+Ours     a product that rounds, the dynamic scale and a step on master weights; torch's autocast and GradScaler choose
+         operation by operation, and look at all gradients in one kernel
 
 Shapes: none; every matrix product is concerned.
 """
+
+from collections.abc import Iterable
+
+import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.plan import Plan
@@ -18,6 +23,68 @@ from cria_tricks.units import DTYPE
 
 SWITCHES = ("precision=fp16", "precision=bf16")
 CLAIM = "approximate"
+
+
+def half_linear(x: torch.Tensor, weight_OD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply in 16 bits by a weight that is kept in fp32.
+
+    Args:
+        x: shape (..., D_in).
+        weight_OD: the master weight, fp32 of shape (D_out, D_in); it is cast here, at every use, and its gradient
+            comes back in fp32.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Returns:
+        Shape (..., D_out), in ``dtype``.
+    """
+    return torch.nn.functional.linear(x.to(dtype), weight_OD.to(dtype))
+
+
+class LossScale:
+    """Multiply the loss so that small gradients stay above fp16's smallest number, 6e-8.
+
+    The scale finds itself: it is halved after a step whose gradients overflowed, and doubled after so many steps
+    without one. A scale is a power of two, so it changes exponents and rounds nothing.
+
+    Args:
+        scale: the first one.
+        growth_interval: steps without an overflow after which it is doubled.
+
+    Attributes:
+        scale: what the loss is multiplied by.
+        skipped: steps that were left out, so far.
+    """
+
+    def __init__(self, scale: float = 65536.0, growth_interval: int = 2000):
+        self.scale, self.growth_interval = scale, growth_interval
+        self.skipped = self.good = 0
+
+    def step(self, optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> bool:
+        """Undo the scale and update the weights, unless a gradient is infinite or NaN.
+
+        Args:
+            optimizer: of the master weights.
+            weights: the same, with the gradients of ``loss * scale``.
+
+        Returns:
+            Whether the step was taken.
+
+        Raises:
+            ValueError: if a gradient is in fp16: a division there would lose what the scale has saved.
+        """
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("gradients in fp16 cannot be unscaled; keep what trains in fp32")
+        for gradient in gradients:
+            gradient.div_(self.scale)
+        if not all(torch.isfinite(gradient).all() for gradient in gradients):
+            self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+            return False
+        optimizer.step()
+        self.good += 1
+        if self.good == self.growth_interval:
+            self.scale, self.good = self.scale * 2, 0
+        return True
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

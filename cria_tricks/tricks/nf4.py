@@ -1,23 +1,108 @@
 r"""NF4: frozen weights in four bits, with levels at the quantiles of a normal distribution.
 
-Saves    frozen linear weights: 16 -> 4.5 bits an element, 4.127 with double quantization   [bytes]
+Saves    frozen linear weights: 16 -> 4 + 32 / 64 = 4.5 bits an element, 4 + 8 / 64 + 32 / (64 x 256) = 4.127 with
+         double quantization                                                         [bytes]
 Costs    one layer at a time is unpacked to 16 bits for its product
 Claim    approximate: each weight moves to the nearest of 16 levels of its block of 64
 Needs    compute capability 6.0, or a CPU; something else to train (peft)
 Breaks   training the quantised weights; merging an adapter into them rounds it
-Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (NormalFloat, double quantization)
-Ours     the switch; bitsandbytes does the work. fp4 (plain 4-bit floats) is the comparison
+Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (NormalFloat, double quantization) and app. E (the levels)
+Ours     levels, blocks, packing and double quantization in plain torch, byte for byte bitsandbytes', which unpacks and
+         multiplies in one kernel. fp4 (plain 4-bit floats) is the comparison
 
-Shapes: weights (D_out, D_in), flattened to blocks of 64 with one absmax each.
+Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64 with one absmax each; two codes a byte.
 """
+
+from dataclasses import dataclass
+
+import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks.adamw_8bit import dequantize_blocks, dynamic_levels, quantize_blocks
 from cria_tricks.units import DTYPE
 
 SWITCHES = ("quantization=nf4", "quantization=fp4", "double_quantization=true")
 CLAIM = "approximate"
+BLOCK = 64
+"""Weights that share one absmax."""
+
+
+def normal_levels() -> torch.Tensor:
+    """Put the 16 levels where a normal distribution has equally many numbers between two of them.
+
+    Seven negative ones, an exact zero, and eight positive ones, all divided by the largest. The outermost quantile
+    leaves half a sixteenth above it (of eight levels) or half a fifteenth (of seven): the mean of the two is taken.
+
+    Returns:
+        Sorted levels from -1 to 1, shape (16,), fp32.
+    """
+    outermost = 1 - (1 / 32 + 1 / 30) / 2
+    quantiles = torch.cat(
+        [
+            1 - torch.linspace(outermost, 0.5, 8, dtype=torch.float64)[:-1],
+            torch.tensor([0.5], dtype=torch.float64),
+            torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:],
+        ]
+    )
+    levels = torch.special.ndtri(quantiles)
+    return (levels / levels.max()).float()
+
+
+@dataclass
+class Quantized:
+    """A weight in four bits.
+
+    Attributes:
+        packed: two codes a byte, the first in the upper half, uint8 of shape (N / 2,).
+        absmax: the blocks' scales, fp32 of shape (N / 64,), or their codes, uint8, after double quantization.
+        mean: what double quantization subtracted from the scales; none without.
+        absmax_of_absmax: the scales' own scales, fp32 of shape (N / 64 / 256,), after double quantization.
+    """
+
+    packed: torch.Tensor
+    absmax: torch.Tensor
+    mean: torch.Tensor | None = None
+    absmax_of_absmax: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What the weight takes now."""
+        tensors = (self.packed, self.absmax, self.mean, self.absmax_of_absmax)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def quantize(weight: torch.Tensor, levels: torch.Tensor, double_quantization: bool = False) -> Quantized:
+    """Pack a weight.
+
+    Args:
+        weight: any shape with an even number N of elements, any float dtype.
+        levels: sorted, shape (16,), e.g. :func:`normal_levels`.
+        double_quantization: whether the scales become bytes too. They are all positive, so their mean goes first; what
+            is left is quantised like a moment of 8-bit AdamW, in blocks of 256.
+    """
+    codes_N, absmax = quantize_blocks(weight, levels, BLOCK)
+    packed = codes_N[::2] << 4 | codes_N[1::2]
+    if not double_quantization:
+        return Quantized(packed, absmax)
+    mean = absmax.mean()
+    return Quantized(packed, *_second(absmax - mean, mean))
+
+
+def _second(centred: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, absmax = quantize_blocks(centred, dynamic_levels(signed=True))
+    return codes, mean, absmax
+
+
+def dequantize(quantized: Quantized, levels: torch.Tensor) -> torch.Tensor:
+    """Look the weights up again, shape (N,), fp32."""
+    absmax = quantized.absmax
+    if quantized.mean is not None:
+        assert quantized.absmax_of_absmax is not None
+        absmax = dequantize_blocks(absmax, quantized.absmax_of_absmax, dynamic_levels(signed=True)) + quantized.mean
+    codes_N = torch.stack([quantized.packed >> 4, quantized.packed & 15], dim=1).flatten()
+    return dequantize_blocks(codes_N, absmax, levels, BLOCK)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -1,0 +1,130 @@
+"""8-bit AdamW: bitsandbytes' levels and states, a bounded drift from 32 bits, two bytes a weight and a little."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import TrainerCallback
+
+from cria_tricks.tricks.adamw_8bit import BLOCK, AdamW8bit, dequantize_blocks, dynamic_levels, quantize_blocks
+from tests.helpers import SMALL_LORA, difference, train
+from tests.tolerances import ADAMW_8BIT_DRIFT, ADAMW_8BIT_TABLE
+
+SIGNED = pytest.mark.parametrize("signed", [True, False])
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+@SIGNED
+def test_levels_are_those_of_bitsandbytes(signed):
+    from bitsandbytes.functional import create_dynamic_map
+
+    assert torch.equal(dynamic_levels(signed), create_dynamic_map(signed=signed))
+
+
+@SIGNED
+def test_math(signed):
+    """Each number moves to the nearest level of its block. bitsandbytes agrees, up to the table its CPU code looks in.
+
+    That table has 65,536 entries between -1 and 1: within 2^-15 of a block's largest number it may take a neighbour.
+    """
+    import bitsandbytes as bnb
+
+    draw, levels = torch.Generator().manual_seed(0), dynamic_levels(signed)
+    x = torch.randn(100 * BLOCK + 60, generator=draw)
+    x = x if signed else x**2
+    codes, absmax = quantize_blocks(x, levels)
+    scale = absmax.repeat_interleave(BLOCK)[: len(x)]
+    error = (dequantize_blocks(codes, absmax, levels) - x).abs()
+    nearest = ((x / scale)[:, None] - levels).abs().amin(dim=1) * scale
+    torch.testing.assert_close(error, nearest, rtol=0, atol=1e-7)
+    theirs, their_absmax = torch.ops.bitsandbytes.quantize_blockwise(x, levels, BLOCK)
+    assert torch.equal(absmax, their_absmax)
+    their_error = (bnb.functional.dequantize_blockwise(theirs, absmax=absmax, code=levels, blocksize=BLOCK) - x).abs()
+    assert ((their_error - error) / scale).max() <= ADAMW_8BIT_TABLE
+    assert (codes == theirs).float().mean() > 0.96
+
+
+def test_a_block_of_zeros_stays_zero():
+    for signed in (True, False):
+        codes, absmax = quantize_blocks(torch.zeros(BLOCK + 1), dynamic_levels(signed))
+        assert torch.equal(dequantize_blocks(codes, absmax, dynamic_levels(signed)), torch.zeros(BLOCK + 1))
+
+
+def regression(steps: int, make) -> tuple[torch.Tensor, list[float]]:
+    """A matrix of 128 x 64 learns another; its gradients have all sizes."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.zeros(128, 64, requires_grad=True)
+    wanted = torch.randn(128, 64, generator=draw)
+    sizes = torch.logspace(-2, 1, 64)
+    optimizer, losses = make([weight]), []
+    for _ in range(steps):
+        x = torch.randn(32, 64, generator=draw) * sizes
+        loss = F.mse_loss(x @ weight.t(), x @ wanted.t())
+        weight.grad = None
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return weight.detach(), losses
+
+
+def test_math_drift():
+    """Over 200 steps the weights stay within the stated distance of 32-bit AdamW's, and it learns as much."""
+    import bitsandbytes as bnb
+
+    exact, exact_losses = regression(200, lambda w: torch.optim.AdamW(w, **SETTINGS, foreach=False))
+    for make in (lambda w: AdamW8bit(w, **SETTINGS), lambda w: bnb.optim.AdamW8bit(w, **SETTINGS)):
+        found, losses = regression(200, make)
+        drift = difference(found, exact)
+        print(f"drift {drift:.4f}, loss {losses[0]:.2f} -> {losses[-1]:.4f}, in 32 bits {exact_losses[-1]:.4f}")
+        assert 1e-4 < drift < ADAMW_8BIT_DRIFT
+        assert losses[-1] < 1.1 * exact_losses[-1]
+
+
+def test_math_states_of_bitsandbytes():
+    """The states after one step, of a tensor that is large enough to be quantised; afterwards roundings part."""
+    import bitsandbytes as bnb
+
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    ours.grad = torch.randn(64, 64, generator=draw)
+    theirs.grad = ours.grad.clone()
+    a, b = AdamW8bit([ours], **SETTINGS), bnb.optim.AdamW8bit([theirs], **SETTINGS)
+    a.step()
+    b.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    for i, (codes, absmax) in enumerate(a.states[0], start=1):
+        assert torch.equal(absmax, b.state[theirs][f"absmax{i}"])
+        values, their_values = (
+            dequantize_blocks(c.flatten(), absmax, a.levels[i - 1]) for c in (codes, b.state[theirs][f"state{i}"])
+        )
+        scale = absmax.repeat_interleave(BLOCK)
+        wanted = ours.grad.flatten() * 0.1 if i == 1 else ours.grad.flatten() ** 2 * 0.01
+        further = (their_values - wanted).abs() - (values - wanted).abs()
+        assert (further / scale).max() <= ADAMW_8BIT_TABLE
+
+
+def test_mechanism():
+    """Two bytes a weight, and a fp32 scale a block for each moment: 2 + 8 / 256."""
+    weight = torch.zeros(1000, 256, requires_grad=True)
+    optimizer = AdamW8bit([weight])
+    assert sum(tensor.nbytes for moment in optimizer.states[0] for tensor in moment) == weight.numel() * (2 + 8 / 256)
+    plain = torch.optim.AdamW([weight], foreach=False)
+    weight.grad = torch.ones_like(weight)
+    plain.step()
+    assert sum(t.nbytes for t in plain.state[weight].values() if t.dim()) == weight.numel() * 8
+
+
+def test_switch(tiny_model, rows, tmp_path):
+    """In the trainer: states of matrices of 4,096 elements or more are bytes, smaller ones stay in fp32."""
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, optimizer=None, **kwargs):
+            self.states = {p.numel(): s["state1"] for p, s in optimizer.optimizer.state.items()}
+
+    settings = ["tricks.peft=lora", *SMALL_LORA, "train.max_steps=2"]
+    watch = Watch()
+    train(tiny_model, rows, tmp_path, *settings, "tricks.optimizer=adamw_8bit", callbacks=[watch])
+    assert {size: state.dtype for size, state in watch.states.items()} == {
+        4096: torch.uint8,  # r x 256
+        8192: torch.uint8,  # r x 512
+        2048: torch.float32,  # r x 128, of the keys' and values' two heads
+    }

@@ -1,0 +1,83 @@
+"""LLM.int8(): the integers of bitsandbytes, an error within the stated bound, and what the outlier path is for."""
+
+import pytest
+import torch
+
+from cria_tricks.tricks.int8 import linear_8bit, quantize_rows
+from tests.helpers import prepare
+from tests.tolerances import INT8_PRODUCT
+
+T, D, N = 64, 256, 128
+
+
+def inputs(outliers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs in fp16, whose features 7 and 100 are large when asked for, and a weight."""
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(T, D, generator=draw), torch.randn(N, D, generator=draw) * 0.05
+    if outliers:
+        x[:, 7] *= 40
+        x[:, 100] *= 20
+    return x.half(), w.half()
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+def test_math(outliers):
+    """The same integers, scales and outlier columns, and so the same product to a rounding of fp16."""
+    import bitsandbytes as bnb
+
+    x, w = inputs(outliers)
+    codes, absmax = quantize_rows(w)
+    their_codes, their_absmax, _ = bnb.functional.int8_vectorwise_quant(w)
+    assert torch.equal(codes, their_codes)
+    assert torch.equal(absmax, their_absmax)
+    x_codes, x_absmax, columns = bnb.functional.int8_vectorwise_quant(x.clone(), threshold=6.0)
+    assert columns.tolist() == ([7, 100] if outliers else [])
+    theirs, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(x, x_codes, codes, x_absmax, absmax, columns, None)
+    torch.testing.assert_close(linear_8bit(x, codes, absmax), theirs, rtol=0, atol=INT8_PRODUCT)
+    inside = x.masked_fill(x.abs() >= 6, 0)
+    ours, ours_absmax = quantize_rows(inside)
+    ours[:, columns] = 0
+    assert torch.equal(ours, x_codes)
+    assert torch.equal(ours_absmax, x_absmax)
+
+
+def test_math_bound():
+    """Each number moves by at most half a step of its row, and the product by no more than these moves add up to."""
+    x, w = inputs(False)
+    codes, absmax = quantize_rows(w)
+    w_error = (codes * (absmax / 127)[:, None] - w.float()).abs()
+    assert (w_error <= absmax[:, None] / 254 * 1.001).all()
+    x_codes, x_absmax = quantize_rows(x)
+    x_error = (x_codes * (x_absmax / 127)[:, None] - x.float()).abs()
+    assert (x_error <= x_absmax[:, None] / 254 * 1.001).all()
+    exact = x.float() @ w.float().t()
+    bound = x_error @ w.float().abs().t() + (x.float().abs() + x_error) @ w_error.t()
+    assert ((linear_8bit(x.float(), codes, absmax, 0) - exact).abs() <= bound + 1e-4).all()
+
+
+def test_mechanism():
+    """One byte a weight and a fp32 scale a row. With outliers, the outlier path keeps the error of a row without."""
+    x, w = inputs(False)
+    codes, absmax = quantize_rows(w)
+    assert codes.nbytes + absmax.nbytes == N * D + 4 * N
+
+    def error(x: torch.Tensor, threshold: float) -> float:
+        exact = x.float() @ w.float().t()
+        return ((linear_8bit(x.float(), codes, absmax, threshold) - exact).norm() / exact.norm()).item()
+
+    large, _ = inputs(True)
+    errors = {"no outliers": error(x, 6), "with the path": error(large, 6), "without it": error(large, 0)}
+    print(errors)
+    assert errors["with the path"] < 1.5 * errors["no outliers"]
+    assert errors["without it"] > 3 * errors["with the path"]
+
+
+def test_switch(tiny_model):
+    """Every linear but the head is an 8-bit one, with the paper's threshold; its weight is integers."""
+    import bitsandbytes as bnb
+
+    _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "tricks.quantization=int8")
+    quantised = [m for m in loaded.model.modules() if isinstance(m, bnb.nn.Linear8bitLt)]
+    assert len(quantised) == 2 * 7
+    assert all(m.weight.dtype == torch.int8 and m.state.threshold == 6.0 for m in quantised)
+    assert not isinstance(loaded.model.get_output_embeddings(), bnb.nn.Linear8bitLt)
