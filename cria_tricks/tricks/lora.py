@@ -2,7 +2,7 @@ r"""LoRA: freeze W, learn a product of two thin matrices beside it.
 
 Saves    gradients and optimizer states of all but r (D_in + D_out) weights a matrix [bytes]
 Costs    two thin products more for every adapted matrix; DoRA also B A itself and the norms of W + B A, every time
-Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r, or alpha / sqrt(r) (rsLoRA)
+Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
 Needs    nothing; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
