@@ -205,6 +205,7 @@ class SharedTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
+        self.moment = "forward pass"
         self.attention_kernel = self.attention_kernel or self._name_attention_kernel(model, inputs)
         with self.step.watching(inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
