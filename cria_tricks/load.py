@@ -1,5 +1,6 @@
 """Plan -> Loaded: the one place that calls ``from_pretrained`` and ``get_peft_model``."""
 
+import copy
 import logging
 import types
 import warnings
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.integrations import dequantize_module_weight
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -27,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
-from cria_tricks.tricks import compile, expand_kv
+from cria_tricks.tricks import compile, expand_kv, side_network
 
 ALL_LINEAR = "all-linear"
 """What peft calls every linear but the head."""
@@ -191,7 +193,12 @@ def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
 
 def _add_adapter(model: Any, plan: Plan) -> Any:
     arguments = dict(plan.peft)
-    if arguments.pop("kind") == "head":
+    kind = arguments.pop("kind")
+    if kind == "side_network":
+        return add_side_network(model, **arguments)
+    if kind == "prompt_tuning":
+        return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
+    if kind == "head":
         # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
         head = _name_of(model, model.get_output_embeddings())
         arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
@@ -202,10 +209,50 @@ def _add_adapter(model: Any, plan: Plan) -> Any:
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
     except ValueError as error:
         raise BadInput(f"lora.target_modules: {first_line(error)}") from None
-    for parameter in adapted.parameters():
+    return _trained_in_fp32(adapted)
+
+
+def add_side_network(model: Any, blocks: int) -> Any:
+    """Freeze a model and give its last blocks a trained copy each, in place.
+
+    Args:
+        model: of transformers, quantised or not.
+        blocks: how many get one.
+
+    Raises:
+        BadInput: if the model has fewer, or none that can be told.
+    """
+    model.requires_grad_(False)
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or len(layers) < blocks:
+        found = "no list of them" if layers is None else f"{len(layers)}"
+        raise BadInput(f"side.blocks={blocks}: {type(model).__name__} has {found}")
+    for number in range(len(layers) - blocks, len(layers)):
+        beside = _unquantised_copy(layers[number]).float()
+        layers[number] = side_network.SideBlock(layers[number], model.config.hidden_size, beside)
+        layers[number].join.to(next(beside.parameters()).device)
+    return model
+
+
+def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
+    import bitsandbytes as bnb
+
+    made = copy.deepcopy(block)
+    for name, module in block.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            plain.weight.data = dequantize_module_weight(module).float()
+            if module.bias is not None:
+                plain.bias.data = module.bias.data.float()
+            made.set_submodule(name, plain)
+    return made
+
+
+def _trained_in_fp32(model: Any) -> Any:
+    for parameter in model.parameters():
         if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
             parameter.data = parameter.data.float()
-    return adapted
+    return model
 
 
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:

@@ -56,7 +56,7 @@ class Tricks(_Frozen):
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     quantization: Literal["none", "int8", "nf4", "fp4"] = "none"
     double_quantization: bool = False
-    peft: Literal["none", "head", "lora"] = "none"
+    peft: Literal["none", "head", "lora", "prompt_tuning", "side_network"] = "none"
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     paged_optimizer: bool = False
     attention: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
@@ -80,6 +80,18 @@ class Lora(_Frozen):
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
     )
+
+
+class Prompt(_Frozen):
+    """The size of the prompt when ``tricks.peft = "prompt_tuning"``."""
+
+    tokens: int = Field(16, ge=1, le=4096, description="learnt vectors in front of every row")
+
+
+class Side(_Frozen):
+    """The size of the side network when ``tricks.peft = "side_network"``."""
+
+    blocks: int = Field(2, ge=1, le=1000, description="how many blocks, from the last one on, get a trained copy")
 
 
 class Train(_Frozen):
@@ -114,6 +126,8 @@ class Recipe(_Frozen):
     data: Data = Data()
     tricks: Tricks = Tricks()
     lora: Lora = Lora()
+    prompt: Prompt = Prompt()
+    side: Side = Side()
     train: Train = Train()
 
     def to_toml(self) -> str:

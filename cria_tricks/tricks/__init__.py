@@ -32,6 +32,8 @@ from cria_tricks.tricks import (
     nf4,
     packing,
     paged_optimizer,
+    prompt_tuning,
+    side_network,
 )
 
 TRICKS: tuple[ModuleType, ...] = (
@@ -42,6 +44,8 @@ TRICKS: tuple[ModuleType, ...] = (
     # What trains: adapters are laid over the stored weights ...
     lora,
     head_only,
+    prompt_tuning,
+    side_network,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
     # What one block keeps: the attention, then a variant of it; after that which blocks keep it, and where.

@@ -91,6 +91,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Replace the loss by the chunked one; ``trainer.py`` calls it after the last block."""
     if not recipe.tricks.chunked_loss:
         return plan
+    if recipe.tricks.peft == "prompt_tuning":
+        raise BadInput(
+            "tricks.chunked_loss=true with tricks.peft=prompt_tuning: it calls the model below the learnt prompt; set "
+            "tricks.chunked_loss=false"
+        )
     trained = {"none": "trains the head with everything else", "head": "trains the head"}
     if recipe.tricks.peft in trained:
         raise BadInput(

@@ -1,0 +1,52 @@
+r"""Prompt tuning: learn a few input vectors, and nothing else.
+
+Saves    gradients and optimizer states of all but P x D numbers                     [bytes]
+Costs    P tokens more in every row, in training and in every answer
+Claim    reparametrised: the frozen model, read after P learnt vectors; not the base at step 0, as these are there
+Needs    rows of their own: packed documents would share one prompt
+Breaks   small models, which learn little from a prompt (Lester et al., fig. 1); chunked_loss, which calls the model
+         below peft's prompt
+Sources  Lester et al. 2021, arXiv:2104.08691, sec. 2 (the prompt), sec. 3 (its length)
+Ours     the vectors in front of the embedded tokens; peft keeps them, saves them, and extends masks and labels
+
+Shapes: prompt (P, D) before embedded tokens (B, T, D); a row has P + T positions.
+"""
+
+import torch
+
+from cria_tricks.errors import BadInput
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Prompt, Recipe
+
+SWITCHES = ("peft=prompt_tuning",)
+CLAIM = "reparametrised"
+
+
+def with_prompt(prompt_PD: torch.Tensor, embedded_BTD: torch.Tensor) -> torch.Tensor:
+    """Put the learnt vectors in front of every row.
+
+    Args:
+        prompt_PD: the prompt, shape (P, D), trained in fp32.
+        embedded_BTD: embedded tokens, shape (B, T, D), any float dtype.
+
+    Returns:
+        Shape (B, P + T, D), of the tokens' dtype. The loss is not taken at the first P positions: no token is meant
+        there.
+    """
+    prompt_BPD = prompt_PD.to(embedded_BTD.dtype).expand(len(embedded_BTD), -1, -1)
+    return torch.cat([prompt_BPD, embedded_BTD], dim=1)
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Ask peft for a prompt."""
+    tricks = recipe.tricks
+    if tricks.peft != "prompt_tuning":
+        if recipe.prompt != Prompt():
+            plan = plan.warn(f"the prompt.* settings have no effect: tricks.peft is {tricks.peft}")
+        return plan
+    if tricks.packing:
+        raise BadInput(
+            "tricks.packing=true with tricks.peft=prompt_tuning: only a row's first document would see the prompt; set "
+            "tricks.packing=false"
+        )
+    return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")

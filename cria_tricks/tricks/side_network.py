@@ -1,0 +1,59 @@
+r"""Side network: a trained copy beside each of the last blocks, joined through a matrix of zeros.
+
+Saves    gradients and optimizer states of all other blocks                          [bytes]
+Costs    the copied blocks once more: their weights in fp32, their products and their activations
+Claim    reparametrised: identical to the base at step 0, bit for bit; the frozen blocks stay what they are
+Needs    nothing; copies of quantised blocks are unpacked to fp32, since codes cannot be trained
+Breaks   small cards: a copied block of Llama-3.2-1B trains 65 million weights, six adapters of rank 16
+Sources  Zhang et al. 2023, arXiv:2302.05543, sec. 3.1, eq. 2 (ControlNet). Text has no second condition, so of its two
+         zero layers only the one behind the copy is left
+Ours     all of it; no library has it for language models
+
+Shapes: a block from (B, T, D) to (B, T, D), its copy the same, and a joining matrix (D, D).
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe, Side
+
+SWITCHES = ("peft=side_network",)
+CLAIM = "reparametrised"
+
+
+class SideBlock(nn.Module):
+    """A frozen block, and beside it a copy that learns: ``block(x) + join(copy(x))``.
+
+    The join begins as zeros, so nothing is added at first, and no noise reaches the frozen blocks behind. It still
+    learns in the first step, because its own gradient is not zero; the copy learns from the second step on.
+
+    Args:
+        block: from (B, T, D) to (B, T, D); it is frozen here.
+        beside: what learns; a deep copy of the block when left out.
+        width: D.
+    """
+
+    def __init__(self, block: nn.Module, width: int, beside: nn.Module | None = None):
+        super().__init__()
+        self.block = block.requires_grad_(False)
+        self.copy = (beside or copy.deepcopy(block)).requires_grad_(True)
+        self.join = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.join.weight)
+
+    def forward(self, x_BTD: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        """Run both on the same input; further arguments (mask, positions) go to both."""
+        y_BTD = self.block(x_BTD, *arguments, **named)
+        return y_BTD + self.join(self.copy(x_BTD, *arguments, **named)).to(y_BTD.dtype)
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Have the last blocks copied; ``load.py`` knows where a model keeps them."""
+    if recipe.tricks.peft != "side_network":
+        if recipe.side != Side():
+            plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
+        return plan
+    return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
