@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from cria_tricks import models
+from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import this_device
-from cria_tricks.load import quiet_libraries
+from cria_tricks.load import add_side_network, quiet_libraries
+from cria_tricks.tricks.side_network import SideBlock
 from cria_tricks.tricks import flash_decoding
 
 
@@ -32,8 +34,8 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
     quiet_libraries()
     folder, device = usable_path("adapter", folder), this_device()
     dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
-    config = folder / "adapter_config.json"
-    if config.is_file():
+    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
+    if config:
         try:
             base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -45,7 +47,11 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **flash_decoding.for_chat(device))
-        if base:
+        if config and config.name == SIDE_NETWORK:
+            add_side_network(model, json.loads(config.read_text())["blocks"])
+            load_side_network(model, folder)
+            model.to(dtype)
+        elif base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
@@ -88,7 +94,8 @@ def answer(
             **prompt,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            use_cache=True,
+            # A side network's copies would write into the cache of the blocks that they stand beside.
+            use_cache=not any(isinstance(module, SideBlock) for module in model.modules()),
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             streamer=streamer,
         )

@@ -7,11 +7,13 @@ those that are missing, and takes one more step in a run that was finished.
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 
+from cria_tricks.artifact import SIDE_NETWORK, load_side_network, save_weights
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory
 
@@ -69,9 +71,7 @@ class ResumableTrainer(Trainer):
             self.state.save_to_json(str(aside / "trainer_state.json"))
 
     def _save(self, output_dir=None, state_dict=None) -> None:
-        # Of an adapter only the adapter: by default peft may ask the hub, and save embeddings that nobody trained.
-        only = {"save_embedding_layers": False} if hasattr(self.model, "peft_config") else {}
-        self.model.save_pretrained(output_dir, **only)
+        save_weights(self.model, Path(output_dir))
 
     def _saved_after_all(self) -> str:
         """After the last whole step, if the weights are still those."""
@@ -90,7 +90,10 @@ class ResumableTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with loading(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if (Path(resume_from_checkpoint) / SIDE_NETWORK).is_file():
+                load_side_network(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         with loading(checkpoint):
