@@ -12,8 +12,8 @@ from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.load import add_side_network, quiet_libraries
-from cria_tricks.tricks.side_network import SideBlock
 from cria_tricks.tricks import flash_decoding
+from cria_tricks.tricks.side_network import SideBlock
 
 
 def open_folder(folder: str | Path) -> tuple[Any, Any]:

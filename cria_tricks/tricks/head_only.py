@@ -6,16 +6,41 @@ Claim    reparametrised: identical to the base at step 0; only the last matrix m
 Needs    nothing
 Breaks   tasks that need new features: a linear layer on old ones is all that is learnt
 Sources  Yosinski et al. 2014, arXiv:1411.1792, sec. 2 (frozen features, a new last layer)
-Ours     the switch; peft keeps the copy and saves it like an adapter
+Ours     a fixed model below, a trained matrix above; peft keeps the copy and saves it like an adapter
 
-Shapes: head (V, D).
+Shapes: features (B, T, D), head (V, D).
 """
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
 SWITCHES = ("peft=head",)
 CLAIM = "reparametrised"
+
+
+class HeadOnly(nn.Module):
+    """A trained copy of the head over frozen features.
+
+    Args:
+        features: the model below the head; it is frozen here.
+        head_VD: the head's matrix, shape (V, D). The copy is its own, also where the embedding is the same matrix: a
+            step of the head must not move what the features are made of.
+    """
+
+    def __init__(self, features: nn.Module, head_VD: torch.Tensor):
+        super().__init__()
+        self.features = features.requires_grad_(False)
+        self.head_VD = nn.Parameter(head_VD.detach().clone().float())
+
+    def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+        """Logits, shape (B, T, V); no block keeps anything, since the backward pass ends at the features."""
+        with torch.no_grad():
+            features_BTD = self.features(*arguments)
+        return F.linear(features_BTD.float(), self.head_VD)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -1,4 +1,4 @@
-"""Side network: the base at first, bit for bit; a copy that learns beside frozen blocks; saved and loaded like an adapter."""
+"""Side network: the base at first, bit for bit; a copy that learns beside frozen blocks; saved like an adapter."""
 
 import pytest
 import torch
