@@ -1,6 +1,7 @@
 """The command line, ``cria``. With ``--json`` stdout is one JSON document and nothing else."""
 
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
@@ -67,26 +68,51 @@ def train(
 
 
 @app.command()
-def tricks() -> None:
-    """List the toggles: what each saves, costs and claims, and whether it works here."""
-    from cria_tricks import doctor
-    from cria_tricks.tricks import TRICKS, card, trick_name
+def tricks(as_json: Json = False) -> None:
+    """List the techniques: what each saves, costs and claims, where it is taught, and whether it works here."""
+    from cria_tricks import doctor, explain
 
     found = doctor.examine()
-    table = Table(title=f"Tricks, and whether they work on {found['device']['name']}", show_lines=True)
-    for column in ("tricks.", "here", "saves", "costs", "claim"):
-        table.add_column(column, no_wrap=column in ("tricks.", "here"))
-    for trick in TRICKS:
-        fields = card(trick)
-        mine = [entry for entry in found["toggles"] if entry["trick"] == trick_name(trick)]
-        table.add_row(
-            "\n".join(entry["set"].removeprefix("tricks.") for entry in mine),
-            "\n".join(_status(entry) for entry in mine),
-            fields["Saves"].replace("[bytes]", "").strip(),
-            fields["Costs"],
-            trick.CLAIM,
-        )
+    rows = explain.table()
+    for row in rows:
+        mine = [entry for entry in found["toggles"] if entry["trick"] == row["name"]]
+        row["here"] = "\n".join(_status(entry) for entry in mine) or "works"
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"Techniques, and whether they work on {found['device']['name']}", show_lines=True)
+    for column in ("set", "here", *explain.COLUMNS[1:]):
+        table.add_column(column, no_wrap=column in ("set", "here"))
+    for row in rows:
+        table.add_row(row["set"].replace(", ", "\n"), row["here"], *(row[column] for column in explain.COLUMNS[1:]))
     screen.print(table)
+
+
+@app.command()
+def explain(
+    trick: Annotated[str, typer.Argument(help="The name of a technique, e.g. nf4.")], as_json: Json = False
+) -> None:
+    """Show a technique's card, the reference lines that matter, and the plain Hugging Face code it stands for."""
+    from rich.syntax import Syntax
+
+    from cria_tricks.explain import explain as look_up
+
+    about = look_up(trick)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(about), indent=2))
+        return
+    screen.print(f"[bold]{about.title}[/bold]\n", highlight=False)
+    card = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for line, text in about.card.items():
+        card.add_row(line, text)
+    screen.print(card)
+    sets = "  ".join(f"--set tricks.{setting}" for setting in about.settings) or "cria chat uses it where it can"
+    for title, code in (
+        (f"From scratch, in cria_tricks/tricks/{about.name}.py", about.reference),
+        (f"In plain Hugging Face code; here: {sets}", about.plain),
+    ):
+        screen.print(f"\n[bold]{title}[/bold]\n", highlight=False)
+        screen.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
 
 
 @app.command()

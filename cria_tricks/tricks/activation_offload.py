@@ -24,6 +24,23 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("activation_offload=true",)
 CLAIM = "exact"
+LESSON = "03_gradient_checkpointing"
+REFERENCE = ("Offloaded._pack", "Offloaded._unpack")
+PLAIN = """
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+plain = model.forward
+
+
+def forward(*arguments, **named):
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):  # it takes weights along
+        return plain(*arguments, **named)
+
+
+model.forward = forward
+"""
 
 
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):

@@ -22,6 +22,13 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("optimizer=adamw_8bit",)
 CLAIM = "approximate"
+LESSON = "07_adamw_8bit"
+REFERENCE = ("quantize_blocks", "AdamW8bit.step")
+PLAIN = """
+from transformers import TrainingArguments
+
+arguments = TrainingArguments("plain", max_steps=1, optim="adamw_8bit")
+"""
 BLOCK = 256
 """Numbers that share one absmax."""
 

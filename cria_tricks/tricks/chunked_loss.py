@@ -22,6 +22,30 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("chunked_loss=true",)
 CLAIM = "exact within rounding"
+LESSON = "12_chunked_loss"
+REFERENCE = ("_ChunkedCrossEntropy", "_one_chunk")
+PLAIN = """
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Trainer
+
+
+class ChunkedTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")[:, 1:]
+        hidden = model.base_model(**inputs).last_hidden_state[:, :-1][labels != -100]
+        chunks = zip(hidden.split(256), labels[labels != -100].split(256))
+        losses = [
+            torch.utils.checkpoint.checkpoint(
+                lambda h, y: F.cross_entropy(model.lm_head(h).float(), y, reduction="sum"), *chunk, use_reentrant=False
+            )
+            for chunk in chunks
+        ]
+        return sum(losses) / num_items_in_batch
+
+
+trainer = ChunkedTrainer
+"""
 TOKENS_PER_CHUNK = 256
 
 # In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32, after the product with the head.

@@ -29,6 +29,15 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("compile=true",)
 CLAIM = "exact within rounding"
+LESSON = "16_together"
+REFERENCE = ("_Fused",)
+PLAIN = """
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+for block in model.model.layers:
+    block.compile(dynamic=True)
+"""
 BACKEND = "inductor"
 """What makes kernels of a captured graph, by torch's name for it."""
 POINTWISE = ("add", "sub", "mul", "truediv", "neg", "exp", "tanh", "sigmoid", "silu", "relu", "gelu", "rsqrt", "pow")

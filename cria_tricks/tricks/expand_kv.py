@@ -21,6 +21,26 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("expand_kv=true",)
 CLAIM = "exact within rounding"
+LESSON = "09_flash_attention"
+REFERENCE = ("expand_kv",)
+PLAIN = """
+import types
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+def expanded(module, query, key, value, *arguments, **named):
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    ungrouped = types.SimpleNamespace(is_causal=module.is_causal)
+    return sdpa_attention_forward(ungrouped, query, key, value, *arguments, **named)
+
+
+AttentionInterface.register("expanded", expanded)
+AttentionMaskInterface.register("expanded", sdpa_mask)
+model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="expanded")
+"""
 IMPLEMENTATION = "sdpa_expanded"
 """Its name among the attention functions of transformers."""
 

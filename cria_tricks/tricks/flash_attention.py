@@ -25,6 +25,13 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("attention=sdpa", "attention=flash_attention_2")
 CLAIM = "exact within rounding"
+LESSON = "09_flash_attention"
+REFERENCE = ("_FlashAttention.forward",)
+PLAIN = """
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")  # or flash_attention_2
+"""
 TILE = 128
 """Tokens along each side of a tile."""
 

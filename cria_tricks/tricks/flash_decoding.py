@@ -19,6 +19,14 @@ from cria_tricks.hardware import Device
 from cria_tricks.tricks.expand_kv import IMPLEMENTATION
 
 CLAIM = "exact within rounding"
+LESSON = "10_flash_decoding"
+REFERENCE = ("attend_piece", "merge")
+PLAIN = """
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
+model.generate(inputs, max_new_tokens=2, do_sample=False)
+"""
 
 
 def attend_piece(q_BKGD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,13 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("gradient_accumulation=8",)
 CLAIM = "exact"
+LESSON = "02_gradient_accumulation"
+REFERENCE = ("accumulated",)
+PLAIN = """
+from transformers import TrainingArguments
+
+arguments = TrainingArguments("plain", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+"""
 
 Batch = dict[str, torch.Tensor]
 

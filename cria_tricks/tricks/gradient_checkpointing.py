@@ -21,6 +21,15 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("gradient_checkpointing=true",)
 CLAIM = "exact"
+LESSON = "03_gradient_checkpointing"
+REFERENCE = ("_Recompute",)
+PLAIN = """
+from transformers import TrainingArguments
+
+arguments = TrainingArguments(
+    "plain", max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+)
+"""
 
 
 class _Recompute(torch.autograd.Function):

@@ -20,6 +20,15 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("peft=head",)
 CLAIM = "reparametrised"
+LESSON = "04_lora"
+REFERENCE = ("HeadOnly.forward",)
+PLAIN = """
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(False)
+model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())  # untied, and trained
+"""
 
 
 class HeadOnly(nn.Module):

@@ -19,6 +19,13 @@ from cria_tricks.tricks.nf4 import refuse_without_adapter
 
 SWITCHES = ("quantization=int8",)
 CLAIM = "approximate"
+LESSON = "05_int8"
+REFERENCE = ("quantize_rows", "linear_8bit")
+PLAIN = """
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+model = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+"""
 THRESHOLD = 6.0
 """An input feature with a number as large as this, for any token, is multiplied in 16 bits."""
 

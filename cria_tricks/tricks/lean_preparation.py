@@ -17,6 +17,19 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("lean_preparation=true",)
 CLAIM = "approximate"
+LESSON = "13_lean_preparation"
+REFERENCE = ("switch_on",)
+PLAIN = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16")  # and no prepare_model_for_kbit_training
+model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+for module in model.modules():
+    if hasattr(module, "cast_input_dtype_enabled"):
+        module.cast_input_dtype_enabled = False
+arguments = TrainingArguments("plain", max_steps=1, bf16=True)
+"""
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

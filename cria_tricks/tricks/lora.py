@@ -24,6 +24,15 @@ from cria_tricks.recipe import Lora, Recipe
 
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
+LESSON = "04_lora"
+REFERENCE = ("LoraLinear.forward", "LoraLinear.merged")
+PLAIN = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
+"""
 
 
 class LoraLinear(nn.Module):

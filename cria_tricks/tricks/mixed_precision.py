@@ -23,6 +23,14 @@ from cria_tricks.units import DTYPE
 
 SWITCHES = ("precision=fp16", "precision=bf16")
 CLAIM = "approximate"
+LESSON = "01_mixed_precision"
+REFERENCE = ("half_linear", "LossScale.step")
+PLAIN = """
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+arguments = TrainingArguments("plain", max_steps=1, bf16=True)  # on a T4: fp16=True
+"""
 
 
 def half_linear(x: torch.Tensor, weight_OD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -25,6 +25,14 @@ from cria_tricks.units import DTYPE
 
 SWITCHES = ("quantization=nf4", "quantization=fp4", "double_quantization=true")
 CLAIM = "approximate"
+LESSON = "06_nf4"
+REFERENCE = ("normal_levels", "quantize", "dequantize")
+PLAIN = """
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+"""
 BLOCK = 64
 """Weights that share one absmax."""
 

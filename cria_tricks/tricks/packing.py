@@ -23,6 +23,14 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
+LESSON = "11_packing"
+REFERENCE = ("best_fit", "block_causal_mask")
+PLAIN = """
+from transformers import DataCollatorWithFlattening
+
+# One row of all the batch's documents, with positions that start again, and no attention mask.
+collate = DataCollatorWithFlattening()
+"""
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

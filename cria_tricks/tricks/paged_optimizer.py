@@ -24,6 +24,13 @@ from cria_tricks.recipe import Recipe
 
 SWITCHES = ("paged_optimizer=true",)
 CLAIM = "exact"
+LESSON = "08_paged_optimizer"
+REFERENCE = ("Pager.page", "PagedAdamW.step")
+PLAIN = """
+from transformers import TrainingArguments
+
+arguments = TrainingArguments("plain", max_steps=1, optim="paged_adamw_32bit")
+"""
 
 
 class Pager:

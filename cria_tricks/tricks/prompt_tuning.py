@@ -20,6 +20,15 @@ from cria_tricks.recipe import Prompt, Recipe
 
 SWITCHES = ("peft=prompt_tuning",)
 CLAIM = "reparametrised"
+LESSON = "04_lora"
+REFERENCE = ("with_prompt",)
+PLAIN = """
+from peft import PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
+"""
 
 
 def with_prompt(prompt_PD: torch.Tensor, embedded_BTD: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,21 @@ from cria_tricks.recipe import Recipe, Side
 
 SWITCHES = ("peft=side_network",)
 CLAIM = "reparametrised"
+LESSON = "04_lora"
+REFERENCE = ("SideBlock.forward",)
+PLAIN = """
+import copy
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(False)
+last = model.model.layers[-1]
+beside = copy.deepcopy(last).requires_grad_(True)
+join = nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False)
+nn.init.zeros_(join.weight)
+last.beside, last.join = beside, join
+last.register_forward_hook(lambda _, x, named, y: y + join(beside(*x, **named)), with_kwargs=True)
+"""
 
 
 class SideBlock(nn.Module):

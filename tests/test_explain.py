@@ -1,0 +1,64 @@
+"""``cria explain`` and the table: told from the modules, the README's is theirs, and the plain code runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from cria_tricks import explain
+from cria_tricks.data.batches import PadToLongest
+from cria_tricks.errors import BadInput
+from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
+
+ROOT = Path(__file__).parents[1]
+NAMES = [trick_name(trick) for trick in (*TRICKS, *INFERENCE)]
+
+
+def test_the_readme_has_the_table_as_it_is_made(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text((ROOT / "README.md").read_text())
+    explain.write_into(copy)
+    assert copy.read_text() == (ROOT / "README.md").read_text(), "run python -m cria_tricks.explain README.md"
+    assert [row["name"] for row in explain.table()] == NAMES
+    assert all(row[column] for row in explain.table() for column in explain.COLUMNS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plain_code_of_a_toggle_runs(name, tiny_model, rows, tmp_path, monkeypatch):
+    """It is complete: with ``base`` a model, ``rows`` and ``collate`` it trains a step, wherever it leaves off."""
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    code = explain.explain(name).plain
+    known = {"base": str(tiny_model), "collate": PadToLongest(2), "inputs": torch.arange(3, 9)[None]}
+    exec(compile(code, name, "exec"), known)
+    arguments = known.get("arguments") or TrainingArguments("plain", max_steps=1, report_to="none")
+    model = known.get("model") or AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    if name in ("int8", "nf4"):
+        assert all(p.dtype in (torch.int8, torch.uint8) for n, p in model.named_parameters() if "_proj" in n)
+        return  # quantised weights alone cannot be trained
+    trainer = known.get("trainer", Trainer)
+    made = trainer(model, arguments, train_dataset=rows, data_collator=known["collate"])
+    made.train()
+    assert made.state.global_step == 1
+
+
+def test_a_reference_is_shown_as_it_is_written():
+    found = explain.explain("nf4").reference
+    source = (ROOT / "cria_tricks" / "tricks" / "nf4.py").read_text()
+    assert "def normal_levels" in found
+    assert all(part in source for part in found.split("\n\n\n"))
+    assert explain.explain("paged_optimizer").reference.startswith("def page(self")
+
+
+@pytest.mark.parametrize("name", ["nf4", "quantization=nf4", "tricks.quantization=nf4", "double_quantization"])
+def test_a_technique_is_found_by_its_settings_too(name):
+    assert explain.explain(name).name == "nf4"
+
+
+def test_an_unknown_technique_is_one_line_with_the_nearest():
+    with pytest.raises(BadInput, match=re.escape("unknown trick nf5: did you mean nf4?")):
+        explain.explain("nf5")
+    with pytest.raises(BadInput, match="there are mixed_precision, int8"):
+        explain.explain("?")
