@@ -37,12 +37,16 @@ def stamp(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def write(case: str, result: dict[str, Any], results: Path | None = None) -> Path:
-    """Write ``results/DEVICE/CASE.json``, where DEVICE is ``cpu`` or the card's name."""
+def path_of(case: str, results: Path | None = None) -> Path:
+    """Name ``results/DEVICE/CASE.json``, where DEVICE is ``cpu`` or the card's name."""
     device = this_device()
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower().removeprefix("nvidia")).strip("-")
-    folder = (results or HERE / "results") / ("cpu" if device.kind == "cpu" else name)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case}.json"
+    return (results or HERE / "results") / ("cpu" if device.kind == "cpu" else name) / f"{case}.json"
+
+
+def write(case: str, result: dict[str, Any], results: Path | None = None) -> Path:
+    """Write a result file, and say where."""
+    path = path_of(case, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     return path

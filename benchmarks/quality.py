@@ -1,0 +1,125 @@
+"""Quality beside memory: the same short run with one thing changed, three seeds each, held-out loss and peak bytes.
+
+    python -m benchmarks.quality --data ../shared/data/kwanzaa          # the real rows: hours on two cores
+    python -m benchmarks.quality --only nf4 --only fp32 --seeds 1       # some of it, on our own rows
+    python -m benchmarks.quality --show                                 # the table of what is there
+
+SmolLM2-135M, LoRA r = 16 on all linears, one row a step. A case that is in the result file already is not run again,
+so the run may be stopped and begun again. Writes ``benchmarks/results/DEVICE/quality.json``.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import path_of, stamp, write
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+from cria_tricks.units import human
+
+BASE = (
+    "name=quality",
+    "model=smollm2",
+    "data.max_length=512",
+    "tricks.attention=sdpa",
+    "train.max_steps=24",
+    "train.learning_rate=5e-4",
+    "train.eval_steps=1000",
+    "train.save_steps=1000",
+    "train.save_minutes=0",
+)
+LORA = ("tricks.peft=lora",)
+NUMBERS = {
+    "fp32": LORA,
+    "bf16": (*LORA, "tricks.precision=bf16"),
+    "int8": (*LORA, "tricks.quantization=int8"),
+    "fp4": (*LORA, "tricks.quantization=fp4"),
+    "nf4": (*LORA, "tricks.quantization=nf4"),
+    "nf4 + double": (*LORA, "tricks.quantization=nf4", "tricks.double_quantization=true"),
+    "adamw_8bit": (*LORA, "tricks.optimizer=adamw_8bit"),
+    "bf16 + nf4": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4"),
+    "bf16 + nf4 + lean": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4", "tricks.lean_preparation=true"),
+}
+"""What changes the numbers; each against fp32, lean against the same without."""
+WHAT_TRAINS = {
+    "dora": (*LORA, "lora.dora=true"),
+    "rslora": (*LORA, "lora.rslora=true"),
+    "prompt_tuning": ("tricks.peft=prompt_tuning", "train.learning_rate=3e-2"),
+    "head": ("tricks.peft=head",),
+    "side_network": ("tricks.peft=side_network",),
+}
+"""What trains; LoRA is the case fp32. A prompt has its own learning rate, as its 9,216 numbers need one."""
+CASES = NUMBERS | WHAT_TRAINS
+
+
+def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
+    """Train one case with one seed; what it reached and what it took."""
+    rows = [f"data.{part}={data / f'kwanzaa_{part}.jsonl'}" for part in ("train", "eval")] if data else []
+    recipe = with_settings(Recipe(), [*BASE, *rows, *CASES[case], f"train.seed={seed}"])
+    with tempfile.TemporaryDirectory() as folder:
+        report = train(recipe, Path(folder) / "run")
+    gc.collect()
+    keys = ("eval_loss_before", "eval_loss_after", "train_loss", "peak_bytes", "seconds", "trained_tokens_per_second")
+    return {key: report[key] for key in keys} | {
+        "case": case,
+        "seed": seed,
+        "trainable": report["parameters"]["trainable"],
+        "data": report["data"]["train"],
+    }
+
+
+def show(runs: list[dict[str, Any]]) -> Table:
+    """One row a case: mean and spread over the seeds, and the difference from fp32 seed by seed."""
+    drawn = Table(title="held-out loss after 24 steps, mean per trained token")
+    for column in ("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights", "s/step"):
+        drawn.add_column(column, justify="left" if column == "case" else "right")
+    plain = {r["seed"]: r["eval_loss_after"] for r in runs if r["case"] == "fp32"}
+    for case in CASES:
+        mine = [r for r in runs if r["case"] == case]
+        if not mine:
+            continue
+        losses = [r["eval_loss_after"] for r in mine]
+        apart = [r["eval_loss_after"] - plain[r["seed"]] for r in mine if r["seed"] in plain]
+        drawn.add_row(
+            case,
+            str(len(mine)),
+            f"{statistics.mean(losses):.4f}",
+            f"{max(losses) - min(losses):.4f}",
+            f"{statistics.mean(apart):+.4f} ({min(apart):+.4f} to {max(apart):+.4f})" if apart else "",
+            human(max(r["peak_bytes"] for r in mine)),
+            f"{mine[0]['trainable']:,}",
+            f"{statistics.median(r['seconds'] for r in mine) / 24:.1f}",
+        )
+    return drawn
+
+
+def main() -> None:
+    """Run what is missing, and show all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder with kwanzaa_train.jsonl and kwanzaa_eval.jsonl")
+    parser.add_argument("--only", action="append", choices=CASES, help="cases; all when left out")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
+    chosen = parser.parse_args()
+    path, console = path_of("quality", chosen.results), Console()
+    runs = json.loads(path.read_text())["runs"] if path.is_file() else []
+    done = {(r["case"], r["seed"]) for r in runs}
+    for seed in range(0 if chosen.show else chosen.seeds):
+        for case in chosen.only or CASES:
+            if (case, seed) not in done:
+                runs.append(run(case, seed, chosen.data))
+                write("quality", stamp(with_settings(Recipe(), BASE)) | {"runs": runs}, chosen.results)
+                console.print(f"{case}, seed {seed}: {runs[-1]['eval_loss_after']:.4f}", highlight=False)
+    console.print(show(runs))
+
+
+if __name__ == "__main__":
+    main()
