@@ -4,7 +4,9 @@ Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight              
 Costs    a little rounding in every step; both moments are unpacked and packed again
 Claim    approximate: each moment moves to the nearest of 256 dynamic levels of its block
 Needs    bitsandbytes; matrices of at least 4,096 elements (smaller ones stay in 32 bits)
-Breaks   very small adapters: nothing is left to save
+Breaks   very small adapters: nothing is left to save. A block whose gradients differ by more than a few thousand: the
+         small ones' second moments become zero, and their weights run away (on a CPU bitsandbytes is saved by chance:
+         its table of 65,536 entries rounds them up)
 Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise quantisation) and app. F.1 (dynamic levels);
          Dettmers 2015, arXiv:1511.04561, sec. 2.3
 Ours     levels, blocks and the step in plain torch; bitsandbytes does all three in one kernel
