@@ -13,7 +13,6 @@ from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_pa
 from cria_tricks.hardware import this_device
 from cria_tricks.load import add_side_network, quiet_libraries
 from cria_tricks.tricks import flash_decoding
-from cria_tricks.tricks.side_network import SideBlock
 
 
 def open_folder(folder: str | Path) -> tuple[Any, Any]:
@@ -94,8 +93,7 @@ def answer(
             **prompt,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            # A side network's copies would write into the cache of the blocks that they stand beside.
-            use_cache=not any(isinstance(module, SideBlock) for module in model.modules()),
+            use_cache=model.config.use_cache,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             streamer=streamer,
         )

@@ -223,6 +223,9 @@ def add_side_network(model: Any, blocks: int) -> Any:
         BadInput: if the model has fewer, or none that can be told.
     """
     model.requires_grad_(False)
+    # A copy would write its keys and values into the cache of the block that it stands beside.
+    model.config.use_cache = model.generation_config.use_cache = False
+    model._hf_peft_config_loaded = True  # or transformers refuses to train beside quantised blocks
     layers = getattr(model.base_model, "layers", None)
     if layers is None or len(layers) < blocks:
         found = "no list of them" if layers is None else f"{len(layers)}"

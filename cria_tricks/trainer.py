@@ -285,7 +285,9 @@ class SharedTrainer(ResumableTrainer):
         return model(**batch, num_items_in_batch=1).loss.float()
 
     def _chunked_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
+        causal_lm = self.accelerator.unwrap_model(model)
+        if hasattr(causal_lm, "get_base_model"):  # below peft's wrapper
+            causal_lm = causal_lm.get_base_model()
         with self.accelerator.autocast():
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head

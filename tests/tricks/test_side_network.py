@@ -76,7 +76,8 @@ def test_switch(quantization, tiny_model, tokenizer, rows, tmp_path):
     restored = {name: p for name, p in again.named_parameters() if name in saved}
     assert all(torch.equal(restored[name], tensor) for name, tensor in saved.items())
     if quantization == "none":
-        assert torch.equal(again(input_ids=ids).logits, loaded.model.eval()(input_ids=ids).logits)
+        expected = loaded.model.eval()(input_ids=ids).logits
+        torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0, atol=1e-5)  # sdpa against eager
 
 
 def test_resumed_it_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
