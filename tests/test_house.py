@@ -44,6 +44,14 @@ def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
     assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
 
 
+@by_name
+def test_a_trick_has_a_proof_a_lesson_and_plain_code_under_its_own_name(trick: ModuleType):
+    assert (Path(__file__).parent / "tricks" / f"test_{trick_name(trick)}.py").is_file()
+    assert trick.LESSON[:2].isdigit()
+    assert trick.REFERENCE
+    assert trick.PLAIN.strip()
+
+
 def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
     for trick in TRICKS:
         assert trick.SWITCHES

@@ -27,6 +27,7 @@ CLAIM = "exact"
 LESSON = "03_gradient_checkpointing"
 REFERENCE = ("Offloaded._pack", "Offloaded._unpack")
 PLAIN = """
+import functools
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +35,7 @@ model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 plain = model.forward
 
 
+@functools.wraps(plain)
 def forward(*arguments, **named):
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):  # it takes weights along
         return plain(*arguments, **named)

@@ -20,6 +20,7 @@ CLAIM = "approximate"
 LESSON = "13_lean_preparation"
 REFERENCE = ("switch_on",)
 PLAIN = """
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -28,7 +29,7 @@ model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="
 for module in model.modules():
     if hasattr(module, "cast_input_dtype_enabled"):
         module.cast_input_dtype_enabled = False
-arguments = TrainingArguments("plain", max_steps=1, bf16=True)
+arguments = TrainingArguments("plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available())
 """
 
 

@@ -26,10 +26,12 @@ CLAIM = "approximate"
 LESSON = "01_mixed_precision"
 REFERENCE = ("half_linear", "LossScale.step")
 PLAIN = """
+import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-arguments = TrainingArguments("plain", max_steps=1, bf16=True)  # on a T4: fp16=True
+# On a T4: fp16=True.
+arguments = TrainingArguments("plain", max_steps=1, bf16=True, use_cpu=not torch.cuda.is_available())
 """
 
 
