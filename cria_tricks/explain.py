@@ -73,7 +73,7 @@ def _explained(trick: ModuleType) -> Explained:
         title=fields["title"],
         card={line: fields[line] for line in CARD},
         settings=getattr(trick, "SWITCHES", ()),
-        reference="\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
+        reference="\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
         plain=trick.PLAIN.strip(),
         lesson=trick.LESSON,
     )

@@ -177,6 +177,7 @@ def test_chat_reads_questions_until_an_empty_line(run_cria, few_rows, tmp_path, 
         (["train", "smok"], "did you mean smoke?"),
         (["train", "none.toml"], "cannot be read"),
         (["train", "--set", "tricks.quantization=nf5"], "did you mean nf4?"),
+        (["explain", "nf5"], "did you mean nf4?"),
         (["train", "--set", "data.train=none.jsonl"], "data.train=none.jsonl: no such file"),
         (["train", "--set", "tricks.attention=flash_attention_2"], "use tricks.attention=sdpa"),
         (["train", "--set", "tricks.peft=none"], "set tricks.peft=lora"),
@@ -279,7 +280,22 @@ def test_doctor_and_tricks(run_cria):
     assert all(f"{row}: {kernel}" in stdout for row, kernel in found["attention"].items())
     code, stdout, _ = run_cria("tricks")
     assert code == 0
-    assert stdout.count("works") == sum(entry["status"] == "works" for entry in found["toggles"])
+    answering = 1  # flash_decoding has no toggle, and works everywhere
+    assert stdout.count("works") == sum(entry["status"] == "works" for entry in found["toggles"]) + answering
+    code, stdout, _ = run_cria("tricks", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(stdout)][:3] == ["mixed_precision", "int8", "nf4"]
+
+
+def test_explain(run_cria):
+    code, stdout, _ = run_cria("explain", "nf4")
+    assert code == 0
+    assert "from scratch" in stdout.lower()
+    assert "def normal_levels" in stdout
+    assert "bnb_4bit_quant_type" in stdout
+    code, stdout, _ = run_cria("explain", "quantization=int8", "--json")
+    assert code == 0
+    assert json.loads(stdout)["name"] == "int8"
 
 
 def test_doctor_knows_a_t4():
@@ -301,7 +317,7 @@ def test_help_names_the_commands():
         [sys.executable, "-m", "cria_tricks.cli", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
-    for command in ("train", "tricks", "doctor", "chat", "verify"):
+    for command in ("train", "tricks", "explain", "doctor", "chat", "verify"):
         assert command in done.stdout
 
 

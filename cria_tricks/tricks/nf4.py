@@ -95,12 +95,8 @@ def quantize(weight: torch.Tensor, levels: torch.Tensor, double_quantization: bo
     if not double_quantization:
         return Quantized(packed, absmax)
     mean = absmax.mean()
-    return Quantized(packed, *_second(absmax - mean, mean))
-
-
-def _second(centred: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes, absmax = quantize_blocks(centred, dynamic_levels(signed=True))
-    return codes, mean, absmax
+    codes, absmax_of_absmax = quantize_blocks(absmax - mean, dynamic_levels(signed=True))
+    return Quantized(packed, codes, mean, absmax_of_absmax)
 
 
 def dequantize(quantized: Quantized, levels: torch.Tensor) -> torch.Tensor:
