@@ -49,3 +49,6 @@ ACCUMULATED_GRADIENT = 1e-6  # 1.6e-7 on the toy, 5.8e-7 on the tiny Llama, whos
 # compile: results and gradients of pointwise chains, up to 8; a model's mean loss near 6.
 COMPILED = 1e-5  # noise 9.5e-7
 COMPILED_MODEL = 1e-5  # noise 9.5e-7
+
+# trajectories: losses near 5 over 20 steps. A last bit of the adapters' first weights turned moves them by 3.8e-6.
+TRAJECTORY = 6e-5  # noise 2.6e-5, all toggles together, which round otherwise in every operation
