@@ -12,7 +12,7 @@ train: $(READY)
 	$(VENV)/bin/cria train smoke
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # Needs a CUDA card. The output is kept: which kernels ran, and how many bytes were where.
 test-gpu: $(READY)

@@ -29,7 +29,7 @@ from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged, Interrupted
-from cria_tricks.hardware.kernels import attention_kernel
+from cria_tricks.hardware.kernels import WatchAttention
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
@@ -64,7 +64,7 @@ class Run:
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
         train_rows: rows of an epoch, packed ones when they were packed.
-        attention_kernel: what :func:`cria_tricks.hardware.kernels.attention_kernel` called the one that ran.
+        attention_kernel: the one that ran, as :class:`cria_tricks.hardware.kernels.WatchAttention` names it.
     """
 
     history: list[dict[str, Any]]
@@ -195,7 +195,8 @@ class SharedTrainer(ResumableTrainer):
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
-            loss = self.loss_sum(model, inputs) / num_items_in_batch
+            loss_sum = self.loss_sum if self.attention_kernel else self._first_loss_sum
+            loss = loss_sum(model, inputs) / num_items_in_batch
         self.moment = "backward pass"
         return loss
 
@@ -205,8 +206,6 @@ class SharedTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
-        self.moment = "forward pass"
-        self.attention_kernel = self.attention_kernel or self._name_attention_kernel(model, inputs)
         with self.step.watching(inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
@@ -269,16 +268,20 @@ class SharedTrainer(ResumableTrainer):
             )
         return norm
 
-    def _name_attention_kernel(self, model: Any, inputs: dict[str, torch.Tensor]) -> str:
-        """Run one forward pass more, once a process, with what picks the kernel: mask, shapes, autocast, gradients.
-
-        Compiled blocks run as they were before, since a compiled call would not be compiled while it is watched; they
-        end in the same kernels of attention. No random number moves.
-        """
-        model.train()
-        inputs, devices = self._prepare_inputs(inputs), [0] if self.plan.device.kind == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
-            return attention_kernel(lambda: self.loss_sum(model, inputs))
+    def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Once a process, see which attention kernel runs."""
+        if self.plan.compiled:
+            # A compiled block would not be compiled if its first call were watched. So it runs once more as it was
+            # before, with what picks the kernel: mask, shapes, autocast, gradients. No random number moves.
+            devices = [0] if self.plan.device.kind == "cuda" else []
+            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), WatchAttention() as watch:
+                self.loss_sum(model, inputs)
+            self.attention_kernel = watch.kernel
+            return self.loss_sum(model, inputs)
+        with WatchAttention() as watch:
+            loss = self.loss_sum(model, inputs)
+        self.attention_kernel = watch.kernel
+        return loss
 
     def _full_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         # transformers divides its summed loss by num_items_in_batch: 1 leaves the sum.

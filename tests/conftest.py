@@ -10,7 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_configure(config):
-    """Everything but ``-m gpu`` runs on the CPU, on a machine with a card too."""
+    """Everything but ``-m gpu`` runs on the CPU, on a machine with a card too; side by side with a core each."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "gpu" not in (config.option.markexpr or ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
 

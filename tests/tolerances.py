@@ -50,6 +50,9 @@ ACCUMULATED_GRADIENT = 1e-6  # 1.6e-7 on the toy, 5.8e-7 on the tiny Llama, whos
 COMPILED = 1e-5  # noise 9.5e-7
 COMPILED_MODEL = 1e-5  # noise 9.5e-7
 
+# trajectories: losses near 5 over 20 steps. A last bit of the adapters' first weights turned moves them by 3.8e-6.
+TRAJECTORY = 6e-5  # noise 2.6e-5, all toggles together, which round otherwise in every operation
+
 # adamw_8bit: how much further than the nearest level bitsandbytes may go on a CPU, over a block's largest number.
 ADAMW_8BIT_TABLE = 2**-15  # noise 3.04e-5 of 3.05e-5: the width of one of its table's 65,536 entries
 # adamw_8bit: weights after 200 steps against 32 bits, over their length: a bound of the technique, not of rounding.

@@ -20,10 +20,20 @@ KERNELS = {
 _COMPOSITE = ("scaled_dot_product_attention", "_scaled_dot_product_attention_math")
 
 
-class _Watch(TorchDispatchMode):
+class WatchAttention(TorchDispatchMode):
+    """See which attention kernel computes inside this context, in a single operation or a whole model."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self._seen: set[str] = set()
+
+    @property
+    def kernel(self) -> str:
+        """``"flash"``, ``"memory-efficient"``, ``"cudnn"`` or ``"math"``; several joined by ``+`` when they differ.
+
+        ``"none"`` when no such kernel ran, as in the attention that transformers calls eager.
+        """
+        return "+".join(sorted(self._seen)) or "none"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -31,22 +41,14 @@ class _Watch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         if name in KERNELS:
-            self.seen.add(KERNELS[name])
+            self._seen.add(KERNELS[name])
         elif func.namespace.startswith("flash_attn"):  # the package's own operations
-            self.seen.add("flash")
+            self._seen.add("flash")
         return func(*args, **(kwargs or {}))
 
 
 def attention_kernel(call: Callable[[], Any]) -> str:
-    """Run a call and name the attention kernel that computed in it.
-
-    Args:
-        call: anything that runs attention in torch, a single operation or a whole model.
-
-    Returns:
-        ``"flash"``, ``"memory-efficient"``, ``"cudnn"`` or ``"math"``; several joined by ``+`` when they differ
-        within the call; ``"none"`` when no such kernel ran, as in the attention that transformers calls eager.
-    """
-    with _Watch() as watch:
+    """Run a call and name the attention kernel that computed in it."""
+    with WatchAttention() as watch:
         call()
-    return "+".join(sorted(watch.seen)) or "none"
+    return watch.kernel
