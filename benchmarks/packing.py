@@ -130,8 +130,8 @@ def main() -> None:
         model = chosen.model or slice_of_smollm2(Path(folder))
         recipe = with_settings(Recipe(), [f"model={model}", *BASE, "train.save_minutes=0", *chosen.settings])
         result = compare(recipe, chosen.pairs, chosen.documents, console)
-    named = {"model": chosen.model or "2 of SmolLM2's 30 blocks, a twelfth of its vocabulary, random weights"}
-    path = write("packing", stamp(recipe) | named | result, chosen.results)
+    named = chosen.model or "2 of SmolLM2's 30 blocks, a twelfth of its vocabulary, random weights"
+    path = write("packing", stamp(recipe.model_copy(update={"model": named})) | result, chosen.results)
     console.print(json.dumps(result["packed_over_padded"]), f"wrote {path}", sep="\n", highlight=False)
 
 
