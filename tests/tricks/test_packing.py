@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import benchmarks
 from cria_tricks.data.batches import PadToLongest, real_tokens
+from cria_tricks.data.tokens import IGNORED
 from cria_tricks.tricks.packing import best_fit, block_causal_mask, documents, pack
 from tests.helpers import prepare, train
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS
@@ -23,6 +24,17 @@ def collated(rows, capacity=64):
 def logits(model, batch, **more):
     with torch.no_grad():
         return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **more).logits
+
+
+def test_the_first_label_of_each_document_is_masked():
+    """Also where a prompt does not mask it anyway: the token before it belongs to another document."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+    (row,) = pack(rows, 8)
+    assert row == {
+        "input_ids": [5, 6, 7, 8, 9],
+        "labels": [IGNORED, 6, 7, IGNORED, 9],
+        "position_ids": [0, 1, 2, 0, 1],
+    }
 
 
 def test_math(rows):
