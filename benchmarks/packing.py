@@ -1,13 +1,13 @@
 """Packing against padding: the same documents of the real lengths in both, so equal trained tokens in a step.
 
-    python -m benchmarks.packing                                     # a slice of SmolLM2, 3 pairs of all 107
-    python -m benchmarks.packing --model smollm2 --documents 12 --pairs 1    # all of it takes 10 minutes on two cores
+    python -m benchmarks.packing                                # a slice of SmolLM2, 3 pairs of all 107: 10 minutes
+    python -m benchmarks.packing --model smollm2 --documents 12 --pairs 1                 # all of it, on two cores
 
 One pair takes the next documents of the shuffled set through one optimizer step: once as padded batches of 4 rows,
 once packed into rows of ``data.max_length`` tokens, in batches of 4 as well. Timed are the forward and backward
 passes and the optimizer. Who goes first changes from pair to pair. Fewer documents pack less well.
-The slice has SmolLM2's width, 2 of its 30 blocks and a twelfth of its vocabulary: a token costs a thirteenth, with
-about the same share of it in the head. Writes ``benchmarks/results/DEVICE/packing.json``.
+The slice has SmolLM2's width, 2 of its 30 blocks and a twelfth of its vocabulary, so that about the same share of the
+products is the head's. Writes ``benchmarks/results/DEVICE/packing.json``.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.common import rows_of_the_real_lengths, stamp, write
 from cria_tricks import models
 from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import load
+from cria_tricks.load import load, quiet_libraries
 from cria_tricks.measure import Meter
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.trainer import fit
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
     console = Console()
+    quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         model = chosen.model or slice_of_smollm2(Path(folder))
         recipe = with_settings(Recipe(), [f"model={model}", *BASE, "train.save_minutes=0", *chosen.settings])

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,22 +13,19 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_f
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.integrations import dequantize_module_weight
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
-from cria_tricks.tricks import compile, expand_kv, side_network
+from cria_tricks.tricks import compile, side_network
 
 ALL_LINEAR = "all-linear"
 """What peft calls every linear but the head."""
@@ -264,22 +260,6 @@ def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
     return model
-
-
-def _sdpa_expanded(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **named: Any
-) -> tuple[torch.Tensor, None]:
-    """The sdpa of transformers, on keys and values that are repeated already."""
-    groups = getattr(module, "num_key_value_groups", 1)
-    key, value = expand_kv.expand_kv(key, groups), expand_kv.expand_kv(value, groups)
-    # sdpa reads the groups off the module, and would leave them to torch or repeat once more.
-    ungrouped: Any = types.SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    return sdpa_attention_forward(ungrouped, query, key, value, *arguments, **named)
-
-
-# The mask has to be sdpa's too: without one under the same name transformers would build none, not even for padding.
-AttentionInterface.register(expand_kv.IMPLEMENTATION, _sdpa_expanded)
-AttentionMaskInterface.register(expand_kv.IMPLEMENTATION, sdpa_mask)
 
 
 def _compile_blocks(model: Any, plan: Plan) -> Any:

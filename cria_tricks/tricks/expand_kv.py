@@ -6,8 +6,9 @@ Costs    keys and values of H heads instead of K are kept: 2 B (H - K) S D eleme
 Claim    exact within rounding
 Needs    attention = sdpa, a model with grouped heads, and a CUDA card under 8.0, or fp32 on a newer one: the flash
          kernel takes 16 bits only
-Breaks   nothing; without effect on masked rows (padded, packed), whose heads transformers repeats by itself, and on
-         a torch that has pull request 191085 (2026, after 2.13): there the memory-efficient kernel takes groups
+Breaks   nothing; without effect on padded rows, whose heads transformers repeats by itself, beside packing, which
+         repeats them too, and on a torch that has pull request 191085 (2026, after 2.13): there the memory-efficient
+         kernel takes groups
 Sources  Ainslie et al. 2023, arXiv:2305.13245, sec. 2.2 (grouped queries); transformers issues 48633 and 45776
 Ours     the repeat; torch's kernel attends. ``load.py`` hands both to transformers as one attention function
 

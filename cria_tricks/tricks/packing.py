@@ -1,36 +1,42 @@
 r"""Packing: several documents in one row, and no way to see from one into another.
 
 Saves    padding: a batch of B rows costs B x its longest row -> the tokens that are really there   [bytes, FLOPs]
-Costs    a T x T mask per packed row; steps hold fuller rows, so an epoch has fewer of them
+Costs    steps hold fuller rows, so an epoch has fewer of them; with attention = eager a T x T mask per packed row
 Claim    exact per document: its logits do not depend on its neighbours by one bit
 Needs    nothing, no flash-attn; position ids that start again at 0, and no attention mask at all
-Breaks   a mask of ones or a cache beside the position ids: both leak, silently; models without position ids
+Breaks   a mask of ones or a cache beside the position ids: both leak, silently; models without position ids;
+         flash_attention_2 with more than one row a batch, which transformers (5.23) tells apart in a single row only
 Sources  Krell et al. 2021, arXiv:2107.02027, sec. 3 (packing without cross-contamination); best fit decreasing:
          Johnson 1974, doi:10.1137/0203025; the leak: transformers issue 31629
-Ours     best-fit packing in 12 lines; transformers builds the block-diagonal mask from the position ids
+Ours     best-fit packing in 12 lines, and attention document by document over torch's kernel: the squares of the
+         lengths instead of T^2. With attention = eager transformers makes a block-diagonal mask of the position ids
 
-Shapes: R packed rows of at most T tokens, from N documents. Position ids count from 0 in each document.
+Shapes: R packed rows of at most T tokens, from N documents. Position ids count from 0 in each document. Queries
+(B, H, T, D), keys and values (B, K, T, D).
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.errors import BadInput
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
 LESSON = "11_packing"
-REFERENCE = ("best_fit", "block_causal_mask")
+REFERENCE = ("best_fit", "by_document")
 PLAIN = """
 from transformers import DataCollatorWithFlattening
 
 # One row of all the batch's documents, with positions that start again, and no attention mask.
 collate = DataCollatorWithFlattening()
 """
+IMPLEMENTATION = "sdpa_by_document"
+"""Its name among the attention functions of transformers."""
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -107,8 +113,59 @@ def block_causal_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
     return same_BTT & torch.ones(T, T, dtype=torch.bool, device=position_ids_BT.device).tril()
 
 
+def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
+    """Count the tokens of the documents of packed rows.
+
+    Args:
+        begins_BT: True on the first token of each document and of each row, shape (B, T), bool. Neighbours that are
+            documents of one token each, which is what padding looks like, count as one document.
+
+    Returns:
+        Lengths, row after row, shape (N,), int64; their sum is B T.
+    """
+    true_B1 = torch.ones_like(begins_BT[:, :1])
+    alone_BT = begins_BT & torch.cat([begins_BT[:, 1:], true_B1], dim=1)
+    after_alone_BT = torch.cat([~true_B1, alone_BT[:, :-1]], dim=1)
+    begins = (begins_BT & ~(alone_BT & after_alone_BT)).flatten().nonzero().flatten()
+    return begins.diff(append=begins.new_tensor([begins_BT.numel()]))
+
+
+def by_document(
+    attend: Callable[..., torch.Tensor],
+    q_BHTD: torch.Tensor,
+    k_BKTD: torch.Tensor,
+    v_BKTD: torch.Tensor,
+    lengths: Sequence[int],
+) -> torch.Tensor:
+    """Attend within one document after the other, so that no mask is needed and nothing masked is computed.
+
+    Args:
+        attend: causal attention over queries, keys and values of a document of L tokens, the shapes below with B = 1
+            and T = L; it returns (1, L, H, D).
+        q_BHTD: queries, shape (B, H, T, D).
+        k_BKTD: keys, shape (B, K, T, D).
+        v_BKTD: values, shape (B, K, T, D).
+        lengths: from :func:`document_lengths`.
+
+    Returns:
+        Shape (B, T, H, D).
+    """
+    in_a_line = (x.transpose(0, 1).flatten(1, 2) for x in (q_BHTD, k_BKTD, v_BKTD))  # (heads, B T, D)
+    pieces = zip(*(x.split(lengths, dim=1) for x in in_a_line), strict=True)
+    out = torch.cat([attend(*(x[None] for x in q_k_v))[0] for q_k_v in pieces])  # (B T, H, D)
+    return out.unflatten(0, (q_BHTD.shape[0], -1))
+
+
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Name the length of a packed row; ``trainer.py`` packs the training rows, the evaluation's stay as they are."""
     if not recipe.tricks.packing:
         return plan
+    attention, batch = recipe.tricks.attention, recipe.train.batch_size
+    if attention == "flash_attention_2" and batch > 1:
+        raise BadInput(
+            f"tricks.packing=true with tricks.attention=flash_attention_2 and train.batch_size={batch}: transformers "
+            "keeps documents apart in a single row only; set train.batch_size=1, or use tricks.attention=sdpa"
+        )
+    if attention == "sdpa":
+        plan = plan.refine("model", attn_implementation=IMPLEMENTATION)
     return plan.with_("collator", packed_length=recipe.data.max_length)

@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cria_tricks import doctor
+from cria_tricks.data.batches import PadToLongest
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.kernels import attention_kernel
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_attention import flash_attention
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
+from cria_tricks.tricks.packing import pack
 from tests.helpers import prepare
 from tests.tolerances import FLASH_ATTENTION, FLASH_DECODING
 from tests.tricks.attention import heads, with_gradients
@@ -64,6 +66,23 @@ def test_under_t4_rules_expand_kv_takes_maskless_rows_from_math_to_memory_effici
     if kernel == "memory-efficient":
         pytest.skip(f"the memory-efficient kernel of torch {torch.__version__} takes grouped heads by itself")
     assert kernel == "math"
+
+
+@pytest.mark.parametrize("t4_rules", [False, True])
+def test_packed_rows_need_no_mask_and_never_the_math_kernel(t4_rules, tiny_model, rows):
+    """Attention goes document by document, and the heads are equal already."""
+    _, _, loaded = prepare(tiny_model, "tricks.attention=sdpa", "tricks.packing=true", "tricks.precision=fp16")
+    batch = {name: tensor.cuda() for name, tensor in PadToLongest(2)(pack(rows[:3], 48)).items()}
+
+    def forward():
+        with torch.autocast("cuda", torch.float16):
+            loaded.model(**batch).loss.backward()
+
+    with sdpa_kernel(T4_RULES if t4_rules else BACKENDS):
+        kernel = attention_kernel(forward)
+    print(f"{this_device().name}, T4 rules {t4_rules}: {kernel}")
+    assert kernel != "none"
+    assert "math" not in kernel
 
 
 @pytest.mark.parametrize("switch", ["true", "false"])
@@ -156,7 +175,7 @@ def test_chat_decodes_on_a_fast_kernel(tiny_model):
     """One new token never goes through the math kernel, on this card and under a T4's rules."""
     from transformers import AutoModelForCausalLM
 
-    import cria_tricks.load  # noqa: F401 (names sdpa_expanded to transformers)
+    import cria_tricks.attention  # noqa: F401 (names sdpa_expanded to transformers)
 
     ids = torch.arange(3, 19)[None].cuda()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 import benchmarks
 from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.tricks.packing import best_fit, block_causal_mask, documents, pack
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import Device
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
+from cria_tricks.tricks.packing import best_fit, block_causal_mask, by_document, document_lengths, documents, pack
 from tests.helpers import prepare, train
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS
+from tests.tricks.attention import Attended, with_gradients
 
 LENGTHS = json.loads((Path(benchmarks.__file__).parent / "kwanzaa_lengths.json").read_text())["train"]
 
@@ -38,18 +43,39 @@ def test_the_first_label_of_each_document_is_masked():
 
 
 def test_math(rows):
-    """Attention over a packed row under the reference's mask is attention over each document alone."""
-    batch = collated(rows[:3])
+    """Three ways to the same attention: under the reference's mask, document by document, each document alone."""
+    position_ids = collated(rows[:3], 48)["position_ids"]
+    number = documents(position_ids)
+    lengths = document_lengths(number.diff(dim=1, prepend=number[:, :1] - 1) != 0)
+    assert (position_ids.shape[0], len(lengths)) == (2, 4), "three documents, and the padding of one row"
+    assert lengths.sum() == position_ids.numel()
     torch.manual_seed(0)
-    T = batch["input_ids"].shape[1]
-    q, k, v = torch.randn(3, 1, 2, T, 8, dtype=torch.float64)
-    packed = F.scaled_dot_product_attention(q, k, v, attn_mask=block_causal_mask(batch["position_ids"])[:, None])
-    number = documents(batch["position_ids"])[0]
-    assert len(set(number.tolist())) == 3
-    for document in set(number.tolist()):
-        here = number == document
-        alone = F.scaled_dot_product_attention(q[:, :, here], k[:, :, here], v[:, :, here], is_causal=True)
-        assert (packed[:, :, here] - alone).abs().max() < PACKED_ATTENTION
+    shape = (2, 2, position_ids.shape[1], 8)
+    *q_k_v, grad = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(4))
+
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    real = torch.ones_like(position_ids, dtype=torch.bool)
+    real[1, -int(lengths[-1]) :] = False
+    grad = grad.detach() * real[:, None, :, None]  # what padding gives nobody reads
+    mask = block_causal_mask(position_ids)[:, None]
+    under_a_mask = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, attn_mask=mask), grad, *q_k_v)
+    one_by_one = with_gradients(lambda *x: by_document(causal, *x, lengths.tolist()).transpose(1, 2), grad, *q_k_v)
+    for masked, single in zip(under_a_mask, one_by_one, strict=True):
+        assert (masked - single).transpose(1, 2)[real].abs().max() < PACKED_ATTENTION
+    for row, document in ((0, 0), (0, 1), (1, 0)):
+        here = (slice(row, row + 1), slice(None), number[row] == document)
+        assert here[-1].any()
+        alone = with_gradients(lambda *x: causal(*x).transpose(1, 2), grad[here], *(x[here] for x in q_k_v))
+        for found, expected in zip(one_by_one, alone, strict=True):
+            assert torch.equal(found[here], expected), "not a bit of a neighbour"
+
+
+def test_documents_by_hand():
+    """One row of 3 and 2 tokens and one of padding, one of 4 and two of padding, one without: padding counts once."""
+    begins = torch.tensor([[1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    assert document_lengths(begins).tolist() == [3, 2, 1, 4, 2, 6]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -123,29 +149,61 @@ def test_every_documents_first_label_is_masked_and_padding_is_no_document(rows):
         assert len(set(numbers.tolist())) == row["position_ids"].count(0) + padding
 
 
-def test_switch(rows, tiny_model, tmp_path):
-    """What the model really gets: positions and no mask, and attention under a block-diagonal mask."""
+def watched(model_folder, rows, out, attention):
+    """Train a step on packed rows: what the model gets, what its blocks get for a mask, what reaches the kernel."""
     from transformers import TrainerCallback
 
     seen = {}
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **kwargs):
-            attention = model.get_base_model().model.layers[0].self_attn
-            attention.register_forward_pre_hook(
-                lambda m, a, kw: seen.update(mask=kw["attention_mask"]), with_kwargs=True
-            )
+            block = model.get_base_model().model.layers[0].self_attn
+            block.register_forward_pre_hook(lambda m, a, kw: seen.update(mask=kw["attention_mask"]), with_kwargs=True)
             model.register_forward_pre_hook(lambda m, a, kw: seen.update(inputs=kw), with_kwargs=True)
 
-    sets = (
-        "tricks.peft=lora",
-        "tricks.packing=true",
-        "data.max_length=64",
-        "train.max_steps=1",
-        "tricks.attention=sdpa",
-    )
-    train(tiny_model, rows[:3], tmp_path, *sets, callbacks=[Watch()])
-    assert seen["inputs"].get("attention_mask") is None
-    expected = block_causal_mask(seen["inputs"]["position_ids"])
-    assert expected.sum() < expected.shape[-1] * (expected.shape[-1] + 1) / 2, "narrower than causal"
-    assert torch.equal(seen["mask"][:, 0], expected)
+    sets = ("tricks.peft=lora", "tricks.packing=true", f"tricks.attention={attention}")
+    sets = (*sets, "data.max_length=48", "train.max_steps=1", "train.batch_size=2")
+    with Attended() as attended:
+        train(model_folder, rows, out, *sets, callbacks=[Watch()])
+    assert "attention_mask" not in seen["inputs"]
+    return seen["inputs"]["position_ids"], seen["mask"], attended.calls
+
+
+def test_switch(rows, tiny_model, tmp_path):
+    """The model gets positions and no mask; torch's kernel gets one document at a time, and no mask either."""
+    position_ids, mask, calls = watched(tiny_model, rows[:3], tmp_path, "sdpa")
+    assert mask.shape == (4,)
+    assert mask.sum() == position_ids.numel()
+    forward = [{"heads": 4, "tokens": tokens, "kv_heads": 4, "masked": False} for tokens in mask.tolist()]
+    assert calls == forward * 2, "in both blocks"
+
+
+def test_switch_with_eager_attention(rows, tiny_model, tmp_path):
+    """There transformers makes the reference's mask of the positions."""
+    position_ids, mask, calls = watched(tiny_model, rows[:3], tmp_path, "eager")
+    assert torch.equal(mask[:, 0] == 0, block_causal_mask(position_ids))
+    assert not calls
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_that_are_not_packed_get_the_usual_attention(padded, tiny_model):
+    """The evaluation's: a mask where there is padding, at either end, and none where there is not."""
+    ids, mask = torch.arange(3, 27).view(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = mask[1, 9:] = not padded
+    found = []
+    for switch in ("false", "true"):
+        _, plan, loaded = prepare(tiny_model, "tricks.attention=sdpa", f"tricks.packing={switch}")
+        assert plan.model["attn_implementation"] == ("sdpa_by_document" if switch == "true" else "sdpa")
+        with Attended() as attended, torch.no_grad():
+            found.append(loaded.model(input_ids=ids, attention_mask=mask).logits[mask.bool()])
+        assert [(call["tokens"], call["masked"]) for call in attended.calls] == [(12, padded)] * 2
+    assert torch.equal(*found)
+
+
+def test_flash_attention_2_leaks_between_documents_of_several_rows(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    card = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
+    sets = ["tricks.packing=true", "tricks.attention=flash_attention_2", "tricks.precision=bf16"]
+    assert resolve(with_settings(Recipe(), [*sets, "train.batch_size=1"]), card).collator
+    with pytest.raises(BadInput, match=r"packing=true with .*batch_size=2.*single row only; set train.batch_size=1"):
+        resolve(with_settings(Recipe(), [*sets, "train.batch_size=2"]), card)
