@@ -66,19 +66,19 @@ def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = train(recipe, Path(folder) / "run")
     gc.collect()
-    keys = ("eval_loss_before", "eval_loss_after", "train_loss", "peak_bytes", "seconds", "trained_tokens_per_second")
+    keys = ("eval_loss_before", "eval_loss_after", "train_loss", "peak_bytes")
     return {key: report[key] for key in keys} | {
         "case": case,
         "seed": seed,
         "trainable": report["parameters"]["trainable"],
-        "data": report["data"]["train"],
+        "data": Path(report["data"]["train"]).name,
     }
 
 
 def show(runs: list[dict[str, Any]]) -> Table:
     """One row a case: mean and spread over the seeds, and the difference from fp32 seed by seed."""
     drawn = Table(title="held-out loss after 24 steps, mean per trained token")
-    for column in ("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights", "s/step"):
+    for column in ("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"):
         drawn.add_column(column, justify="left" if column == "case" else "right")
     plain = {r["seed"]: r["eval_loss_after"] for r in runs if r["case"] == "fp32"}
     for case in CASES:
@@ -95,7 +95,6 @@ def show(runs: list[dict[str, Any]]) -> Table:
             f"{statistics.mean(apart):+.4f} ({min(apart):+.4f} to {max(apart):+.4f})" if apart else "",
             human(max(r["peak_bytes"] for r in mine)),
             f"{mine[0]['trainable']:,}",
-            f"{statistics.median(r['seconds'] for r in mine) / 24:.1f}",
         )
     return drawn
 
