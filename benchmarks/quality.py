@@ -4,8 +4,9 @@
     python -m benchmarks.quality --only nf4 --only fp32 --seeds 1       # some of it, on our own rows
     python -m benchmarks.quality --show                                 # the table of what is there
 
-SmolLM2-135M, LoRA r = 16 on all linears, 20 steps of one row, cut at 896 tokens (the longest prompt has 803). A case that is in the result file already is not run again,
-so the run may be stopped and begun again. Writes ``benchmarks/results/DEVICE/quality.json``.
+SmolLM2-135M, LoRA r = 16 on all linears, 20 steps of one row, cut at 896 tokens (the longest prompt has 803). A case
+that is in the result file already is not run again, so the run may be stopped and begun again. Writes
+``benchmarks/results/DEVICE/quality.json``.
 """
 
 import argparse
