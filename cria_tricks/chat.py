@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from cria_tricks import models
+from cria_tricks.adapters import add_side_network
 from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import this_device
-from cria_tricks.load import add_side_network, quiet_libraries
+from cria_tricks.load import quiet_libraries
 from cria_tricks.tricks import flash_decoding
 
 

@@ -1,6 +1,5 @@
-"""Plan -> Loaded: the one place that calls ``from_pretrained`` and ``get_peft_model``."""
+"""Plan -> Loaded: the one place that calls ``from_pretrained`` to train."""
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -9,9 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
-from peft.utils.constants import DUMMY_TARGET_MODULES
-from peft.utils.integrations import dequantize_module_weight
+from peft import prepare_model_for_kbit_training
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,14 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
+from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
-from cria_tricks.tricks import compile, side_network
-
-ALL_LINEAR = "all-linear"
-"""What peft calls every linear but the head."""
-
+from cria_tricks.tricks import compile
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """Classes of models that predict the next token."""
@@ -104,7 +98,7 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
         )
     if "add_adapter" in plan.after_load:
         with torch.device("meta"):
-            model = _add_adapter(model, plan)
+            model = add_adapter(model, plan)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -149,13 +143,13 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
             f"model {weights.name}: is no causal language model but {meant[0]}; name one that generates text"
         )
     for target in plan.peft.get("target_modules", ()):
-        if target != ALL_LINEAR and not _modules(model, target):
+        if target != ALL_LINEAR and not modules_named(model, target):
             raise BadInput(f"lora.target_modules: {weights.name} has no module named {target}")
     if plan.loss["kind"] == "chunked":
         text, head = config.get_text_config(), model.get_output_embeddings()
         changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]
         changed += ["a bias"] if getattr(head, "bias", None) is not None else []
-        adapted = [t for t in plan.peft.get("target_modules", ()) if any(m is head for m in _modules(model, t))]
+        adapted = [t for t in plan.peft.get("target_modules", ()) if any(m is head for m in modules_named(model, t))]
         if adapted:
             raise BadInput(
                 f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {weights.name}, "
@@ -187,73 +181,6 @@ def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
-def _add_adapter(model: Any, plan: Plan) -> Any:
-    arguments = dict(plan.peft)
-    kind = arguments.pop("kind")
-    if kind == "side_network":
-        return add_side_network(model, **arguments)
-    if kind == "prompt_tuning":
-        return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
-    if kind == "head":
-        # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
-        head = _name_of(model, model.get_output_embeddings())
-        arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
-    elif arguments["target_modules"] == [ALL_LINEAR]:
-        arguments["target_modules"] = ALL_LINEAR  # peft's word, which it takes only outside of a list
-    try:
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
-    except ValueError as error:
-        raise BadInput(f"lora.target_modules: {first_line(error)}") from None
-    return _trained_in_fp32(adapted)
-
-
-def add_side_network(model: Any, blocks: int) -> Any:
-    """Freeze a model and give its last blocks a trained copy each, in place.
-
-    Args:
-        model: of transformers, quantised or not.
-        blocks: how many get one.
-
-    Raises:
-        BadInput: if the model has fewer, or none that can be told.
-    """
-    model.requires_grad_(False)
-    # A copy would write its keys and values into the cache of the block that it stands beside.
-    model.config.use_cache = model.generation_config.use_cache = False
-    model._hf_peft_config_loaded = True  # or transformers refuses to train beside quantised blocks
-    layers = getattr(model.base_model, "layers", None)
-    if layers is None or len(layers) < blocks:
-        found = "no list of them" if layers is None else f"{len(layers)}"
-        raise BadInput(f"side.blocks={blocks}: {type(model).__name__} has {found}")
-    for number in range(len(layers) - blocks, len(layers)):
-        beside = _unquantised_copy(layers[number]).float()
-        layers[number] = side_network.SideBlock(layers[number], model.config.hidden_size, beside)
-        layers[number].join.to(next(beside.parameters()).device)
-    return model
-
-
-def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
-    import bitsandbytes as bnb
-
-    made = copy.deepcopy(block)
-    for name, module in block.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
-            plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            plain.weight.data = dequantize_module_weight(module).float()
-            if module.bias is not None:
-                plain.bias.data = module.bias.data.float()
-            made.set_submodule(name, plain)
-    return made
-
-
-def _trained_in_fp32(model: Any) -> Any:
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
-            parameter.data = parameter.data.float()
-    return model
-
-
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
     # Autocast casts the thin fp32 matrices down at use; the wide input need not be cast up first.
     for module in model.modules():
@@ -279,17 +206,9 @@ def _compile_blocks(model: Any, plan: Plan) -> Any:
     return model
 
 
-def _modules(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
-    return [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
-
-
-def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted).rsplit(".", 1)[-1]
-
-
 EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "prepare_for_kbit_training": _prepare_for_kbit_training,
-    "add_adapter": _add_adapter,
+    "add_adapter": add_adapter,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "compile_blocks": _compile_blocks,
 }
