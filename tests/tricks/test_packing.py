@@ -76,6 +76,7 @@ def test_documents_by_hand():
     """One row of 3 and 2 tokens and one of padding, one of 4 and two of padding, one without: padding counts once."""
     begins = torch.tensor([[1, 0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0]], dtype=torch.bool)
     assert document_lengths(begins).tolist() == [3, 2, 1, 4, 2, 6]
+    assert document_lengths(torch.tensor([[True, True, False]])).tolist() == [1, 2], "one token, then a document"
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
