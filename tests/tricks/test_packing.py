@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import MistralConfig, MistralForCausalLM
 
 import benchmarks
+from cria_tricks.attention import lengths_or_mask
 from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
@@ -186,19 +188,44 @@ def test_switch_with_eager_attention(rows, tiny_model, tmp_path):
     assert not calls
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [None, False, True])
 def test_rows_that_are_not_packed_get_the_usual_attention(padded, tiny_model):
     """The evaluation's: a mask where there is padding, at either end, and none where there is not."""
-    ids, mask = torch.arange(3, 27).view(2, 12), torch.ones(2, 12, dtype=torch.long)
-    mask[0, :3] = mask[1, 9:] = not padded
+    ids, real = torch.arange(3, 27).view(2, 12), torch.ones(2, 12, dtype=torch.long)
+    real[0, :3] = real[1, 9:] = not padded
+    mask = None if padded is None else real
     found = []
     for switch in ("false", "true"):
         _, plan, loaded = prepare(tiny_model, "tricks.attention=sdpa", f"tricks.packing={switch}")
         assert plan.model["attn_implementation"] == ("sdpa_by_document" if switch == "true" else "sdpa")
         with Attended() as attended, torch.no_grad():
-            found.append(loaded.model(input_ids=ids, attention_mask=mask).logits[mask.bool()])
-        assert [(call["tokens"], call["masked"]) for call in attended.calls] == [(12, padded)] * 2
+            found.append(loaded.model(input_ids=ids, attention_mask=mask).logits[real.bool()])
+        assert [(call["tokens"], call["masked"]) for call in attended.calls] == [(12, bool(padded))] * 2
     assert torch.equal(*found)
+
+
+def test_packed_rows_of_a_model_with_a_sliding_window_keep_its_mask(rows):
+    """It is narrower than the documents, and their lengths do not say so."""
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4}
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads))
+    batch = collated([{name: ids[:20] for name, ids in row.items()} for row in rows[:3]])
+    batch["input_ids"] %= 300
+    found = {}
+    for name in ("sdpa", "sdpa_by_document"):
+        model.set_attn_implementation(name)
+        found[name] = logits(model, batch)
+    assert torch.equal(found["sdpa"], found["sdpa_by_document"])
+
+
+def test_a_mask_beside_the_positions_stays_a_mask():
+    def may_look(row, head, t, s):
+        return (s <= t) & (s >= 2)
+
+    sizes = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": may_look, "allow_is_causal_skip": False}
+    assert lengths_or_mask(**sizes).tolist() == [2, 2]
+    assert lengths_or_mask(**sizes, attention_mask=torch.ones(1, 4, dtype=torch.bool)).shape == (1, 1, 4, 4)
+    assert lengths_or_mask(**sizes, use_vmap=True).shape == (1, 1, 4, 4)
 
 
 def test_flash_attention_2_leaks_between_documents_of_several_rows(monkeypatch):
