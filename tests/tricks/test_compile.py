@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
+from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import compile, resolve
 from cria_tricks.tricks.compile import fused
+from cria_tricks.tricks.packing import pack
 from tests.counting import SavedBytes, peak_bytes
 from tests.helpers import difference, prepare, train, trained_weights
 from tests.tolerances import COMPILED, COMPILED_MODEL
@@ -159,6 +161,23 @@ def test_torch_does_not_give_up_compiling(tiny_model, monkeypatch):
                 with torch.set_grad_enabled(training):
                     model(input_ids=torch.arange(3, 3 + 16 * rows).view(rows, 16), attention_mask=mask)
     assert counters["stats"]["unique_graphs"] == 12
+
+
+def test_packed_rows_of_any_documents_share_their_graphs(tiny_model, rows, monkeypatch):
+    """The documents' lengths are numbers that change with every batch; they stay outside of what is compiled."""
+    monkeypatch.setattr(compile, "BACKEND", "eager")
+    torch._dynamo.reset()
+    counters.clear()
+    sets = ("tricks.attention=sdpa", "tricks.packing=true", "tricks.compile=true")
+    model = prepare(tiny_model, *sets)[2].model
+    graphs = []
+    for some in (rows[:3], rows[2:5], rows[:4], rows[1:5]):
+        batch = PadToLongest(2)(pack(some, 48))
+        assert len(batch["input_ids"]) > 1, "a batch of one row has graphs of its own"
+        with torch.no_grad():
+            model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [4] * 4, "a block is cut where it attends"
 
 
 def test_its_bytes_are_the_processs_and_that_is_said(tiny_model, rows, tmp_path, monkeypatch):
