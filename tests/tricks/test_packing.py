@@ -208,7 +208,7 @@ def test_packed_rows_of_a_model_with_a_sliding_window_keep_its_mask(rows):
     """It is narrower than the documents, and their lengths do not say so."""
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4}
-    model = MistralForCausalLM(MistralConfig(**sizes, **heads))
+    model = MistralForCausalLM(MistralConfig(**sizes, **heads, use_cache=False))
     batch = collated([{name: ids[:20] for name, ids in row.items()} for row in rows[:3]])
     batch["input_ids"] %= 300
     found = {}
