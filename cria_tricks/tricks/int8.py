@@ -40,7 +40,8 @@ def quantize_rows(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Integers, int8 of shape (R, D), and the rows' absolute maxima, fp32 of shape (R,).
     """
     absmax_R = x_RD.abs().amax(dim=1).float()
-    return torch.round(x_RD * (127 / absmax_R)[:, None]).to(torch.int8), absmax_R
+    steps_R = 127 / absmax_R.clamp(min=1e-30)  # a row of zeros stays one
+    return torch.round(x_RD * steps_R[:, None]).to(torch.int8), absmax_R
 
 
 def linear_8bit(

@@ -38,14 +38,21 @@ def test_math(tiny_model):
     (gradient,) = (p.grad for p in pefts.parameters() if p.requires_grad)
     torch.testing.assert_close(ours.head_VD.grad, gradient, rtol=1e-5, atol=1e-8)
     assert all(p.grad is None for p in ours.features.parameters())
+    with torch.no_grad():
+        ours.head_VD.zero_()
+    assert ours.features.model.embed_tokens.weight.any(), "untied"
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_mechanism(layers, tiny_model):
     """The head keeps its input, B T D numbers, and the loss its logits; the blocks keep nothing, however many."""
-    _, pefts = both(tiny_model)
+    ours, pefts = both(tiny_model)
     causal_lm = pefts.get_base_model()
-    del causal_lm.model.layers[layers:]
+    for blocks in (causal_lm.model.layers, ours.features.model.layers):
+        del blocks[layers:]
+    with SavedBytes(besides=[*ours.parameters(), *ours.buffers()]) as saved:
+        ours(IDS)
+        assert saved.peak == 4 * 2 * 14 * 256
     with SavedBytes(besides=[*pefts.parameters(), *pefts.buffers()]) as saved:
         hidden = causal_lm.model(IDS).last_hidden_state
         assert saved.now == 0

@@ -41,6 +41,16 @@ def test_math(outliers):
     assert torch.equal(ours_absmax, x_absmax)
 
 
+def test_a_token_of_nothing_but_outliers_is_multiplied_in_16_bits_alone():
+    """Its row of integers is zeros, and divides by no zero."""
+    x, w = inputs(False)
+    x[3] = 7
+    codes, absmax = quantize_rows(w)
+    assert torch.equal(quantize_rows(torch.zeros(2, D))[0], torch.zeros(2, D, dtype=torch.int8))
+    expected = x[3].float() @ (codes * (absmax / 127)[:, None]).t()
+    torch.testing.assert_close(linear_8bit(x.float(), codes, absmax)[3], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_math_bound():
     """Each number moves by at most half a step of its row, and the product by no more than these moves add up to."""
     x, w = inputs(False)
