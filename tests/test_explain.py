@@ -1,6 +1,7 @@
 """``cria explain`` and the table: told from the modules, the README's is theirs, and the plain code runs."""
 
 import inspect
+import itertools
 import re
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_the_plain_code_of_a_toggle_runs(name, tiny_model, rows, tmp_path, monke
     made = trainer(model, arguments, train_dataset=rows, data_collator=known["collate"])
     made.train()
     assert made.state.global_step == 1
+
+
+@pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE], ids=trick_name)
+def test_the_whole_card_is_shown(trick):
+    """No word of the docstring is lost on the way."""
+    about = explain.explain(trick_name(trick))
+    shown = [about.title, *itertools.chain(*about.card.items())]
+    assert " ".join(shown).split() == trick.__doc__.replace("\nShapes: ", "\nShapes ").split()
 
 
 def test_a_reference_is_shown_as_it_is_written():

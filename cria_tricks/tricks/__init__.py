@@ -80,10 +80,11 @@ def card(trick: ModuleType) -> dict[str, str]:
     """
     text = trick.__doc__ or ""
     found = {"title": text.strip().splitlines()[0]}
-    pattern = rf"^({'|'.join(CARD)}):? +(.*(?:\n[ ]{{4,}}\S.*)*)"
-    for line in re.finditer(pattern, text, flags=re.MULTILINE):
+    lines, _, shapes = text.partition("\nShapes: ")  # a paragraph of its own, the last
+    pattern = rf"^({'|'.join(CARD)}) +(.*(?:\n[ ]{{4,}}\S.*)*)"
+    for line in re.finditer(pattern, lines, flags=re.MULTILINE):
         found[line[1]] = " ".join(line[2].split())
-    return found
+    return found | {"Shapes": " ".join(shapes.split())}
 
 
 def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
