@@ -17,13 +17,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainerControl
 
+from cria_tricks.arguments import evaluated, training_arguments
 from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
@@ -34,18 +34,10 @@ from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
-from cria_tricks.resumable import ResumableTrainer, loading
+from cria_tricks.resumable import ResumableTrainer
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from cria_tricks.tricks.packing import pack
-
-OPTIMIZERS = {
-    (32, False): "adamw_torch",
-    (32, True): "paged_adamw_32bit",
-    (8, False): "adamw_8bit",
-    (8, True): "paged_adamw_8bit",
-}
-"""(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes."""
 
 CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "activation_offload": lambda model: Offloaded(every_tensor(model)),
@@ -130,7 +122,7 @@ def fit(
         model=loaded.model,
         checkpoints=checkpoints,
         stop=stop,
-        args=_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints.folder, start),
+        args=training_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints.folder, start),
         train_dataset=list(train_rows),
         eval_dataset=list(eval_rows) or None,
         data_collator=PadToLongest(pad_id),
@@ -143,7 +135,7 @@ def fit(
             with meter.phase("train"):
                 trainer.train(resume_from_checkpoint=str(start.path) if start else None)
             state = trainer.state
-            if eval_rows and not _evaluated(state) and not stop.requested:
+            if eval_rows and not evaluated(state) and not stop.requested:
                 trainer.evaluate()
         if stop.requested:
             kept = f"its state is in {checkpoints.folder}" if state.global_step else "there was nothing to save yet"
@@ -302,59 +294,3 @@ class SharedTrainer(ResumableTrainer):
                 labels_BT[wanted],
                 self.plan.loss["tokens_per_chunk"],
             )
-
-
-def _evaluated(state: TrainerState) -> bool:
-    return any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
-
-
-def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
-    """Optimizer steps of one epoch, the partial last window included."""
-    return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
-
-
-def _arguments(
-    plan: Plan, settings: Train, rows: int, evaluates: bool, checkpoints: Path, start: Checkpoint | None
-) -> TrainingArguments:
-    training = dict(plan.training)
-    known = {field.name for field in fields(TrainingArguments)}
-    if "activation_checkpointing" in known:  # its name since transformers 5.2x, the only one in 6
-        training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
-    epoch = steps_per_epoch(settings, plan.training["gradient_accumulation_steps"], rows)
-    total = settings.max_steps or math.ceil(epoch * settings.epochs)
-    eval_steps = settings.eval_steps or epoch
-    state = TrainerState()
-    if start:
-        with loading(str(start.path)):
-            state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
-    due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
-    arguments = TrainingArguments(
-        output_dir=str(checkpoints),
-        use_cpu=plan.device.kind == "cpu",
-        optim=OPTIMIZERS[plan.optimizer["bits"], plan.optimizer["paged"]],
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size,
-        max_steps=total,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=int(total * settings.warmup_ratio),
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=eval_steps,
-        eval_on_start=evaluates and due and not _evaluated(state),
-        save_strategy="steps",
-        save_steps=settings.save_steps or epoch,
-        logging_strategy="steps",
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # it would log a NaN as 0.0
-        seed=settings.seed,
-        dataloader_pin_memory=plan.device.kind == "cuda",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to="none",
-        **training,
-    )
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # one process, one card: DataParallel cannot copy 4-bit weights
-    return arguments

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
+from cria_tricks.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load import Loaded
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
-from cria_tricks.trainer import OPTIMIZERS, steps_per_epoch
 
 
 def installed() -> bool:

@@ -11,7 +11,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.mixed_precision import LossScale, half_linear
 from tests.counting import SavedBytes
-from tests.helpers import train
+from tests.helpers import prepare, train
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 SIGNIFICANT_BITS = {torch.float16: 11, torch.bfloat16: 8}
@@ -78,6 +78,14 @@ def test_math_loss_scale():
     assert scale.scale == 65536 / 2**3 * 2**3, "halved three times, doubled after steps 5, 11 and 15"
 
 
+def test_one_gradient_that_overflowed_is_enough_to_skip_the_step():
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for weight, gradient in zip(weights, (1.0, torch.inf), strict=True):
+        weight.grad = torch.full((2,), gradient)
+    assert not LossScale().step(torch.optim.SGD(weights, lr=0.1), weights)
+    assert all(weight.eq(1).all() for weight in weights)
+
+
 def test_a_small_gradient_is_lost_in_fp16_and_healed_by_the_scale():
     """1e-8 is below fp16's smallest number, 6e-8; multiplied by 65,536 on the way it comes back to 11 bits."""
     weight = torch.ones(3, requires_grad=True)
@@ -129,6 +137,15 @@ def test_a_t4_emulates_bf16_so_it_is_refused_there_and_fp16_named():
     with pytest.raises(BadInput, match=r"no bf16 units and only emulates it; use tricks\.precision=fp16"):
         resolve(with_settings(Recipe(), ["tricks.precision=bf16"]), T4)
     assert resolve(with_settings(Recipe(), ["tricks.precision=fp16"]), T4).training["fp16"]
+
+
+@pytest.mark.parametrize("peft", ["lora", "head", "prompt_tuning", "side_network"])
+def test_what_trains_is_in_fp32_over_a_model_in_16_bits(peft, tiny_model):
+    _, _, loaded = prepare(tiny_model, "tricks.precision=fp16", f"tricks.peft={peft}")
+    dtypes = {True: set(), False: set()}
+    for parameter in loaded.model.parameters():
+        dtypes[parameter.requires_grad].add(parameter.dtype)
+    assert dtypes == {True: {torch.float32}, False: {torch.float16}}
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
