@@ -46,10 +46,8 @@ class HeadOnly(nn.Module):
         self.head_VD = nn.Parameter(head_VD.detach().clone().float())
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        """Logits, shape (B, T, V); no block keeps anything, since the backward pass ends at the features."""
-        with torch.no_grad():
-            features_BTD = self.features(*arguments)
-        return F.linear(features_BTD.float(), self.head_VD)
+        """Logits, shape (B, T, V). No block keeps anything: nothing below the head has a gradient."""
+        return F.linear(self.features(*arguments).float(), self.head_VD)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

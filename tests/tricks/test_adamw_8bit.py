@@ -47,6 +47,7 @@ def test_a_block_of_zeros_stays_zero():
     for signed in (True, False):
         codes, absmax = quantize_blocks(torch.zeros(BLOCK + 1), dynamic_levels(signed))
         assert torch.equal(dequantize_blocks(codes, absmax, dynamic_levels(signed)), torch.zeros(BLOCK + 1))
+        assert not dynamic_levels(signed)[codes.long()].any(), "coded as zeros, not as anything times a scale of zero"
 
 
 def regression(steps: int, make, spread: float = 2) -> tuple[torch.Tensor, list[float]]:

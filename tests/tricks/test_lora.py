@@ -118,6 +118,7 @@ def test_switch(kind, tiny_model, tokenizer, rows, tmp_path):
     run, loaded = train(tiny_model, rows, tmp_path / "run", *settings)
     layers = [module for module in loaded.model.modules() if isinstance(module, Linear)]
     assert len(layers) == 2 * 7
+    assert all(layer.scaling["default"] == 32 / (2 if kind == "rslora" else 4) for layer in layers), "alpha / r"
     assert all(layer.use_rslora["default"] == (kind == "rslora") for layer in layers)
     assert all(bool(layer.lora_magnitude_vector) == (kind == "dora") for layer in layers)
     after = {name.replace(".base_layer", "").replace("base_model.model.", ""): weight

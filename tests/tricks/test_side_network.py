@@ -10,7 +10,7 @@ from cria_tricks.chat import open_folder
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
-from tests.helpers import prepare, train, trained_weights
+from tests.helpers import difference, prepare, train, trained_weights
 
 D = 16
 SIDE = ["tricks.peft=side_network", "side.blocks=1", "train.learning_rate=1e-3"]
@@ -65,7 +65,12 @@ def test_switch(quantization, tiny_model, tokenizer, rows, tmp_path):
     ids = torch.arange(3, 40)[None]
     base = prepare(tiny_model, "tricks.peft=head", *quantised)[2].model.eval()(input_ids=ids).logits
     _, _, loaded = prepare(tiny_model, *SIDE, *quantised)
+    side, seen = loaded.model.model.layers[1], {}
+    for name in ("block", "copy"):
+        getattr(side, name).register_forward_hook(lambda m, a, out, name=name: seen.update({name: out}))
     assert torch.equal(loaded.model.eval()(input_ids=ids).logits, base)
+    # int8 rounds inputs too, which the unpacked copy does not.
+    assert difference(seen["copy"], seen["block"]) < (1e-2 if quantization == "int8" else 1e-6)
     run, loaded = train(tiny_model, rows, tmp_path / "run", *SIDE, *quantised, "train.epochs=3")
     assert run.training[-1]["loss"] < run.training[0]["loss"]
     artifact.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
