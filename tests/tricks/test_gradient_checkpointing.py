@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import TrainerCallback, TrainingArguments
 
-import cria_tricks.trainer
+import cria_tricks.arguments
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from tests.counting import SavedBytes, flops, peak_bytes
 from tests.helpers import prepare, train
@@ -227,8 +227,8 @@ def test_switch(name, peft, tiny_model, rows, tmp_path, monkeypatch):
         given.update(named)
         return TrainingArguments(**named)
 
-    monkeypatch.setattr(cria_tricks.trainer, "fields", lambda _: known)
-    monkeypatch.setattr(cria_tricks.trainer, "TrainingArguments", arguments)
+    monkeypatch.setattr(cria_tricks.arguments, "fields", lambda _: known)
+    monkeypatch.setattr(cria_tricks.arguments, "TrainingArguments", arguments)
 
     sets = (f"tricks.peft={peft}", "lora.dropout=0.1", "train.max_steps=1", "train.max_grad_norm=1e9")
     seen = {}
