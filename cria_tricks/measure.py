@@ -51,6 +51,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._free, key, size).atexit = False
 
+    def track_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors, and the scales of those that are quantised."""
+        for tensor in tensors:
+            self.track(tensor)
+            for extra in _quantization_tensors(tensor):
+                self.track(extra)
+
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
@@ -103,10 +110,7 @@ class Meter:
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """On a CPU, count tensors that came to life while nobody watched."""
         if self.counts:
-            for tensor in tensors:
-                self._live.track(tensor)
-                for extra in _quantization_tensors(tensor):
-                    self._live.track(extra)
+            self._live.track_all(tensors)
 
     def watch(self) -> contextlib.AbstractContextManager[Any]:
         """On a CPU, count all storages that come to life inside."""

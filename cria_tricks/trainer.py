@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerControl
 
+from cria_tricks import losses
 from cria_tricks.arguments import evaluated, training_arguments
 from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged, Interrupted
 from cria_tricks.hardware.kernels import WatchAttention
 from cria_tricks.load import Loaded
@@ -36,7 +36,6 @@ from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import ResumableTrainer
 from cria_tricks.tricks.activation_offload import Offloaded
-from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from cria_tricks.tricks.packing import pack
 
 CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
@@ -152,10 +151,10 @@ class SharedTrainer(ResumableTrainer):
     def __init__(self, *, plan: Plan, meter: Meter, checkpoints: Checkpoints, stop: StopOnSignal, **arguments: Any):
         self.plan, self.meter, self.stop = plan, meter, stop
         self.control: TrainerControl  # for the type checker
-        self.loss_sum = {"full": self._full_loss_sum, "chunked": self._chunked_loss_sum}[plan.loss["kind"]]
         super().__init__(checkpoints=checkpoints, spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+        self._loss_sum = losses.find(plan, self.accelerator.unwrap_model, self.accelerator.autocast)
         self.attention_kernel = ""
         self.step = StepMeter(self)
         self.add_callback(self.step)
@@ -187,8 +186,8 @@ class SharedTrainer(ResumableTrainer):
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
-            loss_sum = self.loss_sum if self.attention_kernel else self._first_loss_sum
-            loss = loss_sum(model, inputs) / num_items_in_batch
+            total = self.loss_sum if self.attention_kernel else self._first_loss_sum
+            loss = total(model, inputs) / num_items_in_batch
         self.moment = "backward pass"
         return loss
 
@@ -260,6 +259,10 @@ class SharedTrainer(ResumableTrainer):
             )
         return norm
 
+    def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A batch's losses, summed over its trained tokens."""
+        return self._loss_sum(model, inputs)
+
     def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Once a process, see which attention kernel runs."""
         if self.plan.compiled:
@@ -274,23 +277,3 @@ class SharedTrainer(ResumableTrainer):
             loss = self.loss_sum(model, inputs)
         self.attention_kernel = watch.kernel
         return loss
-
-    def _full_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        # transformers divides its summed loss by num_items_in_batch: 1 leaves the sum.
-        return model(**batch, num_items_in_batch=1).loss.float()
-
-    def _chunked_loss_sum(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        causal_lm = self.accelerator.unwrap_model(model)
-        if hasattr(causal_lm, "get_base_model"):  # below peft's wrapper
-            causal_lm = causal_lm.get_base_model()
-        with self.accelerator.autocast():
-            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-            hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
-            labels_BT = batch["labels"][:, 1:]  # hidden state t predicts token t + 1
-            wanted = labels_BT != IGNORED
-            return chunked_cross_entropy(
-                hidden_BTD[:, :-1][wanted],
-                causal_lm.get_output_embeddings().weight,
-                labels_BT[wanted],
-                self.plan.loss["tokens_per_chunk"],
-            )

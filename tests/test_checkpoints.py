@@ -350,7 +350,7 @@ def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
         def backward(ctx, gradient):
             raise full
 
-    honest = SharedTrainer._full_loss_sum
+    honest = SharedTrainer.loss_sum
 
     def loss_sum(self, model, batch):
         if self.state.global_step == 3 and self.moment == where:
@@ -360,7 +360,7 @@ def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
         return Full.apply(loss) if self.state.global_step == 3 and where == "backward pass" else loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(SharedTrainer, "_full_loss_sum", loss_sum)
+        patch.setattr(SharedTrainer, "loss_sum", loss_sum)
         place = "after step 3" if where == "evaluation" else "of step 4"
         with pytest.raises(OutOfMemory, match=f"out of memory in the {where} {place}; the state after step 3 is in"):
             train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2])

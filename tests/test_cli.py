@@ -431,7 +431,7 @@ def test_out_of_memory_is_one_line_with_the_toggles_that_are_still_off(run_cria,
     def loss_sum(self, model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(SharedTrainer, "_full_loss_sum", loss_sum)
+    monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
     assert (code, stdout) == (3, "")
     last = stderr.splitlines()[-1]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BioGptConfig, BioGptForCausalLM, TrainerCallback
 
-import cria_tricks.trainer
+import cria_tricks.losses
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
@@ -185,7 +185,7 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
         called.append(arguments)
         return chunked_cross_entropy(*arguments)
 
-    monkeypatch.setattr(cria_tricks.trainer, "chunked_cross_entropy", watched)
+    monkeypatch.setattr(cria_tricks.losses, "chunked_cross_entropy", watched)
     sets = ("tricks.peft=lora", "tricks.gradient_accumulation=2", "train.batch_size=2", "train.max_steps=1")
     seen = {}
     for on in (False, True):

@@ -1,0 +1,68 @@
+"""The two ways from a batch to the sum of its trained tokens' losses, for the trainer and for the dry run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cria_tricks.data.tokens import IGNORED
+from cria_tricks.plan import Plan
+from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
+
+Batch = dict[str, torch.Tensor]
+LossSum = Callable[[Any, Batch], torch.Tensor]
+
+
+def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any]) -> LossSum:
+    """Pick the loss that the plan names.
+
+    Args:
+        plan: its ``loss`` slot decides.
+        unwrapped: takes off what a training library laid around the model's forward pass.
+        autocast: the context of the recipe's precision, for what is called below that.
+
+    Returns:
+        From a model and a batch to the sum, fp32, not divided by anything.
+    """
+    if plan.loss["kind"] == "full":
+        return full_loss_sum
+
+    def chunked(model: Any, batch: Batch) -> torch.Tensor:
+        with autocast():
+            return chunked_loss_sum(unwrapped(model), batch, plan.loss["tokens_per_chunk"])
+
+    return chunked
+
+
+def full_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    """Of all logits at once, as transformers computes it."""
+    # It divides its summed loss by num_items_in_batch: 1 leaves the sum.
+    return model(**batch, num_items_in_batch=1).loss.float()
+
+
+def chunked_loss_sum(model: Any, batch: Batch, tokens_per_chunk: int) -> torch.Tensor:
+    """Of the logits of some trained tokens at a time.
+
+    Args:
+        model: a causal language model, or peft's wrapper of one.
+        batch: with ``labels``, or, for who knows them already, with ``trained``: places (row, column) of the trained
+            tokens' predecessors and their labels, three tensors of shape (N,).
+        tokens_per_chunk: logits that are alive at once.
+    """
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "trained")}
+    hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
+    row_N, column_N, label_N = batch["trained"] if "trained" in batch else trained_places(batch["labels"])
+    return chunked_cross_entropy(
+        hidden_BTD[row_N, column_N], causal_lm.get_output_embeddings().weight, label_N, tokens_per_chunk
+    )
+
+
+def trained_places(labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the hidden states are that predict trained tokens: t predicts t + 1.
+
+    Returns:
+        Rows, columns and labels, each of shape (N,), int64.
+    """
+    row_N, column_N = (labels_BT[:, 1:] != IGNORED).nonzero(as_tuple=True)
+    return row_N, column_N, labels_BT[row_N, column_N + 1]
