@@ -83,8 +83,8 @@ def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
 def show(runs: list[dict[str, Any]]) -> Table:
     """One row a case: mean and spread over the seeds, and the difference from fp32 seed by seed."""
     drawn = Table(title="held-out loss after 20 steps, mean per trained token")
-    for column in ("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"):
-        drawn.add_column(column, justify="left" if column == "case" else "right")
+    for column in ("case", "seeds", "loss", "spread", "against fp32", "from ... to", "peak", "trained weights"):
+        drawn.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
     plain = {r["seed"]: r["eval_loss_after"] for r in runs if r["case"] == "fp32"}
     for case in CASES:
         mine = [r for r in runs if r["case"] == case]
@@ -97,7 +97,8 @@ def show(runs: list[dict[str, Any]]) -> Table:
             str(len(mine)),
             f"{statistics.mean(losses):.4f}",
             f"{max(losses) - min(losses):.4f}",
-            f"{statistics.mean(apart):+.4f} ({min(apart):+.4f} to {max(apart):+.4f})" if apart else "",
+            f"{statistics.mean(apart):+.4f}" if apart else "",
+            f"{min(apart):+.4f} to {max(apart):+.4f}" if apart else "",
             human(max(r["peak_bytes"] for r in mine)),
             f"{mine[0]['trainable']:,}",
         )
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
     path, console = path_of("quality", chosen.results), Console()
+    console.width = max(console.width, 110)  # a table with broken cells cannot be read
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
     done = {(r["case"], r["seed"]) for r in runs}
     for seed in range(0 if chosen.show else chosen.seeds):
