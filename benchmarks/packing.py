@@ -1,6 +1,6 @@
 """Packing against padding: the same documents of the real lengths in both, so equal trained tokens in a step.
 
-    python -m benchmarks.packing                                # a slice of SmolLM2, 3 pairs of all 107: 10 minutes
+    python -m benchmarks.packing                                # a slice of SmolLM2, 3 pairs of all 107: 17 minutes
     python -m benchmarks.packing --model smollm2 --documents 12 --pairs 1                 # all of it, on two cores
 
 One pair takes the next documents of the shuffled set through one optimizer step: once as padded batches of 4 rows,

@@ -2,7 +2,7 @@
 
 A model calls two functions by the name in its config: one makes the mask, once a forward pass; the other attends,
 in every block, and gets whatever the first has made. A name without a mask function would get no mask at all, not
-even for padding, so each name is registered for both.
+even for padding, so each name is registered for both. Importing this module registers them.
 """
 
 import types

@@ -228,7 +228,8 @@ def test_a_mask_beside_the_positions_stays_a_mask():
     assert lengths_or_mask(**sizes, use_vmap=True).shape == (1, 1, 4, 4)
 
 
-def test_flash_attention_2_leaks_between_documents_of_several_rows(monkeypatch):
+def test_flash_attention_2_is_refused_with_several_rows_a_batch(monkeypatch):
+    """transformers looks for documents in a single row only; in several they would see each other."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     card = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
     sets = ["tricks.packing=true", "tricks.attention=flash_attention_2", "tricks.precision=bf16"]
