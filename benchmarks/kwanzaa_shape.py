@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.common import rows_of_the_real_lengths, write
 from cria_tricks import models, recipes, report
+from cria_tricks.catalogue import CONFIGS
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import load
 from cria_tricks.measure import Meter, every_tensor
@@ -33,7 +34,7 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
     )
     plan = resolve(recipe)
     weights = models.find(recipe.model)
-    rows = {part: rows_of_the_real_lengths(part, models.SHAPES[shape]["vocab_size"]) for part in ("train", "eval")}
+    rows = {part: rows_of_the_real_lengths(part, CONFIGS[shape]["vocab_size"]) for part in ("train", "eval")}
     meter = Meter(plan.device.kind, compiled=plan.compiled)
     with meter.phase("load"):
         loaded = load(plan, weights)
@@ -57,7 +58,7 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Measure, write the result file, print the line that matters."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="llama-3.2-1b", choices=models.SHAPES)
+    parser.add_argument("--shape", default="llama-3.2-1b", choices=CONFIGS)
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: three epochs, 42 of them")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--results", type=Path)

@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from cria_tricks import durable
+from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.errors import BadInput, usable_path
-from cria_tricks.models import SMOLLM2
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
 from cria_tricks.units import human

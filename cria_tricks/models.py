@@ -15,39 +15,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2
 from cria_tricks.errors import BadInput, usable_path
-
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ALIASES = {"smollm2": SMOLLM2, "llama-3.2-1b": "unsloth/Llama-3.2-1B-Instruct"}
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 49152,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": True,
-    },
-}
-"""Arguments of ``LlamaConfig``. ``tiny`` is two layers with SmolLM2's vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +41,7 @@ def find(name: str) -> Weights:
     """Turn a model name into something that loads.
 
     Args:
-        name: an alias of :data:`ALIASES`, a hub id, a folder, or ``random:SHAPE``.
+        name: an alias of ``catalogue.py``, a hub id, a folder, or ``random:SHAPE``.
 
     Raises:
         BadInput: if it is no such name, or the folder holds no model.
@@ -148,17 +118,18 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
 
 def _random(name: str) -> Weights:
     shape = name.removeprefix("random:")
-    if shape not in SHAPES:
-        raise BadInput(f"model {name}: unknown shape {shape}; there are {', '.join(SHAPES)}")
+    if shape not in CONFIGS:
+        raise BadInput(f"model {name}: unknown shape {shape}; there are {', '.join(CONFIGS)}")
 
     def make(into: Path) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(torch.bfloat16).save_pretrained(into)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[shape]))
+            model.to(torch.bfloat16).save_pretrained(into)
 
-    shape_hash = hashlib.sha256(json.dumps(SHAPES[shape], sort_keys=True).encode()).hexdigest()[:8]
+    shape_hash = hashlib.sha256(json.dumps(CONFIGS[shape], sort_keys=True).encode()).hexdigest()[:8]
     folder = str(_cached(f"random-{shape}-{shape_hash}", make))
     return Weights(name, folder, find(SMOLLM2).tokenizer if _wheel_folder() else None)

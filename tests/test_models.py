@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from cria_tricks import models
+from cria_tricks import catalogue, models
 from cria_tricks.errors import BadInput
 
 
 def test_names_that_are_no_model(tmp_path):
     for name, said in (
         ("smolm2", "did you mean smollm2?"),
-        ("random:huge", "unknown shape huge; there are tiny, llama-3.2-1b"),
+        ("random:huge", "unknown shape huge; there are tiny, smollm2"),
         (str(tmp_path), "no config.json"),
         (str(tmp_path / "none"), "no such folder"),
         ("a/b/c", "no such folder, and no hub id"),
@@ -45,10 +45,10 @@ def test_the_wheels_weights_are_the_dequantised_gguf():
 
 
 def test_llama_1b_has_the_published_size():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**models.SHAPES["llama-3.2-1b"]))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**catalogue.CONFIGS["llama-3.2-1b"]))
     linears = sum(
         m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n
     )

@@ -1,0 +1,228 @@
+"""The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
+
+A dozen lines of arithmetic on eleven numbers give every matrix of a Llama, Mistral, Mixtral, Qwen or Gemma. Nothing
+heavier than ``json`` is imported.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.catalogue import ALIASES, CONFIGS
+from cria_tricks.errors import BadInput, first_line, usable_path
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma": {"tied": True, "head_width": 256},
+    "gemma2": {"tied": True, "head_width": 256, "norms": 4},
+    "gemma3_text": {"tied": True, "head_width": 256, "norms": 4, "qk_norm": True},
+}
+"""Model types that are read, and what their code says where their config is silent."""
+
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's widths. In formulas: V words, D wide, L blocks, H heads of C, K key heads, F inside the MLP.
+
+    Attributes:
+        name: what the model is called.
+        kind: ``model_type`` of its config.
+        vocabulary: V.
+        width: D, of the hidden states.
+        layers: L.
+        heads: H.
+        kv_heads: K, of keys and values; divides H.
+        head_width: C.
+        inner: F, of the gated MLP, or of one expert's.
+        tied: whether the head is the embedding.
+        bias: whether q, k and v have biases.
+        qk_norm: whether queries and keys are normalised.
+        norms: RMS norms on hidden states in a block.
+        experts: MLPs a block has; 1 for a dense model.
+        experts_per_token: those that a token goes through.
+        window: tokens that a token looks back at most; 0 for all.
+    """
+
+    name: str
+    kind: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int
+    tied: bool = False
+    bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    experts: int = 1
+    experts_per_token: int = 1
+    window: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """H C."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """K C, of keys and of values each."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(D_in, D_out) of the matrices of a block, by the names that LoRA's targets have; of one expert."""
+        width, inner = self.width, self.inner
+        return {
+            "q_proj": (width, self.query_width),
+            "k_proj": (width, self.kv_width),
+            "v_proj": (width, self.kv_width),
+            "o_proj": (self.query_width, width),
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+
+    def copies(self, linear: str) -> int:
+        """How many of a matrix are in a block: one, or one an expert."""
+        return self.experts if linear in ("gate_proj", "up_proj", "down_proj") else 1
+
+    @property
+    def block_linear_weights(self) -> int:
+        """Weights of a block's matrices: what quantization packs. An expert router is not among them."""
+        return sum(self.copies(name) * d_in * d_out for name, (d_in, d_out) in self.linears.items())
+
+    @property
+    def block_other_weights(self) -> int:
+        """Norms, biases and the router of a block, which are never quantised."""
+        norms = self.norms * self.width + 2 * self.head_width * self.qk_norm
+        biases = (self.query_width + 2 * self.kv_width) * self.bias
+        router = self.experts * self.width if self.experts > 1 else 0
+        return norms + biases + router
+
+    @property
+    def embedding_weights(self) -> int:
+        """V D: of the embedding, and of the head again when it is not tied."""
+        return self.vocabulary * self.width
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the whole model."""
+        blocks = self.layers * (self.block_linear_weights + self.block_other_weights)
+        return blocks + self.embedding_weights * (1 if self.tied else 2) + self.width
+
+    @property
+    def active_weights(self) -> int:
+        """Parameters of the matrices that a token is multiplied by, the head included."""
+        idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner
+        return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """Get a model's ``config.json``.
+
+    Args:
+        model: a short name of the catalogue, a hub id, ``random:NAME``, a folder, or the file itself.
+
+    Raises:
+        BadInput: if there is none, or it cannot be had.
+    """
+    by_hub_id = {hub: name for name, hub in ALIASES.items()}
+    name = by_hub_id.get(model, model.removeprefix("random:"))
+    if name in CONFIGS:
+        return CONFIGS[name]
+    path = usable_path("model", model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read(path)
+    if model.count("/") != 1 or model.endswith((".json", "/")) or model.startswith((".", "/", "~")):
+        raise BadInput(f"model {model}: no such file or folder, and no name of the catalogue: {', '.join(CONFIGS)}")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return _read(Path(hf_hub_download(model, "config.json")))
+    except BadInput:
+        raise
+    except Exception as error:  # offline, missing, gated: each its own class
+        raise BadInput(
+            f"model {model}: its config.json cannot be had from the hub: {first_line(error)}; give a file instead: "
+            "--model config.json"
+        ) from None
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> Shape:
+    """Read the widths.
+
+    Args:
+        config: of ``config.json``; of a model that also sees, the part about text is taken.
+        name: what to call it, in errors too.
+
+    Raises:
+        BadInput: if it is no decoder of a known kind, or a field is missing or no sensible number.
+    """
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
+
+    def number(field: str, default: int | None = None) -> int:
+        value = config.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise BadInput(f"model {name}: its config.json has no {field}")
+        if type(value) is not int or value < 1:
+            raise BadInput(f"model {name}: {field} = {value!r} in its config.json must be a whole number above 0")
+        return value
+
+    for field in REQUIRED:
+        number(field)
+    says, heads, width = KINDS[kind], number("num_attention_heads"), number("hidden_size")
+    kv_heads = number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise BadInput(f"model {name}: {heads} heads cannot share {kv_heads} key heads")
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen"))
+    return Shape(
+        name=name,
+        kind=kind,
+        vocabulary=number("vocab_size"),
+        width=width,
+        layers=number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=number("head_dim", says.get("head_width", width // heads)),
+        inner=number("intermediate_size"),
+        tied=bool(config.get("tie_word_embeddings", says.get("tied", False))),
+        bias=bool(config.get("attention_bias", says.get("bias", False))),
+        qk_norm=says.get("qk_norm", False),
+        norms=says.get("norms", 2),
+        experts=number("num_local_experts", 1),
+        experts_per_token=number("num_experts_per_tok", 1),
+        window=number("sliding_window") if windowed else 0,
+    )
+
+
+def find_shape(model: str) -> Shape:
+    """Find a model's config and read its widths."""
+    return shape_of(find_config(model), model)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise BadInput(f"model {path}: cannot be read as JSON: {first_line(error)}") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"model {path}: is no JSON object, so no config")
+    return config
