@@ -121,6 +121,17 @@ class Shape:
         return blocks + self.embedding_weights * (1 if self.tied else 2) + self.width
 
     @property
+    def tensors(self) -> tuple[tuple[int, int], ...]:
+        """All parameters: how many, elements of each. The small ones of a block are taken as one."""
+        matrices = [(self.layers * self.copies(name), d_in * d_out) for name, (d_in, d_out) in self.linears.items()]
+        rest = [
+            (self.layers, self.block_other_weights),
+            (1 if self.tied else 2, self.embedding_weights),
+            (1, self.width),
+        ]
+        return (*matrices, *rest)
+
+    @property
     def active_weights(self) -> int:
         """Parameters of the matrices that a token is multiplied by, the head included."""
         idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner

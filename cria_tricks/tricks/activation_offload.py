@@ -15,10 +15,13 @@ Shapes: s = B T D elements (a block's input), of L blocks.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -90,3 +93,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already"
         )
     return plan
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """What blocks keep waits on the host; the one that is open has it back."""
+    return replace(memory, offloaded=recipe.tricks.activation_offload and memory.device.kind == "cuda")

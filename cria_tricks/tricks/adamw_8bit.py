@@ -16,9 +16,12 @@ Shapes: a state of N numbers in ceil(N / 256) blocks, with one fp32 absmax each.
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -129,3 +132,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.optimizer != "adamw_8bit":
         return plan
     return plan.with_("optimizer", bits=8)
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """A byte for each number of a state, and a scale for each block of them."""
+    return replace(memory, state_bits=8 if recipe.tricks.optimizer == "adamw_8bit" else 32)

@@ -14,9 +14,13 @@ Ours     one autograd.Function in plain ops, fp32 loss, the reference and the pr
 Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
 """
 
+from dataclasses import replace
+
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -132,3 +136,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "tricks.chunked_loss=true with lm_head in lora.target_modules: it needs a frozen head; leave one out"
         )
     return plan.with_("loss", kind="chunked", tokens_per_chunk=TOKENS_PER_CHUNK)
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Logits of one chunk at a time."""
+    return replace(memory, chunk=TOKENS_PER_CHUNK if recipe.tricks.chunked_loss else 0)

@@ -17,8 +17,11 @@ Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries sh
 
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("expand_kv=true",)
 CLAIM = "exact within rounding"
@@ -79,3 +82,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if device.capability >= (8, 0) and tricks.precision != "fp32":
         return plan.warn(f"expand_kv gains nothing on {device.name}: its flash kernel takes grouped heads as they are")
     return plan
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Keys and values are as wide as the queries, and the kernel need not know of groups."""
+    if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
+        return memory
+    return with_kernel(memory, masked=not memory.maskless, repeats=True)

@@ -16,10 +16,14 @@ D width of a head; tiles of I queries and J keys. A group's queries are rows ove
 """
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware.kernels import kernel_for
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -151,3 +155,24 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
             "tricks.attention=flash_attention_2: the package flash-attn is missing; pip install "
             f"'cria_tricks[flash]', or {instead}"
         )
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """What the attention keeps is its kernel's business, and which kernel runs is the card's."""
+    attention = recipe.tricks.attention
+    if attention == "eager":
+        return memory
+    if attention == "flash_attention_2":
+        return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
+    # transformers repeats keys and values when there is a mask, and leaves it to torch when there is none.
+    repeats = memory.batch > 1 or shape.heads == shape.kv_heads
+    return with_kernel(memory, masked=memory.batch > 1, repeats=repeats)
+
+
+def with_kernel(memory: MemoryEstimate, *, masked: bool, repeats: bool) -> MemoryEstimate:
+    """Have torch's attention run in the kernel that the device has for it."""
+    kernel = "flash"  # a CPU's takes everything
+    if memory.device.kind == "cuda":
+        dtype = torch.float32 if memory.operand == 4 else torch.float16
+        kernel = kernel_for(memory.device, dtype, masked=masked, grouped=not repeats)
+    return replace(memory, kernel=kernel, repeats_keys=repeats, maskless=not masked)

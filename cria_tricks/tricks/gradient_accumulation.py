@@ -15,10 +15,13 @@ Shapes: k micro-batches of (B, T).
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -71,3 +74,8 @@ def accumulated(loss_sum: Callable[[Batch], torch.Tensor], micro_batches: Sequen
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Tell the trainer how many micro-batches make a step."""
     return plan.with_("training", gradient_accumulation_steps=recipe.tricks.gradient_accumulation)
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """From the second micro-batch on the gradients of the first ones wait."""
+    return replace(memory, accumulates=recipe.tricks.gradient_accumulation > 1)

@@ -14,8 +14,12 @@ Ours     20 lines, one block at a time. torch's non-reentrant checkpoint, the sw
 Shapes: s = B T D elements (a block's input), a = all that the block keeps inside.
 """
 
+from dataclasses import replace
+
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -76,3 +80,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations"
         )
     return plan.with_("training", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """A block keeps its input; the insides of one at a time are made again."""
+    return replace(memory, checkpointed=recipe.tricks.gradient_checkpointing and recipe.tricks.peft != "head")

@@ -11,10 +11,14 @@ Ours     a fixed model below, a trained matrix above; peft keeps the copy and sa
 Shapes: features (B, T, D), head (V, D).
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -55,3 +59,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.peft != "head":
         return plan
     return plan.with_("peft", kind="head").then("add_adapter")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """An fp32 copy of the head; no gradient reaches the blocks, so they keep nothing."""
+    if recipe.tricks.peft != "head":
+        return memory
+    return replace(memory, trains_all=False, added=((1, shape.embedding_weights),), learning_blocks=0)

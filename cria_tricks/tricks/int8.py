@@ -11,8 +11,12 @@ Ours     both in plain torch, integer for integer bitsandbytes', whose products 
 Shapes: inputs (T, D_in) with one scale per token; weights (D_out, D_in) with one per output feature.
 """
 
+from dataclasses import replace
+
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.nf4 import refuse_without_adapter
@@ -77,3 +81,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.precision == "bf16" and plan.device.kind == "cuda":
         plan = plan.warn("quantization=int8 computes its outlier columns in fp16, also with precision=bf16")
     return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """A byte a weight and a scale for each of its rows; the usual preparation raises all else to fp32."""
+    if recipe.tricks.quantization != "int8":
+        return memory
+    a_block = sum(shape.copies(name) * (d_in + 4) * d_out for name, (d_in, d_out) in shape.linears.items())
+    return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, pins_inputs=True)

@@ -12,6 +12,10 @@ Ours     two edits of the loaded model, in ``load.py``
 Shapes: embedding (V, D); adapter inputs (B, T, D).
 """
 
+from dataclasses import replace
+
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -44,3 +48,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             f"precision is {tricks.precision}, peft {tricks.peft}"
         )
     return plan.without("prepare_for_kbit_training").then("adapter_inputs_uncast")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Nothing is raised to fp32: not the weights beside the matrices, not hidden states, not adapters' inputs."""
+    if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
+        return memory
+    return replace(memory, others=2, stream=2, product=2, raises_inputs=False)

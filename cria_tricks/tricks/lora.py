@@ -14,11 +14,15 @@ Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W (D_out, D_in);
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Lora, Recipe
 
@@ -106,3 +110,21 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         use_dora=lora.dora,
         target_modules=list(lora.target_modules),
     ).then("add_adapter")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Two thin fp32 matrices for each adapted one; nothing else has a gradient."""
+    if recipe.tricks.peft != "lora":
+        return memory
+    lora = recipe.lora
+    targets = tuple(shape.linears) if "all-linear" in lora.target_modules else lora.target_modules
+    added: list[tuple[int, int]] = []
+    for name in targets:
+        if name not in shape.linears:
+            raise BadInput(f"lora.target_modules: no estimate for {name}; there are {', '.join(shape.linears)}")
+        d_in, d_out = shape.linears[name]
+        many = shape.layers * shape.copies(name)
+        added += [(many, lora.r * d_in), (many, lora.r * d_out), *([(many, d_out)] if lora.dora else [])]
+    return replace(
+        memory, trains_all=False, trains_head=False, added=tuple(added), adapted=targets, rank=lora.r, dora=lora.dora
+    )

@@ -13,10 +13,13 @@ Shapes: none; every matrix product is concerned.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.units import DTYPE
@@ -115,3 +118,13 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.peft != "none":  # all that is loaded is frozen, so it needs no fp32 master copy
         plan = plan.with_("model", dtype=DTYPE[precision])
     return plan.with_("training", **{precision: True})
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
+    if recipe.tricks.precision == "fp32":
+        return memory
+    memory = replace(memory, operand=2, product=2)
+    if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
+        return memory
+    return replace(memory, matrices=memory.matrices // 2, others=2, stream=2)

@@ -13,11 +13,13 @@ Ours     levels, blocks, packing and double quantization in plain torch, byte fo
 Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64 with one absmax each; two codes a byte.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.adamw_8bit import dequantize_blocks, dynamic_levels, quantize_blocks
@@ -35,6 +37,8 @@ model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
 """
 BLOCK = 64
 """Weights that share one absmax."""
+SCALES = 256
+"""Scales that share one of their own, after double quantization."""
 
 
 def normal_levels() -> torch.Tensor:
@@ -137,3 +141,23 @@ def refuse_without_adapter(recipe: Recipe) -> None:
             f"tricks.quantization={kind} with tricks.peft=none: quantised weights are frozen, so nothing "
             "would train; set tricks.peft=lora (or head)"
         )
+
+
+def stored_bytes(elements: int, double_quantization: bool) -> int:
+    """What a weight takes as bitsandbytes stores it, with the level tables that lie beside each."""
+    blocks = -(-elements // BLOCK)
+    scales = blocks + 4 * -(-blocks // SCALES) + 4 * 256 + 4 if double_quantization else 4 * blocks
+    return (elements + 1) // 2 + scales + 4 * 16
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Half a byte a weight and its scales; unpacked to be multiplied; the usual preparation raises all else to fp32."""
+    tricks = recipe.tricks
+    if tricks.quantization not in ("nf4", "fp4"):
+        return memory
+    a_block = sum(
+        shape.copies(name) * stored_bytes(d_in * d_out, tricks.double_quantization)
+        for name, (d_in, d_out) in shape.linears.items()
+    )
+    # bitsandbytes gives a product back in the dtype of its input.
+    return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=4, unpacks=True)

@@ -22,8 +22,11 @@ import torch
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
@@ -169,3 +172,12 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if attention == "sdpa":
         plan = plan.refine("model", attn_implementation=IMPLEMENTATION)
     return plan.with_("collator", packed_length=recipe.data.max_length)
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Rows are full, so none needs a mask, and documents are attended to one by one."""
+    if not recipe.tricks.packing:
+        return memory
+    if recipe.tricks.attention == "sdpa":
+        memory = with_kernel(memory, masked=False, repeats=True)
+    return memory

@@ -16,9 +16,12 @@ Shapes: F frames of E elements on the device; a weight of N elements has 2 ceil(
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 import torch
 
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -136,3 +139,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if plan.device.kind != "cuda":
         return plan.warn("paged_optimizer has no effect without CUDA: the states are in host memory already")
     return plan.with_("optimizer", paged=True)
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """Large states live in managed memory: on the card while in use, unseen by its allocator."""
+    return replace(memory, paged=recipe.tricks.paged_optimizer and memory.device.kind == "cuda")

@@ -12,9 +12,13 @@ Ours     the vectors in front of the embedded tokens; peft keeps them, saves the
 Shapes: prompt (P, D) before embedded tokens (B, T, D); a row has P + T positions.
 """
 
+from dataclasses import replace
+
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Prompt, Recipe
 
@@ -59,3 +63,12 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             "tricks.packing=false"
         )
     return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """A few vectors, and rows that are longer by as many; the gradient flows through all blocks down to them."""
+    if recipe.tricks.peft != "prompt_tuning":
+        return memory
+    tokens = recipe.prompt.tokens
+    added = ((1, tokens * shape.width),)
+    return replace(memory, trains_all=False, trains_head=False, added=added, tokens=memory.tokens + tokens)

@@ -13,11 +13,15 @@ Shapes: a block from (B, T, D) to (B, T, D), its copy the same, and a joining ma
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from cria_tricks.errors import BadInput
+from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import Shape
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, Side
 
@@ -72,3 +76,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
     return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
+
+
+def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+    """An fp32 copy of the last blocks and a joining matrix each; the gradient flows no further down than they reach."""
+    if recipe.tricks.peft != "side_network":
+        return memory
+    blocks = recipe.side.blocks
+    if blocks > shape.layers:
+        raise BadInput(f"side.blocks={blocks}: {shape.name} has {shape.layers}")
+    a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
+    added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
+    return replace(memory, trains_all=False, trains_head=False, added=added, learning_blocks=blocks, learns_beside=True)

@@ -1,0 +1,194 @@
+r"""One block of a decoder on paper: what each operation keeps for the backward pass, and what is open around it.
+
+The block is walked once, operation by operation, in bytes. What the operations up to one keep is there when that one
+has run; and it is there again in its backward pass, because what later operations kept is gone by then. On top come
+tensors that are open only around the operation. The largest of these sums is the block's deepest point.
+
+Letters: n tokens of a micro-batch, D width, Q = H C of the queries, K of the keys and values each, F inside the MLP,
+T tokens of a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cria_tricks.memory.estimate import MemoryEstimate
+
+FP32 = 4
+FIRST_NORM = "first norm's input"
+GATED, ATTENDED = "gated product", "attention's output"
+PINNED = ", for int8"
+"""Marks a tensor that checkpointing and offloading cannot take away."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a block.
+
+    Attributes:
+        name: what it is called in a bill.
+        keeps: bytes for the backward pass, by tensor; a tensor that several operations keep is there once.
+        forward: bytes open while it computes, its result included.
+        backward: bytes open in its backward pass: the gradients that come, go and wait, and what is made again.
+    """
+
+    name: str
+    keeps: Mapping[str, int] = field(default_factory=dict)
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True)
+class Deepest:
+    """The point of a block at which most is alive.
+
+    Attributes:
+        operation: where it is, in words.
+        kept: bytes that the operations up to there keep.
+        opened: bytes open around it.
+    """
+
+    operation: str
+    kept: int
+    opened: int
+
+
+def kept(operations: list[Operation]) -> dict[str, int]:
+    """What a block keeps from its forward pass to its backward pass, in bytes by tensor."""
+    tensors: dict[str, int] = {}
+    for operation in operations:
+        tensors |= operation.keeps
+    return tensors
+
+
+def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
+    """Walk a block and find the most that is alive at once."""
+    # Beside the forward pass of an operation live the residual stream, unless a norm keeps it as it is; the norm's
+    # output, unless int8 keeps it; and, where a block is made again, two gradients.
+    many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
+    beside = many * memory.all_tokens * memory.shape.width * memory.stream
+    points, tensors = [], dict[str, int]()
+    for operation in operations:
+        if memory.offloaded and not memory.checkpointed:
+            tensors = {}  # each operation's own are fetched when their turn comes
+        tensors |= operation.keeps
+        alive = sum(tensors.values())
+        points.append(Deepest(f"forward pass of {operation.name}", alive, operation.forward + beside))
+        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward))
+    return max(points, key=lambda point: point.kept + point.opened)
+
+
+def operations(memory: "MemoryEstimate") -> list[Operation]:
+    """The operations of a block, in the order of the forward pass."""
+    shape, n = memory.shape, memory.all_tokens
+    stream, product = memory.stream, memory.product
+    inner = n * shape.inner * product
+    residual = n * shape.width * stream  # its gradient waits while that of the branch beside it is computed
+    turned = n * (shape.query_width + shape.kv_width) * max(stream, product)  # cosines have the stream's dtype
+    gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
+    return [
+        _norm(memory, "first norm"),
+        *(_linear(memory, name, "first norm's output", stream, residual) for name in ("q_proj", "k_proj", "v_proj")),
+        Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
+        *_attention(memory, residual),
+        _linear(memory, "o_proj", ATTENDED, memory.operand, residual),
+        _norm(memory, "second norm"),
+        gate,
+        Operation("gate's activation", {"gate": inner, "activated gate": inner}, inner, residual + 3 * inner),
+        up,
+        Operation(GATED, {"up": inner}, inner, residual + 3 * inner),
+        _linear(memory, "down_proj", GATED, product, residual),
+    ]
+
+
+def learning(memory: "MemoryEstimate") -> list[Operation]:
+    """The operations of what learns: of a block, or of the trained copy beside it and what joins the two."""
+    if not memory.learns_beside:
+        return operations(memory)
+    # The copy's weights are fp32, and so is what its norms give.
+    beside = replace(memory, trains_all=True, stream=FP32, product=memory.operand, unpacks=False, pins_inputs=False)
+    width, a = memory.shape.width, memory.operand
+    joined = memory.all_tokens * width * a
+    join = {"join's input": joined, "join in 16 bits": width * width * a if a < FP32 else 0}
+    return [*operations(beside), Operation("join", join, joined, 3 * joined)]
+
+
+def _norm(memory: "MemoryEstimate", name: str) -> Operation:
+    """RMS norms compute in fp32: of a 16-bit input they keep a copy, an fp32 one as it is."""
+    elements = memory.all_tokens * memory.shape.width
+    keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
+    if memory.trains_all:  # for the gradient of its weight
+        keeps[f"{name}'s normalised"] = elements * memory.stream
+    return Operation(name, keeps, elements * (FP32 + memory.stream), elements * (4 * FP32 + memory.stream))
+
+
+def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: int) -> Operation:
+    """A product and its adapter.
+
+    Args:
+        memory: the setting.
+        name: of the matrix.
+        source: what its input is called; several products may share one.
+        x: bytes of an element of the input.
+        residual: bytes of gradient that wait beside it.
+    """
+    n, a, o = memory.all_tokens, memory.operand, memory.product
+    d_in, d_out = memory.shape.linears[name]
+    given, made, weight = n * d_in, n * d_out, d_in * d_out
+    unpacked = weight * a if memory.unpacks else 0
+    keeps: dict[str, int] = {}
+    if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
+        keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a, f"{name} in 16 bits": weight * a}
+    held = _held(memory, source)
+    if memory.pins_inputs:
+        keeps[held] = given * x
+    # The input in the operand's dtype, the unpacked weight, the result.
+    forward = (given * a if x != a else 0) + unpacked + made * o
+    # The result's gradient, the unpacked weight (int8 unpacks here only), the input's gradient.
+    backward = made * o + (weight * a if memory.unpacks or memory.pins_inputs else 0) + given * max(a, x)
+    if name in memory.adapted:
+        r = memory.rank
+        raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
+        shared = x == a and not raised
+        keeps |= {held: given * a} if shared else {f"{name}'s input": given * a}
+        keeps[f"{name}'s A x"] = n * r * a
+        if a < FP32:
+            keeps[f"{name}'s A and B in 16 bits"] = r * (d_in + d_out) * a
+        # The base's product, before the adapter's input is there; its result beside the raised input; or beside B A x
+        # and the sum of both.
+        forward = max(forward - (0 if shared else given * a), made * o + raised, made * (o + a + o))
+        # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
+        gone = 0 if shared and source != GATED else given * a
+        both = gone + (given * x if source == GATED and memory.pins_inputs and not shared else 0)
+        backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - both)
+    waits = given * x if source == GATED and held not in keeps else 0  # nobody keeps it, but it is read
+    return Operation(name, keeps, forward + waits, residual + backward)
+
+
+def _held(memory: "MemoryEstimate", source: str) -> str:
+    """A product's input, under the name that says whether int8 holds it too."""
+    return source + PINNED if memory.pins_inputs else source
+
+
+def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
+    """What the kernel keeps: what it multiplies, and, of those that hold it, the T x T matrix."""
+    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    queries, keys = n * shape.query_width * a, n * shape.kv_width * a
+    if memory.repeats_keys or memory.kernel == "math":  # which repeats them itself
+        keys = queries
+    operands = {"queries": queries, "keys": keys, "values": keys}
+    if memory.kernel in ("eager", "math"):
+        scores = n * memory.tokens * shape.heads
+        probabilities = {"probabilities": scores * FP32}
+        halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
+        back = residual + queries + keys
+        return [
+            # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
+            Operation("scores and softmax", operands | probabilities, scores * a, back + 2 * scores * FP32),
+            Operation("weighted values", halves, queries, back + scores * a),
+        ]
+    if not memory.maskless:
+        operands["mask"] = n * memory.tokens * a
+    result = {_held(memory, ATTENDED): queries, "log-sum-exp": n * shape.heads * FP32}
+    return [Operation("attention", operands | result, queries, residual + 2 * queries + 2 * keys)]

@@ -1,0 +1,310 @@
+r"""The bill by hand: what a recipe costs in bytes, from the widths of the model alone.
+
+A recipe is folded over the same tricks that switch it on. It begins as plain fp32 full fine-tuning; each trick changes
+what it changes: how weights are stored, what trains, what a block keeps. Then the moments of a step are added up:
+
+- the loss, where everything kept meets the logits;
+- the deepest point of the last block, where all other blocks still wait;
+- the deepest point of the first block, where the gradients of all others have come;
+- the gradient of the embedding, at the very end;
+- the optimizer's step.
+
+The peak is the largest of them, and the bill is its rows. They sum to it exactly.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cria_tricks.hardware.device import Device
+from cria_tricks.memory import block
+from cria_tricks.memory.block import FP32
+from cria_tricks.memory.shape import Shape
+from cria_tricks.recipe import Recipe
+
+IDS = 8
+"""Bytes of a token's number, a label and a position."""
+PAGED_FROM = 100_000
+"""Elements from which bitsandbytes pages a state (``bitsandbytes/optim/optimizer.py``, ``get_state_buffer``)."""
+EIGHT_BITS_FROM = 4096
+"""Elements from which it keeps a state in 8 bits."""
+STATE_BLOCK = 256
+"""Elements of a state that share a scale."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the bill.
+
+    Attributes:
+        name: what it is.
+        bytes: what it takes at the peak.
+        why: its formula, in words.
+    """
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of the step, and all that is alive there."""
+
+    name: str
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What is alive."""
+        return sum(row.bytes for row in self.rows)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What is known about a step, in bytes an element; the tricks change it one after the other.
+
+    Attributes:
+        shape: of the model.
+        device: that it is meant for.
+        batch: rows of a micro-batch.
+        tokens: of a row.
+        trained_tokens: of a micro-batch.
+        matrices: bytes of the blocks' matrices as they are stored.
+        others: bytes of an element of the other weights: embedding, head, norms, biases.
+        operand: bytes of an element of what products multiply.
+        stream: of the hidden states between the blocks.
+        product: of what a product gives.
+        unpacks: whether a product unpacks its weight first.
+        pins_inputs: whether products keep their inputs out of autograd's sight, where checkpointing cannot drop them.
+        trains_all: whether the loaded weights train.
+        added: trained tensors beside the loaded weights: how many, elements of each.
+        adapted: the matrices that have an adapter.
+        rank: of the adapters.
+        dora: whether they learn magnitudes too.
+        raises_inputs: whether adapters raise 16-bit inputs to fp32 first.
+        learning_blocks: blocks through which the gradient flows, from the last one on.
+        learns_beside: whether each of these has a trained copy of itself beside it.
+        trains_head: whether the head trains.
+        kernel: the attention's: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
+        repeats_keys: whether keys and values are repeated for every query head.
+        maskless: whether attention runs without a mask.
+        checkpointed: whether blocks keep their input only.
+        offloaded: whether what blocks keep waits on the host.
+        chunk: tokens whose logits are alive at once; 0 for all.
+        accumulates: whether gradients of earlier micro-batches wait.
+        state_bits: bits of an element of the optimizer's two states.
+        paged: whether large states live in managed memory, which the card's allocator does not see.
+    """
+
+    shape: Shape
+    device: Device
+    batch: int
+    tokens: int
+    trained_tokens: int
+    matrices: int
+    others: int = FP32
+    operand: int = FP32
+    stream: int = FP32
+    product: int = FP32
+    unpacks: bool = False
+    pins_inputs: bool = False
+    trains_all: bool = True
+    added: tuple[tuple[int, int], ...] = ()
+    adapted: tuple[str, ...] = ()
+    rank: int = 0
+    dora: bool = False
+    raises_inputs: bool = True
+    learning_blocks: int = 0
+    learns_beside: bool = False
+    trains_head: bool = True
+    kernel: str = "eager"
+    repeats_keys: bool = True
+    maskless: bool = False
+    checkpointed: bool = False
+    offloaded: bool = False
+    chunk: int = 0
+    accumulates: bool = False
+    state_bits: int = 32
+    paged: bool = False
+
+    @property
+    def all_tokens(self) -> int:
+        """n, of a micro-batch."""
+        return self.batch * self.tokens
+
+    @property
+    def trained(self) -> tuple[tuple[int, int], ...]:
+        """Trained tensors: how many, elements of each."""
+        return (self.shape.tensors if self.trains_all else ()) + self.added
+
+    @property
+    def trained_weights(self) -> int:
+        """Elements that train."""
+        return sum(many * elements for many, elements in self.trained)
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most is alive."""
+        return max(moments(self), key=lambda moment: moment.bytes)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The bill: rows of the peak that are not empty."""
+        return tuple(row for row in self.peak.rows if row.bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_allocated`` will say."""
+        return self.peak.bytes
+
+
+def estimate(
+    recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
+) -> MemoryEstimate:
+    """Fold a recipe over the tricks.
+
+    Args:
+        recipe: what is wanted.
+        shape: of the model.
+        device: the machine it is meant for.
+        tokens: of a row; ``data.max_length`` when left out.
+        trained_tokens: of a micro-batch; all that can be when left out.
+    """
+    from cria_tricks.tricks import TRICKS  # they import this module's neighbours
+
+    batch, tokens = recipe.train.batch_size, tokens or recipe.data.max_length
+    memory = MemoryEstimate(
+        shape=shape,
+        device=device,
+        batch=batch,
+        tokens=tokens,
+        trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
+        matrices=FP32 * shape.layers * shape.block_linear_weights,
+        learning_blocks=shape.layers,
+    )
+    for trick in TRICKS:
+        memory = trick.estimate(memory, shape, recipe)
+    return memory
+
+
+def moments(memory: MemoryEstimate) -> list[Moment]:
+    """Everything that is alive at the moments of a step of which one is the peak."""
+    operations = block.learning(memory)
+    point = block.deepest(memory, operations)
+    inside = (
+        Row("block: kept", point.kept, f"one block up to the {point.operation}"),
+        Row("block: open", point.opened, f"results and gradients around the {point.operation}"),
+    )
+    fixed, gradients = _fixed(memory), _gradients(memory)
+    before = gradients if memory.accumulates else replace(gradients, bytes=0)
+    all_blocks, others, one = _waiting(memory, block.kept(operations))
+    found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
+    if memory.learning_blocks:
+        found.append(Moment("last block", (*fixed, before, others, *inside)))
+        found.append(Moment("first block", (*fixed, gradients, one, *inside)))
+    if memory.trains_all:
+        found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
+    return [*found, Moment("optimizer step", (*fixed, gradients, _optimizer_temporaries(memory)))]
+
+
+def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
+    """What lives through the whole step."""
+    shape, n = memory.shape, memory.all_tokens
+    leftovers = shape.weights - shape.layers * shape.block_linear_weights
+    added = sum(many * elements for many, elements in memory.added)
+    mask = 0
+    if not memory.maskless:  # of one byte, or added to the scores
+        mask = memory.batch * memory.tokens**2 * (memory.stream if memory.kernel == "eager" else 1)
+    positions = 2 * memory.tokens * shape.head_width * memory.stream
+    return (
+        Row("weights: blocks' matrices", memory.matrices, f"{shape.layers} blocks, as they are stored"),
+        Row("weights: all others", leftovers * memory.others, "embedding, head if it is another, norms, biases"),
+        Row("weights: added", added * FP32, "what trains beside them, in fp32"),
+        Row("optimizer states", _states(memory), f"two of {memory.state_bits} bits for each trained weight"),
+        Row("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),
+    )
+
+
+def _waiting(memory: MemoryEstimate, tensors: Mapping[str, int]) -> tuple[Row, Row, Row]:
+    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
+    pinned = sum(size for name, size in tensors.items() if name.endswith(block.PINNED))
+    each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
+    if memory.checkpointed:
+        given = memory.all_tokens * memory.shape.width * memory.stream
+        each, why = given + pinned, "their inputs"
+        # What is made again comes on top; an fp32 input is the one that the first norm keeps.
+        open_too = pinned + (given if memory.stream < FP32 else 0)
+    if memory.offloaded:
+        each, why = pinned, "what int8 keeps; the rest is on the host"
+    blocks = memory.learning_blocks
+    frozen, nothing = 0, 0
+    if not memory.trains_all and memory.adapted and each == sum(tensors.values()):
+        nothing = tensors[block.FIRST_NORM]  # of the first block: no gradient goes below the lowest adapters
+    if memory.learns_beside and each == sum(tensors.values()):
+        # The gradient goes through a frozen block only if something learns below it: not in the lowest.
+        frozen = sum(block.kept(block.operations(memory)).values())
+        why = f"their copies' operations keep, and {blocks - 1} x the frozen ones'"
+    through = max(blocks - 1, 0) * frozen - nothing
+    return (
+        Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
+        Row("blocks: waiting", (blocks - 1) * each + open_too + through, f"{blocks - 1} blocks x {why}"),
+        Row("blocks: waiting", open_too, f"1 block x {why}"),
+    )
+
+
+def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
+    """The end of the forward pass and the beginning of the backward pass."""
+    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    norm = n * shape.width * FP32 + n * FP32
+    copies = memory.trained_weights * a if a < FP32 and (memory.checkpointed or memory.chunk) else 0
+    head = shape.embedding_weights * a if a != memory.others else 0
+    if memory.chunk:
+        chunk = min(memory.chunk, memory.trained_tokens) * shape.vocabulary
+        hidden = memory.trained_tokens * shape.width * a
+        return (
+            Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
+            Row("head in 16 bits", head, "cast once for all chunks"),
+            Row("adapters in 16 bits", copies, "autocast's, until the forward pass ends"),
+            Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
+            Row("logits", chunk * (FP32 + (a if a < FP32 else 0)), f"{memory.chunk} tokens x V, operand and fp32"),
+        )
+    if memory.trains_head:
+        norm += n * shape.width * (a + (memory.stream if memory.trains_all else 0))
+    return (
+        Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
+        Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
+        Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
+    )
+
+
+def _gradients(memory: MemoryEstimate) -> Row:
+    return Row("gradients", memory.trained_weights * FP32, "fp32, one for each trained weight")
+
+
+def _embedding_gradient(memory: MemoryEstimate) -> Row:
+    many = 2 if memory.shape.tied else 0
+    return Row(
+        "embedding's gradient", many * memory.shape.embedding_weights * FP32, "the head's, its own, and their sum"
+    )
+
+
+def _states(memory: MemoryEstimate) -> int:
+    return sum(many * _state(memory, elements) for many, elements in memory.trained)
+
+
+def _state(memory: MemoryEstimate, elements: int) -> int:
+    """Bytes of the two states of one tensor."""
+    if memory.paged and elements >= PAGED_FROM:
+        return 0
+    if memory.state_bits == 8 and elements >= EIGHT_BITS_FROM:
+        return 2 * (elements + FP32 * -(-elements // STATE_BLOCK))
+    return 2 * FP32 * elements
+
+
+def _optimizer_temporaries(memory: MemoryEstimate) -> Row:
+    if memory.state_bits == 8 or memory.paged:
+        return Row("optimizer: open", 0, "bitsandbytes updates in place")
+    if memory.device.kind == "cuda":
+        return Row("optimizer: open", memory.trained_weights * FP32, "roots of the second state, all tensors at once")
+    largest = max((elements for _, elements in memory.trained), default=0)
+    return Row("optimizer: open", 2 * largest * FP32, "roots of the second state, one tensor after the other")
