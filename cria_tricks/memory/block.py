@@ -139,7 +139,9 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     unpacked = weight * a if memory.unpacks else 0
     keeps: dict[str, int] = {}
     if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
-        keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a, f"{name} in 16 bits": weight * a}
+        keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a}
+        if a < FP32:
+            keeps[f"{name} in 16 bits"] = weight * a
     held = _held(memory, source)
     if memory.pins_inputs:
         keeps[held] = given * x
@@ -148,13 +150,16 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The result's gradient, the unpacked weight (int8 unpacks here only), the input's gradient.
     backward = made * o + (weight * a if memory.unpacks or memory.pins_inputs else 0) + given * max(a, x)
     if name in memory.adapted:
-        r = memory.rank
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
-        shared = x == a and not raised
+        shared = x == a and not raised and not memory.dropout
         keeps |= {held: given * a} if shared else {f"{name}'s input": given * a}
-        keeps[f"{name}'s A x"] = n * r * a
+        if memory.dropout:
+            # CUDA's says in a byte what stays, a CPU's is multiplied by.
+            keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32)
+            raised *= 2  # before and after
+        keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
-            keeps[f"{name}'s A and B in 16 bits"] = r * (d_in + d_out) * a
+            keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
         # The base's product, before the adapter's input is there; its result beside the raised input; or beside B A x
         # and the sum of both.
         forward = max(forward - (0 if shared else given * a), made * o + raised, made * (o + a + o))
@@ -162,8 +167,26 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         gone = 0 if shared and source != GATED else given * a
         both = gone + (given * x if source == GATED and memory.pins_inputs and not shared else 0)
         backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - both)
+        if memory.dora:  # both results, for the magnitudes' gradient
+            keeps |= {f"{name}'s W x": made * o, f"{name}'s B A x": made * a}
+            forward = max(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
+            backward += made * (o + a)
     waits = given * x if source == GATED and held not in keeps else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, forward + waits, residual + backward)
+
+
+def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:
+    """What peft's DoRA holds to take the norms of W + B A.
+
+    B A is made by multiplying an identity, D_in x D_in, which lives as long as the product. Then come W and B A in the
+    input's dtype, B A scaled, and the sum.
+    """
+    a, identity, weight = memory.operand, d_in * d_in, d_in * d_out
+    cast = 2 * x if x != a else x * memory.unpacks
+    return max(
+        identity * (FP32 + (a if a < FP32 else 0)) + weight * a,
+        identity * a + weight * (a + cast + 2 * x),
+    )
 
 
 def _held(memory: "MemoryEstimate", source: str) -> str:

@@ -21,6 +21,12 @@ from cria_tricks.memory.block import FP32
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 
+CONTEXT = 400_000_000
+"""Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
+WORKSPACE_CONFIG = ":4096:2:16:8"
+"""cuBLAS' workspaces as torch sets them (``CUBLAS_WORKSPACE_CONFIG``): KiB and how many, twice."""
+WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
+"""Bytes of the two that a step needs: a handle belongs to a thread, and the backward pass has its own."""
 IDS = 8
 """Bytes of a token's number, a label and a position."""
 PAGED_FROM = 100_000
@@ -81,6 +87,7 @@ class MemoryEstimate:
         adapted: the matrices that have an adapter.
         rank: of the adapters.
         dora: whether they learn magnitudes too.
+        dropout: whether some of their inputs are dropped.
         raises_inputs: whether adapters raise 16-bit inputs to fp32 first.
         learning_blocks: blocks through which the gradient flows, from the last one on.
         learns_beside: whether each of these has a trained copy of itself beside it.
@@ -113,6 +120,7 @@ class MemoryEstimate:
     adapted: tuple[str, ...] = ()
     rank: int = 0
     dora: bool = False
+    dropout: bool = False
     raises_inputs: bool = True
     learning_blocks: int = 0
     learns_beside: bool = False
@@ -154,8 +162,28 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` will say."""
+        """What the step's own tensors take, of all that ``torch.cuda.max_memory_allocated`` sees."""
         return self.peak.bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the card must have: the peak, and what no tensor of the step is."""
+        return self.peak_bytes + sum(row.bytes for row in self.around)
+
+    @property
+    def around(self) -> tuple[Row, ...]:
+        """What a card holds besides."""
+        if self.device.kind != "cuda":
+            return ()
+        return (
+            Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"),
+            Row("cuBLAS workspaces", WORKSPACES, "one for the forward pass's thread, one for the backward pass's"),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much."""
+        return self.needed_bytes <= self.device.memory_bytes
 
 
 def estimate(
@@ -257,7 +285,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     norm = n * shape.width * FP32 + n * FP32
     copies = memory.trained_weights * a if a < FP32 and (memory.checkpointed or memory.chunk) else 0
-    head = shape.embedding_weights * a if a != memory.others else 0
+    head = shape.embedding_weights * a if a != memory.others and memory.learning_blocks else 0
     if memory.chunk:
         chunk = min(memory.chunk, memory.trained_tokens) * shape.vocabulary
         hidden = memory.trained_tokens * shape.width * a
@@ -282,7 +310,7 @@ def _gradients(memory: MemoryEstimate) -> Row:
 
 
 def _embedding_gradient(memory: MemoryEstimate) -> Row:
-    many = 2 if memory.shape.tied else 0
+    many = 2 * memory.shape.tied + memory.accumulates  # and the one that is added to
     return Row(
         "embedding's gradient", many * memory.shape.embedding_weights * FP32, "the head's, its own, and their sum"
     )

@@ -126,5 +126,12 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
         many = shape.layers * shape.copies(name)
         added += [(many, lora.r * d_in), (many, lora.r * d_out), *([(many, d_out)] if lora.dora else [])]
     return replace(
-        memory, trains_all=False, trains_head=False, added=tuple(added), adapted=targets, rank=lora.r, dora=lora.dora
+        memory,
+        trains_all=False,
+        trains_head=False,
+        added=tuple(added),
+        adapted=targets,
+        rank=lora.r,
+        dora=lora.dora,
+        dropout=lora.dropout > 0,
     )
