@@ -65,6 +65,7 @@ class Flavor:
         cards: how many it has. They are data parallel: each holds the whole model and takes its share of the rows.
         low: the guide's lowest price in USD an hour.
         high: the highest.
+        guide_gb: the memory that the guide gives it, all cards together.
         use: what the guide recommends it for.
     """
 
@@ -73,21 +74,22 @@ class Flavor:
     cards: int
     low: float
     high: float
+    guide_gb: int
     use: str
 
 
 FLAVORS: dict[str, Flavor] = {
     flavor.name: flavor
     for flavor in (
-        Flavor("t4-small", "t4", 1, 0.5, 1, "<1B models, demos"),
-        Flavor("t4-medium", "t4", 1, 1, 2, "1-3B models, development"),
-        Flavor("l4x1", "l4", 1, 2, 3, "3-7B models, efficient training"),
-        Flavor("l4x4", "l4", 4, 8, 12, "Multi-GPU training"),
-        Flavor("a10g-small", "a10g", 1, 3, 4, "3-7B models, production"),
-        Flavor("a10g-large", "a10g", 1, 4, 6, "7-13B models"),
-        Flavor("a10g-largex2", "a10g", 2, 8, 12, "Multi-GPU, large models"),
-        Flavor("a10g-largex4", "a10g", 4, 16, 24, "Multi-GPU, very large models"),
-        Flavor("a100-large", "a100-40gb", 1, 8, 12, "13B+ models, fast training"),
+        Flavor("t4-small", "t4", 1, 0.5, 1, 16, "<1B models, demos"),
+        Flavor("t4-medium", "t4", 1, 1, 2, 16, "1-3B models, development"),
+        Flavor("l4x1", "l4", 1, 2, 3, 24, "3-7B models, efficient training"),
+        Flavor("l4x4", "l4", 4, 8, 12, 96, "Multi-GPU training"),
+        Flavor("a10g-small", "a10g", 1, 3, 4, 24, "3-7B models, production"),
+        Flavor("a10g-large", "a10g", 1, 4, 6, 24, "7-13B models"),
+        Flavor("a10g-largex2", "a10g", 2, 8, 12, 48, "Multi-GPU, large models"),
+        Flavor("a10g-largex4", "a10g", 4, 16, 24, 96, "Multi-GPU, very large models"),
+        Flavor("a100-large", "a100-40gb", 1, 8, 12, 40, "13B+ models, fast training"),
     )
 }
 """GPU machines and approximate prices of the Hardware Selection Guide (seed document 004), in its order."""

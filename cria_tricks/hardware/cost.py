@@ -5,12 +5,13 @@ times; parts follow one another, so theirs are added. That sum is what the card 
 Nothing reaches those, so it is divided by one number, :data:`EFFICIENCY`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from cria_tricks.hardware import products, traffic
-from cria_tricks.hardware.cards import CARDS, Card, Flavor
+from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.hardware.kernels import kernel_for
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -18,13 +19,13 @@ from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from cria_tricks.units import DTYPE
 
 EFFICIENCY = 0.5
-"""How much of a card's peak rates a step gets, on every card and in every part.
+"""How much of a card's peak rates a step gets, on every card and in every part: half.
 
-A round number, fitted to nothing. It is near what public runs on an A100, without compiling, get of its peak in
-products: torchtune's README (Llama-3.2-3B, packed rows of 4,096 tokens) 44 %, LLaMA-Factory's wiki (Llama-2-7B, LoRA,
-rows of 1,024) 38 %. It knows no kernel launches, so small models with short rows take longer than it says, and no power
-limit, which holds a T4 and an L4 (70 and 72 watts) under their peak when they are busy for long. We have measured on
-neither; take it for the right order, within a factor of two.
+A round number that is fitted to nothing. With it two public runs, which its tests repeat, come out at 1.6 times their
+speed (Llama-3.2-1B by QLoRA on a free T4, 1,060 tokens a second with its evaluations and checkpoints) and at 0.9 of it
+(Llama-2-7B by LoRA on an A100, 2,954; LLaMA-Factory's wiki). So take it for right within a factor of two. What it does
+not know: the launch of a kernel, so small models with short rows take longer than it says; and the power limit, 70
+watts on a T4 and 72 on an L4, which holds them under their peak in a long run. We have measured on neither.
 """
 
 
@@ -117,7 +118,7 @@ def step(
     length = tokens + (recipe.prompt.tokens if tricks.peft == "prompt_tuning" else 0)
     n, k = rows * length, tricks.gradient_accumulation
     blocks, wide = products.blocks(recipe, shape), traffic.element_bytes(recipe)
-    runs = {name: count for name, count in blocks.passes.items()}
+    runs = blocks.passes
     read = traffic.weights(recipe, shape, blocks)
     rate, parts = card.flops(tricks.precision), list[Part]()
 
@@ -155,10 +156,17 @@ def step(
     return Step(tuple(parts), k * rows * tokens)
 
 
-def optimizer_steps(recipe: Recipe, rows: int, cards: int = 1) -> int:
-    """Optimizer steps of a run over so many rows, each epoch's partial last window included."""
-    each = recipe.train.batch_size * recipe.tricks.gradient_accumulation * cards
-    return recipe.train.max_steps or -(-int(-(-rows // each) * recipe.train.epochs * 1000) // 1000)
+def run_tokens(recipe: Recipe, rows: int, tokens: int) -> int:
+    """Tokens of a whole run.
+
+    Args:
+        recipe: ``train.max_steps`` full steps if it sets them, else ``train.epochs`` of the rows.
+        rows: training rows.
+        tokens: of a row, in the mean.
+    """
+    train = recipe.train
+    steps_rows = train.max_steps * train.batch_size * recipe.tricks.gradient_accumulation
+    return (steps_rows or math.ceil(rows * train.epochs)) * tokens
 
 
 def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
@@ -171,11 +179,6 @@ def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
     """
     hours = tokens / (step.tokens_per_second * flavor.cards) / 3600
     return Run(flavor, hours * 60, hours * flavor.low, hours * flavor.high)
-
-
-def card_of(flavor: Flavor) -> Card:
-    """The flavor's card."""
-    return CARDS[flavor.card]
 
 
 def _attention(

@@ -92,9 +92,7 @@ def blocks(recipe: Recipe, shape: Shape) -> Blocks:
     return found
 
 
-def _block(
-    found: Blocks, recipe: Recipe, shape: Shape, learns: bool, adapts: Iterable[str], *, trained: bool
-) -> bool:
+def _block(found: Blocks, recipe: Recipe, shape: Shape, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
     """Add one block; returns whether what it hands on needs a gradient, given whether what it was handed does."""
     own, thin, r, norms = Products(), Products(), recipe.lora.r, 0
     for stage in STAGES:
