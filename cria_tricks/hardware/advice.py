@@ -224,7 +224,7 @@ def _best(options: Sequence[Option], method: str, key: Callable[[Option], float 
 
 
 def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:
-    size = row_for(BY_SIZE, shape.weights / GB)
+    size = row_for(BY_SIZE, shape.weights / 1e9)
     assert size is not None, "the last entry has no end"
     found = [Recommended("model size", size.case, size.flavors, size.says)]
     if budget is not None:

@@ -50,7 +50,7 @@ CARDS: dict[str, Card] = {
     "t4": Card(T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper"),
     "l4": Card(L4, 121e12, 30.3e12, 300e9, 32e9, "NVIDIA L4 datasheet"),
     "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
-    "a100-40gb": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet"),
+    "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet"),
 }
 """By short name, smallest memory first."""
 
@@ -89,7 +89,7 @@ FLAVORS: dict[str, Flavor] = {
         Flavor("a10g-large", "a10g", 1, 4, 6, 24, "7-13B models"),
         Flavor("a10g-largex2", "a10g", 2, 8, 12, 48, "Multi-GPU, large models"),
         Flavor("a10g-largex4", "a10g", 4, 16, 24, 96, "Multi-GPU, very large models"),
-        Flavor("a100-large", "a100-40gb", 1, 8, 12, 40, "13B+ models, fast training"),
+        Flavor("a100-large", "a100", 1, 8, 12, 40, "13B+ models, fast training"),
     )
 }
 """GPU machines and approximate prices of the Hardware Selection Guide (seed document 004), in its order."""
