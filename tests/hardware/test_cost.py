@@ -51,7 +51,9 @@ def test_what_lies_between_products_moves_so_many_bytes(settings, way):
     recipe = with_settings(Recipe(), settings)
     forward, backward = traffic.between(recipe, models.shape(**WIDE))
     counted = in_one_block(recipe, moved(way), 64)
-    assert {"forward": forward, "backward": backward}[way] == pytest.approx(counted, rel=0.06)
+    # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
+    near = 0.06 if settings == MODES["fp32"] else 0.01
+    assert {"forward": forward, "backward": backward}[way] == pytest.approx(counted, rel=near)
 
 
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES.keys())
@@ -166,8 +168,19 @@ def test_on_a_t4_grouped_rows_without_a_mask_pay_for_the_math_kernel():
     assert "memory-efficient kernel, which leaves out" in expanded.why
     assert grouped.bytes > 100 * expanded.bytes
     assert part("attention", [], card="l4").why.startswith("the flash kernel")
-    masked = part("attention", ["chunked_loss=true"], tokens=2048)
-    assert masked.flops == grouped.flops
+
+
+def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_mask_says_what_it_is():
+    recipe, shape, card = kwanzaa(CARDS["l4"].device), find_shape("llama-3.2-1b"), CARDS["l4"]
+    one, two = (
+        next(
+            part.flops
+            for part in cost.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
+            if part.name == "attention"
+        )
+        for rows in (1, 2)
+    )
+    assert two == 4 * one, "twice the rows, which have a mask"
 
 
 @pytest.mark.parametrize(
@@ -193,16 +206,17 @@ def test_emulated_bf16_is_computed_in_fp32():
 
 
 @pytest.mark.parametrize(
-    ("model", "card", "tokens", "measured", "settings"),
+    ("model", "card", "tokens", "measured", "ratio", "settings"),
     [
         # A workshop's run, 2026: rows of 403 tokens in the mean, four at a time, with evaluations and checkpoints.
-        ("llama-3.2-1b", "t4", 403, 1060, ["train.batch_size=4", "tricks.gradient_accumulation=4"]),
+        ("llama-3.2-1b", "t4", 403, 1060, 1.6, ["train.batch_size=4", "tricks.gradient_accumulation=4"]),
         # LLaMA-Factory's wiki, Performance comparison: 4 x 1,024 tokens, twice, r = 8 on q and v, FlashAttention-2.
         (
             "llama-2-7b",
             "a100",
             1024,
             2954,
+            0.9,
             [
                 "train.batch_size=4",
                 "tricks.gradient_accumulation=2",
@@ -216,11 +230,11 @@ def test_emulated_bf16_is_computed_in_fp32():
     ],
     ids=["T4", "A100"],
 )
-def test_public_runs_are_within_a_factor_of_two(model, card, tokens, measured, settings):
+def test_two_public_runs_come_out_as_far_off_as_the_efficiency_says(model, card, tokens, measured, ratio, settings):
     recipe = with_settings(kwanzaa(CARDS[card].device), settings)
     found = cost.step(recipe, find_shape(model), CARDS[card], tokens).tokens_per_second
     print(f"{model} on {card}: {found:,.0f} tokens/s, measured {measured:,}")
-    assert measured / 2 < found < measured * 2
+    assert found / measured == pytest.approx(ratio, abs=0.05)
 
 
 def test_minutes_and_price_of_a_run():
