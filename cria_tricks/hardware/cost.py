@@ -3,10 +3,16 @@
 Each part of a step is either held up by its products or by the bytes it moves, so it takes the longer of the two
 times; parts follow one another, so theirs are added. That sum is what the card would need at its datasheet's rates.
 Nothing reaches those, so it is divided by one number, :data:`EFFICIENCY`.
+
+Left out on purpose: int8 products count as 16-bit ones, as quantising their inputs takes what integer units gain;
+DoRA's products are counted, and not the bytes of its norms; a paged optimizer moves nothing while the card has room,
+and an estimate of time is for what fits.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +27,11 @@ from cria_tricks.units import DTYPE
 EFFICIENCY = 0.5
 """How much of a card's peak rates a step gets, on every card and in every part: half.
 
-A round number that is fitted to nothing. With it two public runs, which its tests repeat, come out at 1.6 times their
-speed (Llama-3.2-1B by QLoRA on a free T4, 1,060 tokens a second with its evaluations and checkpoints) and at 0.9 of it
-(Llama-2-7B by LoRA on an A100, 2,954; LLaMA-Factory's wiki). So take it for right within a factor of two. What it does
-not know: the launch of a kernel, so small models with short rows take longer than it says; and the power limit, 70
-watts on a T4 and 72 on an L4, which holds them under their peak in a long run. We have measured on neither.
+A round number, chosen between two public runs and fitted to neither: Llama-3.2-1B by QLoRA on a free T4 (1,060 tokens
+a second, evaluations and checkpoints included) comes out 1.6 times as fast as it was, Llama-2-7B by LoRA on an A100
+(2,954; LLaMA-Factory's wiki) 0.9 times. So take it for right within a factor of two. What it does not know: the launch
+of a kernel, so small models with short rows take longer than it says; and the power limit, 70 watts on a T4 and 72 on
+an L4, which holds them under their peak in a long run. We have measured on neither.
 """
 
 
@@ -113,47 +119,64 @@ def step(
         trained_share: of the tokens, how many are trained: the chunked loss makes logits for those only.
         cards: how many work side by side and add up their gradients over PCIe at the end.
     """
-    tricks, rows = recipe.tricks, recipe.train.batch_size
+    rows, k = recipe.train.batch_size, recipe.tricks.gradient_accumulation
     tokens = tokens or recipe.data.max_length
-    length = tokens + (recipe.prompt.tokens if tricks.peft == "prompt_tuning" else 0)
-    n, k = rows * length, tricks.gradient_accumulation
-    blocks, wide = products.blocks(recipe, shape), traffic.element_bytes(recipe)
-    runs = blocks.passes
+    work = [
+        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link)
+        for each in _micro_batch(recipe, shape, card, rows, tokens, trained_share)
+    ]
+    work += _once_a_step(recipe, shape, cards)
+    precision = recipe.tricks.precision
+    return Step(tuple(_part(each, card, precision) for each in work if any(each[1:4])), k * rows * tokens)
+
+
+class _Work(NamedTuple):
+    name: str
+    flops: float
+    bytes: float
+    link: float
+    why: str
+
+
+def _part(work: _Work, card: Card, precision: str) -> Part:
+    ideal = max(work.flops / card.flops(precision), work.bytes / card.memory_rate) + work.link / card.link_rate
+    return Part(work.name, round(work.flops), round(work.bytes), round(work.link), ideal / EFFICIENCY, work.why)
+
+
+def _micro_batch(
+    recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int, trained_share: float
+) -> Iterator[_Work]:
+    length = tokens + (recipe.prompt.tokens if recipe.tricks.peft == "prompt_tuning" else 0)
+    n, blocks, wide = rows * length, products.blocks(recipe, shape), traffic.element_bytes(recipe)
     read = traffic.weights(recipe, shape, blocks)
-    rate, parts = card.flops(tricks.precision), list[Part]()
-
-    def add(name: str, flops: float, moved: float, why: str, link: float = 0) -> None:
-        ideal = max(flops / rate, moved / card.memory_rate) + link / card.link_rate
-        if flops or moved or link:
-            parts.append(Part(name, round(flops), round(moved), round(link), ideal / EFFICIENCY, why))
-
     for name, counted, weights, why in (
         ("blocks forward", blocks.forward, read[0], "2 operations a weight and position"),
         ("blocks again", blocks.again, read[1], "checkpointing repeats the forward pass"),
         ("blocks backward", blocks.backward, read[2], "2 for a frozen weight, 4 for a trained one"),
     ):
-        add(name, k * n * counted.flops, k * (n * counted.elements * wide + weights), why)
-    add(
-        "adapter",
-        k * (n * blocks.adapter.flops + blocks.norms),
-        k * n * blocks.adapter.elements * wide,
-        "thin products, which mostly wait for memory",
-    )
-    add(*_attention(recipe, shape, card, blocks, rows, length, k))
+        yield _Work(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
+    thin = blocks.adapter
+    why = "thin products, which mostly wait for memory"
+    yield _Work("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
+    yield _attention(recipe, shape, card, blocks, rows, length)
     forward, backward = traffic.between(recipe, shape)
+    runs = blocks.passes
     moved = (runs["forward"] + runs["again"]) * forward + runs["backward"] * backward
-    add("between products", 0, k * n * moved, "norms, rotary, activation, residual sums, casts: all of it memory")
-    add(*_head(recipe, shape, blocks, n, rows * tokens * trained_share, k))
-    trained = products.trained_weights(recipe, shape)
-    add("optimizer", 0, trained * traffic.optimizer(recipe), f"{traffic.optimizer(recipe)} bytes a trained weight")
-    if tricks.activation_offload:
+    yield _Work(
+        "between products", 0, n * moved, 0, "norms, rotary, activation, residual sums, casts: all of it memory"
+    )
+    yield _head(recipe, shape, blocks, n, rows * tokens * trained_share)
+    if recipe.tricks.activation_offload:
         kept = runs["forward"] * traffic.saved(recipe, shape, checkpointed=products.checkpoints(recipe))
-        kept += 0 if tricks.chunked_loss else traffic.LOGIT_SAVED * shape.vocabulary
-        add("offload", 0, 0, "what the way back needs goes to the host and comes back", link=2 * k * n * kept)
-    if cards > 1:
-        ring = 2 * (cards - 1) / cards * 4 * trained
-        add("gradients of the other cards", 0, 0, "fp32 gradients, twice around a ring over PCIe", link=ring)
-    return Step(tuple(parts), k * rows * tokens)
+        kept += 0 if recipe.tricks.chunked_loss else traffic.LOGIT_SAVED * shape.vocabulary
+        yield _Work("offload", 0, 0, 2 * n * kept, "what the way back needs goes to the host and comes back")
+
+
+def _once_a_step(recipe: Recipe, shape: Shape, cards: int) -> Iterator[_Work]:
+    trained, each = products.trained_weights(recipe, shape), traffic.optimizer(recipe)
+    yield _Work("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
+    ring = 2 * (cards - 1) / cards * 4 * trained
+    yield _Work("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: int) -> int:
@@ -181,9 +204,7 @@ def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
     return Run(flavor, hours * 60, hours * flavor.low, hours * flavor.high)
 
 
-def _attention(
-    recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int, k: int
-) -> tuple[str, float, float, str]:
+def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int) -> _Work:
     kernel, masked = attention_kernel(recipe, shape, card, rows, tokens)
     fused = kernel in ("flash", "memory-efficient")
     flops = products.attention(blocks, shape, rows, tokens, fused=fused)
@@ -192,9 +213,9 @@ def _attention(
         wide = traffic.element_bytes(recipe) * 2 * (shape.query_width + shape.kv_width)
         moved = rows * tokens * wide * (forward + 2 * backward)
         why = f"the {kernel} kernel" + (", with a mask" if masked else ", which leaves out what a token may not see")
-        return "attention", k * flops * (1 if masked else 0.5), k * moved, why
+        return _Work("attention", flops * (1 if masked else 0.5), moved, 0, why)
     moved = rows * shape.heads * tokens**2 * (forward * traffic.SCORE[0] + backward * traffic.SCORE[1])
-    return "attention", k * flops, k * moved, f"{kernel} attention holds all T x T scores, and passes over them"
+    return _Work("attention", flops, moved, 0, f"{kernel} attention holds all T x T scores, and passes over them")
 
 
 def attention_kernel(recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int) -> tuple[str, bool]:
@@ -215,9 +236,7 @@ def attention_kernel(recipe: Recipe, shape: Shape, card: Card, rows: int, tokens
     return kernel_for(card.device, dtype, masked=masked, grouped=grouped), masked
 
 
-def _head(
-    recipe: Recipe, shape: Shape, blocks: products.Blocks, positions: int, trained: float, k: int
-) -> tuple[str, float, float, str]:
+def _head(recipe: Recipe, shape: Shape, blocks: products.Blocks, positions: int, trained: float) -> _Work:
     counted, wide = products.head(recipe, shape, blocks.learns), traffic.element_bytes(recipe)
     chunked = recipe.tricks.chunked_loss
     n = trained if chunked else positions
@@ -225,4 +244,4 @@ def _head(
     each = counted.elements * wide + traffic.LOGIT["chunked" if chunked else "full"] * shape.vocabulary
     moved = n * each + traffic.head_weights(recipe, shape, chunks)
     why = "logits of trained tokens only" if chunked else "logits of every position"
-    return "head and loss", k * n * counted.flops, k * moved, why
+    return _Work("head and loss", n * counted.flops, moved, 0, why)
