@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from cria_tricks.console import Aside
 from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, is_out_of_memory
+
+if TYPE_CHECKING:
+    from cria_tricks.hardware.advice import Advice, Option
 
 app = typer.Typer(
     name="cria",
@@ -71,16 +74,17 @@ def train(
 def tricks(as_json: Json = False) -> None:
     """List the techniques: what each saves, costs and claims, where it is taught, and whether it works here."""
     from cria_tricks import doctor, explain
+    from cria_tricks.hardware import this_device
 
-    found = doctor.examine()
-    rows = explain.table()
+    device = this_device()
+    found, rows = doctor.toggles(device), explain.table()
     for row in rows:
-        mine = [entry for entry in found["toggles"] if entry["trick"] == row["name"]]
+        mine = [entry for entry in found if entry["trick"] == row["name"]]
         row["here"] = "\n".join(_status(entry) for entry in mine) or "works"
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(title=f"Techniques, and whether they work on {found['device']['name']}", show_lines=True)
+    table = Table(title=f"Techniques, and whether they work on {device.name}", show_lines=True)
     for column in ("set", "here", *explain.COLUMNS[1:]):
         table.add_column(column, no_wrap=column in ("set", "here"))
     for row in rows:
@@ -124,20 +128,50 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    device = found["device"]
+    device, bf16, library = found["device"], found["bf16"], found["bitsandbytes"]
     capability = f", compute capability {'.'.join(map(str, device['capability']))}" if device["kind"] == "cuda" else ""
-    bf16 = "runs bf16 in hardware" if device["real_bf16"] else "has no bf16 units"
-    screen.print(f"{device['name']} ({device['kind']}{capability}), {device['memory']}, {bf16}", highlight=False)
+    about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    about.add_column(no_wrap=True)
+    about.add_row("device", f"{device['name']} ({device['kind']}{capability})")
+    about.add_row("memory", f"{device['memory']}, of which {device['free']} are free")
+    claims = "" if bf16["torch_says"] is None else f" (torch.cuda.is_bf16_supported() says {bf16['torch_says']})"
+    about.add_row("bf16", ("runs in hardware" if bf16["runs"] == "real" else "is emulated, slowly") + claims)
+    about.add_row("attention", "\n".join(f"{row}: {kernel}" for row, kernel in found["attention"].items()))
+    about.add_row(
+        "bitsandbytes", f"{library['library']} ({library['backend']})" if library["library"] else "no library"
+    )
+    about.add_row("paging", ("works: " if found["paging"]["works"] else "no: ") + found["paging"]["why"])
+    about.add_row("Google Colab", found["colab"] or "no")
     versions = (f"{name} {version or 'missing'}" for name, version in found["versions"].items())
-    screen.print(f"python {found['python']}, " + ", ".join(versions), highlight=False)
-    rows = ", ".join(f"{row}: {kernel}" for row, kernel in found["attention"].items())
-    screen.print(f"attention kernels for grouped heads: {rows}", highlight=False)
+    about.add_row("versions", f"python {found['python']}, CUDA {found['cuda'] or 'missing'}, " + ", ".join(versions))
+    screen.print(about, highlight=False)
     table = Table()
     for column in ("set", "here", "why"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=column == "set", overflow="fold")
     for entry in found["toggles"]:
         table.add_row(entry["set"], _status(entry), entry["why"])
     screen.print(table)
+
+
+@app.command()
+def hardware(
+    model: Annotated[str, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = "llama-3.2-1b",
+    tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
+    budget: Annotated[float | None, typer.Option(help="USD for the run.")] = None,
+    kind: Annotated[str, typer.Option(help="quick, development, production or research.")] = "development",
+    as_json: Json = False,
+) -> None:
+    """Say which machine a model can be trained on, for how long and at what price; and what the usual guide says."""
+    from cria_tricks.hardware.advice import advise
+    from cria_tricks.memory.estimate import estimate
+    from cria_tricks.memory.shape import find_shape
+
+    shape = find_shape(model)
+    found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
+        return
+    _print_advice(found)
 
 
 @app.command()
@@ -179,6 +213,35 @@ def verify(
     for name in found.unlisted:
         screen.print(f"note: {name} is not in the manifest", highlight=False, markup=False)
     screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
+
+
+def _print_advice(found: "Advice") -> None:
+    from cria_tricks.hardware.advice import METHODS
+    from cria_tricks.hardware.words import in_words
+
+    screen.print(
+        f"[bold]{found.model}[/]: {found.parameters / 1e9:.2f} billion parameters; {found.tokens:,} tokens in rows of "
+        f"{found.tokens_per_row:,} ({found.kind})\n",
+        highlight=False,
+    )
+    table = Table(title="What we estimate, on one machine each", title_justify="left")
+    for column in ("machine", *METHODS.values()):
+        table.add_column(column, no_wrap=True)
+    for flavor in dict.fromkeys(option.flavor for option in found.options):
+        table.add_row(flavor, *(_cell(option) for option in found.options if option.flavor == flavor))
+    screen.print(table)
+    for paragraph in in_words(found):
+        screen.print(f"\n{paragraph}", highlight=False, markup=False, soft_wrap=False)
+
+
+def _cell(option: "Option") -> str:
+    from cria_tricks.units import human
+
+    if option.minutes is None:
+        return f"[red]needs {human(option.needed_bytes)} of {human(option.capacity_bytes)}[/]"
+    colour = "yellow" if option.within_budget is False else "green"
+    time = f"{option.minutes:,.0f} min" if option.minutes < 120 else f"{option.minutes / 60:,.1f} h"
+    return f"[{colour}]{'under 1 min' if option.minutes < 1 else time}, ${option.low:,.2f}-{option.high:,.2f}[/]"
 
 
 def _status(entry: dict[str, Any]) -> str:

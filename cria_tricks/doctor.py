@@ -1,9 +1,13 @@
 """What this machine is, and which toggles work on it: each is resolved for real and says so itself."""
 
 import importlib.metadata
+import importlib.util
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from cria_tricks.errors import BadInput
@@ -38,15 +42,24 @@ def examine(device: Device | None = None) -> dict[str, Any]:
     """Look at the machine.
 
     Args:
-        device: another machine than this one, e.g. ``hardware.T4``.
+        device: another machine than this one, e.g. ``hardware.T4``. What can only be seen on the machine itself is
+            ``None`` then, and ``attention`` is empty.
 
     Returns:
-        ``device``, ``python``, ``versions`` (``None`` for a package that is missing) and ``toggles``, each with
-        ``trick``, ``set``, ``status`` (``works``, ``warning`` or ``refused``) and ``why``; and ``attention``, the
-        kernel that ran for each kind of row, empty for another machine, on which nothing can be run.
+        - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, each of
+          the last two in words as well (``memory``, ``free``);
+        - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
+          ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
+        - ``python``; ``cuda``, of this torch (``None`` in a CPU build); ``versions``, ``None`` for a missing package;
+        - ``colab``: the release of Google Colab that this is, or ``None``;
+        - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and the ``library`` it loaded; both ``None`` if none;
+        - ``paging``: ``works``, whether paged optimizer states really move, and ``why``;
+        - ``attention``: the kernel that ran for each kind of row;
+        - ``toggles``: see :func:`toggles`.
     """
-    attention = {} if device else _attention(this_device())
-    device = device or this_device()
+    here, device = device is None, device or this_device()
+    free = _free_bytes(device) if here else None
+    library = _bitsandbytes() if here else None
     return {
         "device": {
             "kind": device.kind,
@@ -55,12 +68,27 @@ def examine(device: Device | None = None) -> dict[str, Any]:
             "real_bf16": device.real_bf16,
             "memory_bytes": device.memory_bytes,
             "memory": human(device.memory_bytes),
+            "free_bytes": free,
+            "free": None if free is None else human(free),
+        },
+        "bf16": {
+            "runs": "real" if device.real_bf16 else "emulated",
+            "torch_says": torch.cuda.is_bf16_supported() if here and device.kind == "cuda" else None,
         },
         "python": platform.python_version(),
+        "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in PACKAGES},
-        "toggles": [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES],
-        "attention": attention,
+        "colab": _colab() if here else None,
+        "bitsandbytes": library,
+        "paging": _paging(device, library),
+        "attention": _attention(device) if here else {},
+        "toggles": toggles(device),
     }
+
+
+def toggles(device: Device) -> list[dict[str, str]]:
+    """Try every toggle on a device: ``trick``, ``set``, ``status`` (``works``, ``warning`` or ``refused``), ``why``."""
+    return [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES]
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
@@ -91,6 +119,42 @@ def _attention(device: Device) -> dict[str, str]:
         "maskless": attention_kernel(lambda: attend(q, kv, kv, is_causal=True, enable_gqa=True)),
         "maskless, expand_kv": attention_kernel(lambda: attend(q, wide, wide, is_causal=True)),
     }
+
+
+def _free_bytes(device: Device) -> int:
+    """What can still be had, under a profile's cap too."""
+    if device.kind == "cpu":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info()
+    return min(free, device.memory_bytes - torch.cuda.memory_reserved())
+
+
+def _bitsandbytes() -> dict[str, str | None]:
+    """The library it has really loaded: where it finds none for this CUDA it says so only when it is called."""
+    try:
+        from bitsandbytes.cextension import lib
+    except (ImportError, RuntimeError):
+        return {"backend": None, "library": None}
+    native = vars(lib).get("_lib")  # not lib._lib: a stand-in for a missing library has every attribute
+    backend = "cuda" if getattr(type(lib), "compiled_with_cuda", False) else "cpu"
+    return {"backend": backend, "library": Path(native._name).name} if native else {"backend": None, "library": None}
+
+
+def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
+    if device.kind != "cuda":
+        return {"works": False, "why": "without CUDA the optimizer's states are in host memory already"}
+    if library is not None and library["backend"] != "cuda":
+        return {"works": False, "why": "bitsandbytes has loaded no CUDA library"}
+    return {"works": True, "why": "states of 100,000 elements and more move to the host when the card is full"}
+
+
+def _colab() -> str | None:
+    release = os.environ.get("COLAB_RELEASE_TAG")
+    try:
+        found = importlib.util.find_spec("google.colab") is not None
+    except ModuleNotFoundError:  # no package google at all
+        found = False
+    return release or ("unknown release" if found else None)
 
 
 def _version(name: str) -> str | None:

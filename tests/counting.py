@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from cria_tricks.measure import LiveBytes
@@ -68,3 +70,25 @@ def peak_bytes(run: Callable[[], Any], alive: Iterable[torch.Tensor] = ()) -> in
     with count:
         run()
     return count.peak - before
+
+
+class Traffic(TorchDispatchMode):
+    """Count the bytes that operations read and write: every input and every output once.
+
+    Attributes:
+        products: of matrix products.
+        others: of everything else that is no view.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        moved = sum(x.nbytes for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
+        if name in ("mm", "addmm", "bmm", "baddbmm"):
+            self.products += moved
+        elif not func.is_view and "attention" not in name and not name.startswith(("empty", "detach", "_unsafe_view")):
+            self.others += moved
+        return out

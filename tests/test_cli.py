@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,6 +288,52 @@ def test_doctor_and_tricks(run_cria):
     assert [row["name"] for row in json.loads(stdout)][:3] == ["mixed_precision", "int8", "nf4"]
 
 
+@pytest.fixture
+def estimator(monkeypatch):
+    """Stands in for the memory estimate: so many bytes a parameter, whatever else."""
+    each = {"full": 20, "lora": 2, "qlora": 1}
+
+    def estimate(recipe, shape, device):
+        return SimpleNamespace(needed_bytes=each[recipe.name] * shape.weights)
+
+    monkeypatch.setitem(sys.modules, "cria_tricks.memory.estimate", SimpleNamespace(estimate=estimate))
+
+
+def test_hardware(run_cria, estimator, monkeypatch):
+    code, stdout, stderr = run_cria(
+        "hardware", "--model", "llama-3.1-8b", "--tokens", "1000000", "--budget", "9", "--json"
+    )
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
+    assert found["cheapest"] == {"full": None, "lora": "l4x1", "qlora": "t4-small"}
+    assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
+    monkeypatch.setattr(cli.screen, "_width", 120)
+    code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
+    assert code == 0
+    assert "needs 149.6 GiB of 14.7 GiB" in stdout
+    assert "The guide recommends" in stdout
+    for option in found["options"]:
+        assert option["flavor"] in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "llama-9"], "model llama-9: no such file or folder, and no name of the catalogue"),
+        (["--tokens", "-5"], "--tokens -5: must be a whole number above 0"),
+        (["--tokens", "many"], "Invalid value for '--tokens'"),
+        (["--budget", "-1"], "--budget -1: must be an amount of USD above 0"),
+        (["--budget", "nan"], "--budget nan: must be an amount of USD above 0"),
+        (["--kind", "quik"], "--kind quik: did you mean quick?"),
+    ],
+)
+def test_a_wrong_question_about_hardware_is_one_line(arguments, said, run_cria, estimator):
+    code, stdout, stderr = run_cria("hardware", *arguments)
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert stderr.startswith(f"error: {said}")
+
+
 def test_explain(run_cria):
     code, stdout, _ = run_cria("explain", "nf4")
     assert code == 0
@@ -298,26 +345,12 @@ def test_explain(run_cria):
     assert json.loads(stdout)["name"] == "int8"
 
 
-def test_doctor_knows_a_t4():
-    from cria_tricks.doctor import examine
-    from cria_tricks.hardware import T4
-
-    found = examine(T4)
-    assert found["attention"] == {}, "nothing can be run on a card that is not here"
-    status = {entry["set"]: entry["status"] for entry in found["toggles"]}
-    assert status["tricks.precision=bf16"] == status["tricks.attention=flash_attention_2"] == "refused"
-    assert {name for name, s in status.items() if s != "works"} == {
-        "tricks.precision=bf16",
-        "tricks.attention=flash_attention_2",
-    }
-
-
 def test_help_names_the_commands():
     done = subprocess.run(
         [sys.executable, "-m", "cria_tricks.cli", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
-    for command in ("train", "tricks", "explain", "doctor", "chat", "verify"):
+    for command in ("train", "tricks", "explain", "doctor", "hardware", "chat", "verify"):
         assert command in done.stdout
 
 

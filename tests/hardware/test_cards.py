@@ -1,0 +1,52 @@
+"""Cards and machines: the seed's table, found by name, refused in one line."""
+
+import pytest
+
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4
+from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
+from cria_tricks.units import human
+
+
+def test_the_machines_are_those_of_the_guide():
+    assert {name: (f.card, f.cards, f.low, f.high, f.guide_gb) for name, f in FLAVORS.items()} == {
+        "t4-small": ("t4", 1, 0.5, 1, 16),
+        "t4-medium": ("t4", 1, 1, 2, 16),
+        "l4x1": ("l4", 1, 2, 3, 24),
+        "l4x4": ("l4", 4, 8, 12, 96),
+        "a10g-small": ("a10g", 1, 3, 4, 24),
+        "a10g-large": ("a10g", 1, 4, 6, 24),
+        "a10g-largex2": ("a10g", 2, 8, 12, 48),
+        "a10g-largex4": ("a10g", 4, 16, 24, 96),
+        "a100-large": ("a100", 1, 8, 12, 40),
+    }
+    assert set(TPUS) == {"v5e-1x1", "v5e-2x2", "v5e-2x4"}
+
+
+def test_a_card_has_less_than_its_name_says():
+    assert CARDS["t4"].device is T4
+    assert [human(card.device.memory_bytes) for card in CARDS.values()] == [
+        "14.7 GiB",
+        "22.0 GiB",
+        "22.1 GiB",
+        "39.4 GiB",
+    ]
+    for flavor in FLAVORS.values():
+        assert flavor.cards * CARDS[flavor.card].device.memory_bytes < flavor.guide_gb * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("t5", "did you mean t4?"), ("a100-80", "did you mean a100?"), ("x", "there are t4, l4")]
+)
+def test_an_unknown_card_is_one_line(name, said):
+    with pytest.raises(BadInput, match=f"unknown card {name}: .*") as caught:
+        find_card(name)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_are_found_however_they_are_written():
+    assert find_card(" T4 ") is CARDS["t4"]
+    assert find_flavor("L4x1") is FLAVORS["l4x1"]
+    with pytest.raises(BadInput, match="did you mean a10g-large"):
+        find_flavor("a10-large")
