@@ -4,9 +4,9 @@ Each part of a step is either held up by its products or by the bytes it moves, 
 times; parts follow one another, so theirs are added. That sum is what the card would need at its datasheet's rates.
 Nothing reaches those, so it is divided by one number, :data:`EFFICIENCY`.
 
-Left out on purpose: int8 products count as 16-bit ones, as quantising their inputs takes what integer units gain;
-DoRA's products are counted, and not the bytes of its norms; a paged optimizer moves nothing while the card has room,
-and an estimate of time is for what fits.
+Simplified on purpose: int8 products count as 16-bit ones, and quantising their inputs does not count; of DoRA the
+products count, and not the bytes of its norms; a paged optimizer moves nothing while the card has room, and an estimate
+of time is for what fits.
 """
 
 import math
