@@ -71,6 +71,49 @@ def train(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="t4, l4, a10g or a100; this machine's card, or t4.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
+    rows: Annotated[int | None, typer.Option(help="Training rows; then minutes and price are given.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
+    from cria_tricks import recipes
+    from cria_tricks.hardware import this_device
+    from cria_tricks.hardware.cards import find_card
+    from cria_tricks.memory import bill, toggles
+    from cria_tricks.memory.shape import find_shape
+    from cria_tricks.recipe import with_settings
+
+    here = this_device()
+    device = find_card(gpu).device if gpu else here if here.kind == "cuda" else find_card("t4").device
+    asked = [f"model={model}"] if model else []
+    wanted = with_settings(recipes.get(recipe, device), [*asked, *(settings or [])])
+    bench = toggles.Bench(find_shape(wanted.model), device)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
+        if advise:
+            found["front"] = bill.front(bench, wanted)
+        if longest:
+            found["longest"] = toggles.longest(bench, wanted)
+        if rows is not None:
+            found["prices"] = bill.prices(bench, wanted, rows)
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        bill.show(found, Console())
+    if not found["fits"]:
+        raise typer.Exit(3)
+
+
+@app.command()
 def tricks(as_json: Json = False) -> None:
     """List the techniques: what each saves, costs and claims, where it is taught, and whether it works here."""
     from cria_tricks import doctor, explain

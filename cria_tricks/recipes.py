@@ -72,14 +72,18 @@ def baseline(device: Device | None = None) -> Recipe:
 NAMED: dict[str, Callable[..., Recipe]] = {f.__name__: f for f in (smoke, kwanzaa, kwanzaa_small, baseline)}
 
 
-def get(name_or_file: str) -> Recipe:
+def get(name_or_file: str, device: Device | None = None) -> Recipe:
     """Find a recipe by name, or read it from a TOML file.
+
+    Args:
+        name_or_file: which.
+        device: a named recipe chooses its precision for it; for this machine when left out.
 
     Raises:
         BadInput: for an unknown name (with the nearest right one) or a wrong file.
     """
     if name_or_file in NAMED:
-        return NAMED[name_or_file]()
+        return NAMED[name_or_file](device)
     if name_or_file.endswith(".toml"):
         return from_toml(name_or_file)
     near = difflib.get_close_matches(name_or_file, NAMED, n=1)

@@ -1,0 +1,248 @@
+"""What ``cria plan`` answers: the bill of a recipe on a card as plain data, and on the screen."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware.cards import FLAVORS
+from cria_tricks.hardware.cost import run_cost, run_tokens, step
+from cria_tricks.memory import toggles
+from cria_tricks.memory.estimate import Row
+from cria_tricks.memory.shape import find_config
+from cria_tricks.memory.toggles import Bench, Change, Setting
+from cria_tricks.recipe import Recipe
+from cria_tricks.tricks import resolve
+from cria_tricks.units import human
+
+
+def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
+    """Estimate a recipe.
+
+    Args:
+        bench: the model and the card.
+        recipe: what would run.
+        dry: by dry run of the real modules, which takes seconds; by hand otherwise.
+
+    Returns:
+        ``model``, ``gpu``, ``capacity_bytes``, ``peak_bytes`` (of the step's tensors), ``needed_bytes`` (with all that
+        the card holds besides), ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows
+        sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are not
+        known), ``warnings`` and ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
+
+    Raises:
+        BadInput: for a toggle that cannot work there.
+    """
+    plan = resolve(recipe, bench.device)
+    setting = bench.bill(recipe)
+    memory, around = setting.memory, setting.memory.around
+    rows = _dry_rows(bench, recipe, plan) if dry else memory.rows
+    peak = sum(row.bytes for row in rows)
+    needed = peak + sum(row.bytes for row in around)
+    capacity = bench.device.memory_bytes
+    tokens = memory.all_tokens * recipe.tricks.gradient_accumulation
+    return {
+        "model": bench.shape.name,
+        "gpu": bench.device.name,
+        "batch": recipe.train.batch_size,
+        "tokens": recipe.data.max_length,
+        "capacity_bytes": capacity,
+        "peak_bytes": peak,
+        "needed_bytes": needed,
+        "fits": needed <= capacity,
+        "method": "dry_run" if dry else "closed_form",
+        "rows": [asdict(row) for row in rows],
+        "around": [asdict(row) for row in around],
+        "seconds_per_step": None if setting.seconds is None else setting.seconds * tokens,
+        "warnings": list(plan.warnings),
+        "suggestions": [
+            {
+                "set": change.set,
+                "peak_bytes": change.after.memory.peak_bytes,
+                "saved_bytes": change.saved_bytes,
+                "slowdown": change.slowdown,
+                "fits": change.after.memory.fits,
+            }
+            for change in toggles.suggestions(bench, recipe)
+        ],
+    }
+
+
+def comparisons(bench: Bench, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """What each toggle of a recipe does: ``alone``, ``removed`` from the whole, and the ``ladder``."""
+    return {
+        "alone": [_change(change) for change in toggles.alone(bench, recipe)],
+        "removed": [_change(change) for change in toggles.removed(bench, recipe)],
+        "ladder": [_setting(setting) for setting in toggles.ladder(bench, recipe)],
+    }
+
+
+def front(bench: Bench, recipe: Recipe) -> list[dict[str, Any]]:
+    """All toggle sets of which none is both smaller and faster, the fastest first."""
+    return [_setting(setting) for setting in toggles.front(bench, recipe)]
+
+
+def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
+    """Minutes and price of the run on the rented machines that have this card.
+
+    Args:
+        bench: the model and the card.
+        recipe: what would run.
+        rows: training rows, each as long as a row can be.
+    """
+    if rows < 1:
+        raise BadInput(f"--rows {rows}: must be a whole number above 0")
+    found, card = [], bench.card
+    for flavor in FLAVORS.values():
+        if card and flavor.card == next(name for name, known in toggles.CARDS.items() if known is card):
+            work = step(recipe, bench.shape, card, cards=flavor.cards)
+            run = run_cost(work, run_tokens(recipe, rows, recipe.data.max_length), flavor)
+            found.append({"flavor": flavor.name, "minutes": run.minutes, "low": run.low, "high": run.high})
+    return found
+
+
+def show(found: dict[str, Any], screen: Console) -> None:
+    """Print a bill and what was asked for beside it."""
+    screen.print(
+        f"[bold]{found['model']}[/] on {found['gpu']}, {found['batch']} x {found['tokens']:,} tokens a micro-batch, "
+        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
+        highlight=False,
+    )
+    table = Table(show_footer=True)
+    table.add_column("what", "peak", no_wrap=True)
+    table.add_column("bytes", human(found["peak_bytes"]), justify="right", no_wrap=True)
+    table.add_column("why")
+    for row in found["rows"]:
+        table.add_row(row["name"], human(row["bytes"]), row["why"])
+    screen.print(table)
+    besides = " + ".join(f"{row['name']} {human(row['bytes'])}" for row in found["around"])
+    verdict = "[green]fits[/]" if found["fits"] else "[red]does not fit[/]"
+    screen.print(
+        f"{verdict}: needs {human(found['needed_bytes'])}"
+        + (f" (the peak + {besides})" if besides else "")
+        + f" of {human(found['capacity_bytes'])}",
+        highlight=False,
+    )
+    if found["seconds_per_step"]:
+        screen.print(
+            f"an optimizer step takes {found['seconds_per_step']:.1f} s at half of the card's peak rates, right within "
+            "a factor of two",
+            highlight=False,
+        )
+    for warning in found["warnings"]:
+        screen.print(f"warning: {warning}", markup=False, highlight=False)
+    if found["suggestions"] and not found["fits"]:
+        _show_suggestions(found, screen)
+    if "alone" in found:
+        _show_comparisons(found, screen)
+    if "front" in found:
+        _show_front(found["front"], screen)
+    if "longest" in found:
+        screen.print(f"\nlongest row that fits: {found['longest']:,} tokens", highlight=False)
+    for price in found.get("prices", ()):
+        screen.print(
+            f"{price['flavor']}: {price['minutes']:.0f} minutes, ${price['low']:.2f} to ${price['high']:.2f}",
+            highlight=False,
+        )
+
+
+def _show_suggestions(found: dict[str, Any], screen: Console) -> None:
+    table = Table(title="what to flip, the smallest slowdown first", title_justify="left")
+    for column in ("--set", "saves", "time", "peak", ""):
+        table.add_column(column, justify="left" if column in ("--set", "") else "right", no_wrap=True)
+    for entry in found["suggestions"]:
+        fits = "[green]fits[/]" if entry["fits"] else "[red]does not fit[/]"
+        table.add_row(
+            entry["set"], human(entry["saved_bytes"]), _times(entry["slowdown"]), human(entry["peak_bytes"]), fits
+        )
+    screen.print()
+    screen.print(table)
+
+
+def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
+    for key, title, before, after in (
+        ("alone", "each toggle alone, over what it needs", "without", "with it"),
+        ("removed", "each toggle taken away from the whole", "without", "with all"),
+    ):
+        table = Table(title=title, title_justify="left")
+        table.add_column("toggle", no_wrap=True)
+        table.add_column("beside" if key == "alone" else "goes with it")
+        for column in (before, after, "saves", "time"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for entry in found[key]:
+            table.add_row(
+                entry["set"],
+                ", ".join(entry["beside"]),
+                human(entry["before_bytes"]),
+                human(entry["after_bytes"]),
+                human(entry["saved_bytes"]),
+                _times(entry["slowdown"]),
+            )
+        screen.print()
+        screen.print(table)
+    table = Table(title="the ladder: one after the other", title_justify="left")
+    for column in ("toggle", "peak", "fits", "time of a token"):
+        table.add_column(column, justify="left" if column in ("toggle", "fits") else "right", no_wrap=True)
+    first = found["ladder"][0]["seconds_per_token"]
+    for entry in found["ladder"]:
+        fits = "[green]yes[/]" if entry["fits"] else "[red]no[/]"
+        times = None if first is None else entry["seconds_per_token"] / first
+        table.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), fits, _times(times))
+    screen.print()
+    screen.print(table)
+
+
+def _show_front(entries: Iterable[dict[str, Any]], screen: Console) -> None:
+    table = Table(title="toggle sets of which none is both smaller and faster", title_justify="left")
+    for column in ("needs", "fits", "ms a token", "--set"):
+        table.add_column(column, justify="left" if column in ("fits", "--set") else "right", no_wrap=column != "--set")
+    for entry in entries:
+        fits = "[green]yes[/]" if entry["fits"] else "[red]no[/]"
+        seconds = entry["seconds_per_token"]
+        named = " ".join(entry["set"]) or "as it is"
+        table.add_row(human(entry["needed_bytes"]), fits, "" if seconds is None else f"{1000 * seconds:.3f}", named)
+    screen.print()
+    screen.print(table)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"x {ratio:.2f}"
+
+
+def _change(change: Change) -> dict[str, Any]:
+    return {
+        "set": change.set,
+        "beside": list(change.beside),
+        "before_bytes": change.before.memory.peak_bytes,
+        "after_bytes": change.after.memory.peak_bytes,
+        "saved_bytes": change.saved_bytes,
+        "slowdown": change.slowdown,
+    }
+
+
+def _setting(setting: Setting) -> dict[str, Any]:
+    return {
+        "set": list(setting.set),
+        "peak_bytes": setting.memory.peak_bytes,
+        "needed_bytes": setting.memory.needed_bytes,
+        "fits": setting.memory.fits,
+        "seconds_per_token": setting.seconds,
+    }
+
+
+def _dry_rows(bench: Bench, recipe: Recipe, plan: Any) -> tuple[Row, ...]:
+    from transformers import AutoConfig
+
+    from cria_tricks.memory.dry_run import dry_run
+
+    config = find_config(recipe.model)
+    config = config.get("text_config") or config
+    run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
+    moment = max(run.moments, key=lambda name: run.moments[name])
+    return (
+        Row("weights", run.weights_bytes, "the loaded model, what is added to it included"),
+        Row("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
+    )
