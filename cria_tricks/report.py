@@ -6,12 +6,14 @@ import json
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cria_tricks import durable
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
+from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.trainer import Run
@@ -97,6 +99,32 @@ def summarise(
     }
 
 
+def compare(memory: MemoryEstimate | None, run: Run) -> dict[str, Any]:
+    """Lay the estimate beside what the training steps were measured to take.
+
+    Args:
+        memory: the bill of the largest micro-batch; none for a model of a kind that cannot be estimated.
+        run: what happened.
+
+    Returns:
+        ``estimated_peak_bytes`` and ``estimate``: its ``rows``, the steps' ``measured_bytes``, what no row explains
+        (``unexplained_bytes``, below zero where less came than was estimated) and ``ratio``, estimated to measured.
+        Both are ``None`` without an estimate; what is measured is, where nobody could watch.
+    """
+    if memory is None:
+        return {"estimated_peak_bytes": None, "estimate": None}
+    measured = max((entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry), default=None)
+    return {
+        "estimated_peak_bytes": memory.peak_bytes,
+        "estimate": {
+            "rows": [asdict(row) for row in memory.rows],
+            "measured_bytes": measured,
+            "unexplained_bytes": None if measured is None else measured - memory.peak_bytes,
+            "ratio": None if measured is None else memory.peak_bytes / measured,
+        },
+    }
+
+
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, report.md and report.png into a folder."""
     durable.write_file(folder / "report.png", _draw(report))
@@ -174,6 +202,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "|---|---|---|",
             *memory,
             "",
+            *_compared(report),
             "## Data",
             "",
             f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
@@ -195,6 +224,26 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _compared(report: Mapping[str, Any]) -> list[str]:
+    """The section that holds the estimate against the measured peak of a training step."""
+    found = report["estimate"]
+    if found is None:
+        return []
+    rows = [(row["name"], row["bytes"], row["why"]) for row in found["rows"]]
+    rows.append(("**estimated**", report["estimated_peak_bytes"], "the sum"))
+    if found["measured_bytes"] is not None:
+        rows.append(("unexplained", found["unexplained_bytes"], "what no row accounts for"))
+        rows.append(("**measured**", found["measured_bytes"], f"estimated is {found['ratio']:.3f} of it"))
+    return [
+        "## Estimated and measured, largest training step",
+        "",
+        "| what | bytes | why |",
+        "|---|---|---|",
+        *(f"| {name} | {human(size)} | {why} |" for name, size, why in rows),
+        "",
+    ]
 
 
 def _draw(report: Mapping[str, Any]) -> bytes:

@@ -12,8 +12,11 @@ from rich.console import Console
 from cria_tricks.checkpoints import describe
 from cria_tricks.console import Aside
 from cria_tricks.data import sources
-from cria_tricks.errors import OutOfMemory, is_out_of_memory
+from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.folders import Folders
+from cria_tricks.memory.estimate import MemoryEstimate, estimate
+from cria_tricks.memory.shape import Shape, find_shape
+from cria_tricks.memory.toggles import Bench, in_words
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import resolve, still_off
@@ -39,7 +42,7 @@ def train(
         BadInput: naming what is wrong and what would be right.
         Diverged: if the loss is not finite.
         Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
-        OutOfMemory: naming what it was doing and the toggles that are still off.
+        OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
     """
     began = time.perf_counter()
     console = console or Aside()
@@ -76,7 +79,9 @@ def train(
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {folders.folder}")
         set_seed(recipe.train.seed)
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
-        with _memory_in_one_line(recipe, plan):
+        shape = _shape(weights.path)
+        longest = _as_long_as(rows["train"].rows, recipe)
+        with _memory_in_one_line(longest, plan, shape):
             with meter.phase("load"):
                 loaded = load(plan, weights)
                 meter.track(every_tensor(loaded.model))
@@ -99,6 +104,7 @@ def train(
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, count_parameters(loaded.model))
+        summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows), run)
         summary |= {"adapter": str(trained), "model": weights.name}
         card = artifact.model_card(summary, weights.name, weights.note, recipe)
         artifact.save(trained, loaded.model, tokenizer, weights.name, card, recipe)
@@ -108,16 +114,47 @@ def train(
 
 
 @contextlib.contextmanager
-def _memory_in_one_line(recipe: Recipe, plan: Plan) -> Iterator[None]:
-    """Say at what memory ran out, and which toggles are left to try."""
+def _memory_in_one_line(recipe: Recipe, plan: Plan, shape: Shape | None) -> Iterator[None]:
+    """Say at what memory ran out, and what would save some."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
             raise
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
-        off = ", ".join(still_off(recipe, plan.device)) or "no toggle that works here"
-        raise OutOfMemory(f"{what}; still off: {off} (a changed recipe begins in a new folder)") from None
+        if shape:
+            advice = in_words(Bench(shape, plan.device), recipe)
+        else:  # of a kind that cannot be estimated
+            advice = f"still off: {', '.join(still_off(recipe, plan.device)) or 'no toggle that works here'}"
+        raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
+
+
+def _shape(model: str) -> Shape | None:
+    """The model's widths, if it is of a kind that can be estimated."""
+    try:
+        return find_shape(model)
+    except BadInput:
+        return None
+
+
+def _as_long_as(rows: list[dict[str, list[int]]], recipe: Recipe) -> Recipe:
+    """The recipe for rows of the length that the longest really has; packed ones are full."""
+    if recipe.tricks.packing:
+        return recipe
+    length = max(len(row["input_ids"]) for row in rows)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+
+
+def _estimate(
+    recipe: Recipe, shape: Shape | None, plan: Plan, rows: list[dict[str, list[int]]]
+) -> MemoryEstimate | None:
+    """The bill of the largest micro-batch that may come."""
+    if shape is None:
+        return None
+    from cria_tricks.data.tokens import trained
+
+    most = sum(sorted(map(trained, rows))[-recipe.train.batch_size :])
+    return estimate(recipe, shape, plan.device, trained_tokens=None if recipe.tricks.packing else most)
 
 
 def count_parameters(model: Any) -> dict[str, int]:

@@ -16,6 +16,7 @@ from cria_tricks.memory.estimate import MemoryEstimate, estimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.tricks import resolve
+from cria_tricks.units import human
 
 LADDER = (
     "peft",
@@ -192,6 +193,22 @@ def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
             found.append(Change(after.set[0], (), before, after))
     helpful = [change for change in found if change.saved_bytes > 0]
     return sorted(helpful, key=lambda change: (round(change.slowdown or 1, 2), -change.saved_bytes))
+
+
+def in_words(bench: Bench, recipe: Recipe) -> str:
+    """Those of the suggestions that matter, in one line."""
+    before = bench.bill(recipe).memory.peak_bytes
+    found = [change for change in suggestions(bench, recipe) if change.saved_bytes > before / 100]
+    if not found:
+        return "no toggle that works here would save a hundredth of it: shorten data.max_length"
+    said = (f"{change.set} saves {human(change.saved_bytes)}{_at_the_cost(change)}" for change in found)
+    return f"of an estimated {human(before)}, " + ", ".join(said)
+
+
+def _at_the_cost(change: Change) -> str:
+    if change.slowdown is None or abs(change.slowdown - 1) < 0.005:
+        return ""
+    return f" (time x {change.slowdown:.2f})"
 
 
 def front(bench: Bench, recipe: Recipe) -> list[Setting]:
