@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -458,25 +459,31 @@ def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, 
     assert json.loads((mirror / "report.json").read_text()) == whole
 
 
-def test_out_of_memory_is_one_line_with_the_toggles_that_are_still_off(run_cria, few_rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("known", [True, False])
+def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, few_rows, tmp_path, monkeypatch):
+    from cria_tricks import run
     from cria_tricks.trainer import SharedTrainer
 
     def loss_sum(self, model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
+    if not known:  # a model of a kind that cannot be estimated
+        monkeypatch.setattr(run, "_shape", lambda model: None)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
     assert (code, stdout) == (3, "")
     last = stderr.splitlines()[-1]
     assert last.startswith("error: out of memory in the evaluation after step 0; there was nothing to save yet")
-    off = last.partition("still off: ")[2].split(", ")
-    assert {
-        "tricks.gradient_checkpointing=true",
-        "tricks.chunked_loss=true",
-        "tricks.quantization=int8 or nf4 or fp4",
-    } <= set(off)
-    assert not [name for name in off if name.startswith(("tricks.peft", "tricks.gradient_accumulation"))]
     assert "Traceback" not in stderr
+    if known:
+        said = re.search(r"of an estimated [0-9.]+ MiB, (.*) \(a changed recipe", last)[1].split(", ")
+        saves = dict(entry.split(" saves ") for entry in said)
+        assert {"tricks.quantization=nf4", "tricks.chunked_loss=true"} <= set(saves)
+        assert not [name for name in saves if name.startswith(("tricks.peft", "tricks.activation_offload"))]
+        return
+    off = last.partition("still off: ")[2].partition(" (")[0].split(", ")
+    assert {"tricks.gradient_checkpointing=true", "tricks.quantization=int8 or nf4 or fp4"} <= set(off)
+    assert not [name for name in off if name.startswith(("tricks.peft", "tricks.gradient_accumulation"))]
 
 
 def test_long_rows_are_counted_in_the_report(run_cria, few_rows, tmp_path):
