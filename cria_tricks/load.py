@@ -130,21 +130,34 @@ def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Hold the plan against the model's modules, built without their weights."""
-    config = _from_hub(AutoConfig.from_pretrained, weights)
+    return built_empty(plan, _from_hub(AutoConfig.from_pretrained, weights), weights.name)
+
+
+def built_empty(plan: Plan, config: Any, name: str) -> Any:
+    """Build a model of meta tensors, as long as the plan can be carried out on it.
+
+    Args:
+        plan: what would run.
+        config: the model's, of transformers.
+        name: what errors call it.
+
+    Raises:
+        BadInput: if it is no decoder, or does not fit the plan.
+    """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
     except (ValueError, KeyError, ImportError) as error:
-        raise BadInput(f"model {weights.name}: is no causal language model: {first_line(error)}") from None
+        raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
     built, meant = type(model).__name__, config.architectures or []
-    if meant and built not in meant and not any(name in CAUSAL for name in meant):
+    if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # transformers would give it a new, random head.
-        raise BadInput(
-            f"model {weights.name}: is no causal language model but {meant[0]}; name one that generates text"
-        )
+        raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
+    if "sdpa" in plan.model.get("attn_implementation", "") and not model._supports_sdpa:
+        raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
     for target in plan.peft.get("target_modules", ()):
         if target != ALL_LINEAR and not modules_named(model, target):
-            raise BadInput(f"lora.target_modules: {weights.name} has no module named {target}")
+            raise BadInput(f"lora.target_modules: {name} has no module named {target}")
     if plan.loss["kind"] == "chunked":
         text, head = config.get_text_config(), model.get_output_embeddings()
         changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]
@@ -152,12 +165,12 @@ def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
         adapted = [t for t in plan.peft.get("target_modules", ()) if any(m is head for m in modules_named(model, t))]
         if adapted:
             raise BadInput(
-                f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {weights.name}, "
-                "which must stay frozen; leave one out"
+                f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {name}, which "
+                "must stay frozen; leave one out"
             )
         if changed:
             raise BadInput(
-                f"tricks.chunked_loss=true: the head of {weights.name} does more than one product ({changed[0]}), "
+                f"tricks.chunked_loss=true: the head of {name} does more than one product ({changed[0]}), "
                 "which the chunked loss does not; set tricks.chunked_loss=false"
             )
     return model

@@ -1,23 +1,27 @@
 """Peak bytes by phase: from CUDA's allocator on a GPU, from a count of live storages on a CPU."""
 
 import contextlib
+import math
 import resource
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from cria_tricks.tricks import nf4
+
 
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of all tensor storages that are alive.
 
     Inside the context every operation's outputs are counted once per storage, and taken off when the storage
-    is freed. Views share their storage and add nothing. Bytes are exact; the allocator's rounding is not seen.
+    is freed. Views share their storage and add nothing, and meta tensors take no memory. Bytes are exact; the
+    allocator's rounding is not seen, and of what an operation needs while it computes that in :data:`INSIDE`.
 
     Attributes:
         live: bytes alive now.
@@ -43,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         """Count a tensor that was made outside of the context."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._known or tensor.is_meta:
             return
         size = storage.nbytes()
         self._known.add(key)
@@ -64,10 +68,28 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_iter(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self.track(leaf)
+        if inside := INSIDE.get(func.name()):
+            self.peak = max(self.peak, self.live + inside(*args))
         return out
+
+
+def _unpacked(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *scales: Any) -> int:
+    """Bytes of a whole 4-bit layer in 16 bits, or 32, and of its scales in fp32: bitsandbytes makes them for a product.
+
+    For a few rows its kernel on CUDA does without.
+    """
+    return math.prod(shape) * x.itemsize + math.prod(shape) // nf4.BLOCK * 4
+
+
+INSIDE: dict[str, Callable[..., int]] = {
+    "aten::logsumexp": lambda x, *_: x.nbytes,  # exp(x - max)
+    "aten::_safe_softmax": lambda x, *_: x.nbytes + x.numel(),  # before rows of -inf become zeros; which those are
+    "bitsandbytes::gemm_4bit": _unpacked,
+}
+"""Bytes that operations hold beside inputs and outputs while they compute, for those that hold much, on any device."""
 
 
 class Meter:

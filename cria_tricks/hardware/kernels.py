@@ -1,13 +1,9 @@
 """Which attention kernel really runs here, as opposed to what a flag asked for."""
 
-import contextlib
-import functools
-import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks.hardware.device import Device
@@ -76,49 +72,3 @@ def kernel_for(device: Device, dtype: torch.dtype, *, masked: bool, grouped: boo
     if device.capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and not masked:
         return "flash"
     return "math" if grouped else "memory-efficient"
-
-
-@contextlib.contextmanager
-def kernels_of(device: Device) -> Iterator[None]:
-    """Inside, attention on fake tensors goes through the kernel that a CUDA card would pick, as it would be called.
-
-    Args:
-        device: the card; on a CPU nothing is changed.
-    """
-    if device.kind != "cuda":
-        yield
-        return
-    # No TorchFunctionMode: it is off in backward passes, where checkpointed blocks run once more.
-    with unittest.mock.patch.object(F, "scaled_dot_product_attention", functools.partial(_attend, device)):
-        yield
-
-
-def _attend(
-    device: Device,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list of 16-bit operations
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    grouped = enable_gqa and query.shape[1] != key.shape[1]
-    kernel = kernel_for(device, query.dtype, masked=attn_mask is not None, grouped=grouped)
-    if kernel == "flash":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add a mask, and want it in their dtype
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    if kernel == "memory-efficient":
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(-1, query.shape[1], -1, -1)
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        return efficient(query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale)[0]
-    math = torch.ops.aten._scaled_dot_product_attention_math
-    return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -1,36 +1,33 @@
 """A step that allocates nothing: the real modules, the real loss and the real optimizer on fake tensors.
 
-A fake tensor has a shape and a dtype and no data, so a model of any size is built and trained for one step in seconds,
-while every storage that would live is counted. What the target card would run other than this machine is chosen as
-there: attention kernels by its capability, the optimizer's many tensors in one call as on CUDA.
+A fake tensor has a shape and a dtype and no data, so a model of any size is built and trained for a step in seconds,
+while every storage that would live is counted. Fake tensors pretend to be on a CPU, as torch without CUDA can pretend
+nothing else. What a card would run other than this machine is chosen as there: ``as_on_cuda.py``.
 """
 
 import contextlib
+import functools
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from bitsandbytes.functional import QuantState
+from accelerate.utils.operations import convert_outputs_to_fp32
+from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, BitsAndBytesConfig
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import Trainer, masking_utils
 
 from cria_tricks import losses
-from cria_tricks.hardware.kernels import kernels_of
-from cria_tricks.load import EDITS
+from cria_tricks.load import quiet_libraries
 from cria_tricks.measure import LiveBytes, every_tensor
+from cria_tricks.memory.as_on_cuda import kernels_of
+from cria_tricks.memory.fake_model import fake_model
 from cria_tricks.plan import Plan
 from cria_tricks.trainer import CONTEXTS
-from cria_tricks.tricks import nf4
+from cria_tricks.tricks import packing
 
-SCALES = 256
-"""Scales of 4-bit blocks that share a scale of their own, after double quantization."""
+Loss = Callable[[dict[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None = None) -> DryRun:
-    """Train one optimizer step on nothing.
+    """Train one optimizer step on nothing, and not the first: the optimizer's states live from the beginning.
 
     Args:
         plan: what would run, for the device that is in it.
@@ -60,107 +57,98 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         rows: of a micro-batch.
         tokens: of each row.
         trained: trained tokens of a micro-batch; all that can be when left out.
+
+    Raises:
+        BadInput: if the model is no decoder, or does not fit the plan.
     """
+    quiet_libraries()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveBytes()
     model = fake_model(plan, config, fake)
     live.track_all(every_tensor(model))
     weights = live.live
-    moments: dict[str, int] = {}
+    learns = [p for p in model.parameters() if p.requires_grad]
+    with (
+        _optimizer(plan, model) as optimizer,
+        fake,
+        live,
+        kernels_of(plan.device),
+        _numbers_known(plan, rows, tokens),
+    ):
+        for weight in learns:
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()  # its states come to life
+        live.track_all(t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+        if plan.training["gradient_accumulation_steps"] == 1:  # else it is a later micro-batch, when gradients live too
+            optimizer.zero_grad()
+        loss_of = _loss(plan, model)
+        moments: dict[str, int] = {}
 
-    @contextlib.contextmanager
-    def moment(name: str) -> Iterator[None]:
+        def lap(moment: str) -> None:
+            moments[moment], live.peak = live.peak, live.live
+
+        window = fake_window(plan, rows, tokens, trained)
         live.peak = live.live
-        yield
-        moments[name] = max(live.peak, moments.get(name, 0))
-
-    trained_weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(plan, trained_weights)
-    # The one number that AdamW looks at is how many steps it has taken.
-    with fake, live, kernels_of(plan.device), unittest.mock.patch("torch.optim.adam._get_value", return_value=1.0):
-        accelerator = _accelerator(plan)
-        wrapped = accelerator.prepare_model(model, device_placement=False)
-        loss_of = losses.find(plan, accelerator.unwrap_model, accelerator.autocast)
-        for _ in range(2):  # in the second step the optimizer's states live from the beginning
-            for _ in range(min(2, plan.training["gradient_accumulation_steps"])):  # in the second the gradients do
-                with contextlib.ExitStack() as contexts:
-                    for name in plan.step_context:
-                        contexts.enter_context(CONTEXTS[name](model))
-                    batch = fake_batch(plan, rows, tokens, trained)
-                    with moment("forward pass"):
-                        loss = loss_of(wrapped, batch)
-                with moment("backward pass"):
-                    loss.backward()
-                del batch, loss
-            with moment("optimizer step"):
-                torch.nn.utils.clip_grad_norm_(trained_weights, 1.0, foreach=plan.device.kind == "cuda")
-                optimizer.step()
-                optimizer.zero_grad()
+        with contextlib.ExitStack() as contexts:
+            for name in plan.step_context:
+                contexts.enter_context(CONTEXTS[name](model))
+            loss = loss_of(window[-1])
+        lap("forward pass")
+        loss.backward()
+        del window, loss
+        lap("backward pass")
+        torch.nn.utils.clip_grad_norm_(learns, 1.0, foreach=plan.device.kind == "cuda")
+        optimizer.step()
+        lap("optimizer step")
     return DryRun(moments, weights)
 
 
-def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
-    """Build what ``load`` would load, without a byte of it."""
-    with torch.device("meta"):
-        dtype = getattr(torch, plan.model["dtype"])
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_attention(plan))
-        model.tie_weights()
-        if plan.quantization:
-            quantization = BitsAndBytesConfig(**plan.quantization)
-            replace_with_bnb_linear(model, ["lm_head"], quantization)
-            model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantization.load_in_4bit, quantization.load_in_8bit
-        model.config.use_cache = False
-        for edit in plan.after_load:
-            if edit != "compile_blocks":
-                model = EDITS[edit](model, plan)
-    made: dict[int, torch.Tensor] = {}  # shared weights stay shared
-    for module in model.modules():
-        if type(module) in _QUANTISED:
-            module._parameters["weight"] = _QUANTISED[type(module)](module, plan, fake)
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = made.setdefault(id(tensor), _fake_like(tensor, fake))
-    if plan.training.get("gradient_checkpointing"):
-        model.gradient_checkpointing_enable(plan.training["gradient_checkpointing_kwargs"])
-    return model.train()
+def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> list[dict[str, Any]]:
+    """Make a window's micro-batches as ``data/batches.py`` does; the trainer has all of them before the first runs.
 
-
-def fake_batch(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> dict[str, Any]:
-    """Make a micro-batch: one row without a mask, several with one, as rows of several lengths have; packed rows none.
-
-    Must be called among fake tensors.
+    Must be called among fake tensors. The places of trained tokens are found for the running one only, the last.
     """
-    places = rows * (tokens - 1) if trained is None else trained
-    batch: dict[str, Any] = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long)}
-    batch["position_ids" if plan.collator else "attention_mask"] = torch.zeros(rows, tokens, dtype=torch.long)
-    batch["labels"] = torch.zeros(rows, tokens, dtype=torch.long)
+    packed = plan.collator and not _flash_attention_2(plan)  # which needs no mask for that either
+    names = ("input_ids", "position_ids" if packed else "attention_mask", "labels")
+    accumulation = plan.training["gradient_accumulation_steps"]
+    window = [{name: torch.zeros(rows, tokens, dtype=torch.long) for name in names} for _ in range(accumulation)]
+    running: dict[str, Any] = window[-1]
     if plan.loss["kind"] == "chunked":
-        batch["trained"] = tuple(torch.zeros(places, dtype=torch.long) for _ in range(3))
-    return batch
+        places = rows * (tokens - 1) if trained is None else trained
+        running["trained"] = tuple(torch.zeros(places, dtype=torch.long) for _ in range(3))
+    return window
 
 
-def _attention(plan: Plan) -> str:
-    """Register the plan's attention once more, beside a mask that is decided without looking at numbers."""
-    asked = plan.model.get("attn_implementation", "sdpa")
-    if asked == "eager":
-        return "eager"
+@contextlib.contextmanager
+def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
+    """Answer what the code asks tensors for, and nobody can read off fake ones.
 
-    def mask(*, batch_size: int, q_length: int, device: Any, **named: Any) -> torch.Tensor | _Lengths | None:
-        if plan.collator:  # as many documents as rows, the dearest case: nothing of a row is left out
-            return _Lengths([q_length] * batch_size)
-        if batch_size == 1:
-            return None
-        return torch.ones(batch_size, 1, q_length, q_length, dtype=torch.bool, device=device)
-
-    name = f"dry_{asked}"
-    AttentionInterface.register(name, ALL_ATTENTION_FUNCTIONS[asked])
-    AttentionMaskInterface.register(name, mask)
-    return name
+    A single row has no padding, and so no mask; several have, as rows of several lengths have. A packed document fills
+    its row: many small ones keep as much.
+    """
+    needs_mask = masking_utils._ignore_causal_mask_sdpa
+    patches = [
+        unittest.mock.patch.object(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
+        # AdamW's number of steps.
+        unittest.mock.patch("torch.optim.adam._get_value", return_value=1.0),
+    ]
+    if rows == 1 or _flash_attention_2(plan):
+        patches.append(
+            unittest.mock.patch.object(
+                masking_utils, "_ignore_causal_mask_sdpa", lambda padding, *sizes: needs_mask(None, *sizes)
+            )
+        )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
 
 
 class _Lengths(list[int]):
-    """The documents' lengths where they are known: a fake tensor could not tell them."""
+    """What a tensor of lengths is asked for."""
+
+    def cpu(self) -> "_Lengths":
+        return self
 
     def dim(self) -> int:
         return 1
@@ -169,62 +157,40 @@ class _Lengths(list[int]):
         return self
 
 
-def _accelerator(plan: Plan) -> Accelerator:
-    """Autocast as the trainer's does, also where accelerate would not: fp16 on a CPU."""
-    AcceleratorState._reset_state(True)
-    precision = next((name for name in ("fp16", "bf16") if plan.training.get(name)), "no")
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    accelerator.native_amp = precision != "no"
-    return accelerator
+def _flash_attention_2(plan: Plan) -> bool:
+    return plan.model.get("attn_implementation") == "flash_attention_2"
 
 
-def _optimizer(plan: Plan, weights: list[torch.Tensor]) -> torch.optim.Optimizer:
-    if plan.optimizer["bits"] == 8:
-        return bnb.optim.AdamW8bit(weights)
-    return torch.optim.AdamW(weights, foreach=plan.device.kind == "cuda")
+def _loss(plan: Plan, model: Any) -> Loss:
+    """The trainer's, in the autocast that accelerate lays around it; an Accelerator would change the whole process."""
+    dtype = next((getattr(torch, d) for name, d in _HALVES.items() if plan.training.get(name)), None)
+    autocast = functools.partial(torch.autocast, "cpu", dtype) if dtype else contextlib.nullcontext
+    if dtype:
+        model.forward = convert_outputs_to_fp32(autocast()(model.forward))
+    return functools.partial(losses.find(plan, lambda model: model, autocast), model)
 
 
-def _fake_like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
-    with fake:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
+_HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def _four_bits(module: Any, plan: Plan, fake: FakeTensorMode) -> Any:
-    """Two weights a byte, with their scales: bitsandbytes' own class takes no fake tensors."""
-    elements = module.weight.numel()
-    blocks = -(-elements // nf4.BLOCK)
-    double = plan.quantization["bnb_4bit_use_double_quant"]
-    with fake:
-        state = QuantState(
-            absmax=torch.empty(blocks, dtype=torch.uint8 if double else torch.float32),
-            shape=module.weight.shape,
-            code=torch.empty(16),
-            blocksize=nf4.BLOCK,
-            quant_type=plan.quantization["bnb_4bit_quant_type"],
-            dtype=getattr(torch, plan.model["dtype"]),
-            offset=torch.empty(()) if double else None,
-            state2=QuantState(
-                absmax=torch.empty(-(-blocks // SCALES)), code=torch.empty(256), blocksize=SCALES, dtype=torch.float32
-            )
-            if double
-            else None,
-        )
-        weight: Any = torch.nn.Parameter(torch.empty((elements + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
-    weight.quant_state, weight.bnb_quantized = state, True
-    module.quant_state = state
-    return weight
-
-
-def _eight_bits(module: Any, plan: Plan, fake: FakeTensorMode) -> Any:
-    """One byte a weight, and one scale a row."""
-    with fake:
-        weight: Any = torch.nn.Parameter(torch.empty(module.weight.shape, dtype=torch.int8), requires_grad=False)
-        weight.CB, weight.SCB = weight.data, torch.empty(module.weight.shape[0])
-    module.state.CB, module.state.SCB = weight.CB, weight.SCB
-    return weight
-
-
-_QUANTISED = {bnb.nn.Linear4bit: _four_bits, bnb.nn.Linear8bitLt: _eight_bits}
+@contextlib.contextmanager
+def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
+    """The one that transformers makes by the name in ``arguments.py``, in its two groups: norms and biases apart."""
+    decayed = Trainer.get_decay_parameter_names(None, model)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            groups[name not in decayed]["params"].append(weight)
+    if plan.optimizer == {"bits": 32, "paged": False}:
+        yield torch.optim.AdamW(groups, foreach=plan.device.kind == "cuda")
+        return
+    kept = GlobalOptimManager._instance
+    GlobalOptimManager._instance = None
+    try:
+        optimizer = AdamW(groups, optim_bits=plan.optimizer["bits"], is_paged=plan.optimizer["paged"])
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and plan.optimizer["bits"] == 8:
+                optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+        yield optimizer
+    finally:
+        GlobalOptimManager._instance = kept

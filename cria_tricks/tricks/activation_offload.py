@@ -62,23 +62,25 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
         bytes_to_device: traffic in.
     """
 
+    HOST = "cpu"
+
     def __init__(self, weights: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, self._unpack)
-        self._stay = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._stay = {weight.untyped_storage()._cdata for weight in weights}
         self.bytes_to_host = self.bytes_to_device = 0
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() in self._stay:
+        if tensor.untyped_storage()._cdata in self._stay:
             return tensor, tensor.device
         # With the strides of the original: another layout could mean another kernel, and another rounding.
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host = torch.empty_like(tensor, device=self.HOST, pin_memory=tensor.is_cuda)
         host.copy_(tensor, non_blocking=True)
         self.bytes_to_host += host.nbytes
         return host, tensor.device
 
     def _unpack(self, packed: tuple[torch.Tensor, torch.device]) -> torch.Tensor:
         tensor, device = packed
-        if tensor.untyped_storage().data_ptr() not in self._stay:
+        if tensor.untyped_storage()._cdata not in self._stay:
             self.bytes_to_device += tensor.nbytes
         return tensor.to(device, non_blocking=True)
 
