@@ -13,17 +13,25 @@ from typing import Any
 from cria_tricks.catalogue import ALIASES, CONFIGS
 from cria_tricks.errors import BadInput, first_line, usable_path
 
+_WINDOWED_FROM = {"use_sliding_window": False, "max_window_layers": 28}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {"bias": True},
-    "qwen3": {"qk_norm": True},
-    "gemma": {"tied": True, "head_width": 256},
-    "gemma2": {"tied": True, "head_width": 256, "norms": 4},
-    "gemma3_text": {"tied": True, "head_width": 256, "norms": 4, "qk_norm": True},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, **_WINDOWED_FROM},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, **_WINDOWED_FROM},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
+    "gemma3_text": {
+        "num_attention_heads": 8,  # Gemma-3-4B's config says neither this nor its vocabulary
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+    },
 }
-"""Model types that are read, and what their code says where their config is silent."""
+"""Model types that are read, and what a field is in transformers' code when their config leaves it out."""
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -43,7 +51,7 @@ class Shape:
         head_width: C.
         inner: F, of the gated MLP, or of one expert's.
         tied: whether the head is the embedding.
-        bias: whether q, k and v have biases.
+        biased: the matrices that have a bias.
         qk_norm: whether queries and keys are normalised.
         norms: RMS norms on hidden states in a block.
         experts: MLPs a block has; 1 for a dense model.
@@ -61,7 +69,7 @@ class Shape:
     head_width: int
     inner: int
     tied: bool = False
-    bias: bool = False
+    biased: tuple[str, ...] = ()
     qk_norm: bool = False
     norms: int = 2
     experts: int = 1
@@ -105,7 +113,7 @@ class Shape:
     def block_other_weights(self) -> int:
         """Norms, biases and the router of a block, which are never quantised."""
         norms = self.norms * self.width + 2 * self.head_width * self.qk_norm
-        biases = (self.query_width + 2 * self.kv_width) * self.bias
+        biases = sum(self.linears[name][1] for name in self.biased)
         router = self.experts * self.width if self.experts > 1 else 0
         return norms + biases + router
 
@@ -184,7 +192,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     kind = config.get("model_type")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
 
     def number(field: str, default: int | None = None) -> int:
@@ -197,31 +205,44 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
             raise BadInput(f"model {name}: {field} = {value!r} in its config.json must be a whole number above 0")
         return value
 
+    config = {**KINDS[kind], **config}
     for field in REQUIRED:
         number(field)
-    says, heads, width = KINDS[kind], number("num_attention_heads"), number("hidden_size")
+    heads, width, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise BadInput(f"model {name}: {heads} heads cannot share {kv_heads} key heads")
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen"))
+    windowed = config.get("sliding_window") is not None
+    if "use_sliding_window" in KINDS[kind]:
+        windowed = windowed and bool(config["use_sliding_window"]) and config["max_window_layers"] < layers
     return Shape(
         name=name,
         kind=kind,
         vocabulary=number("vocab_size"),
         width=width,
-        layers=number("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=number("head_dim", says.get("head_width", width // heads)),
+        head_width=number("head_dim", width // heads),
         inner=number("intermediate_size"),
-        tied=bool(config.get("tie_word_embeddings", says.get("tied", False))),
-        bias=bool(config.get("attention_bias", says.get("bias", False))),
-        qk_norm=says.get("qk_norm", False),
-        norms=says.get("norms", 2),
+        tied=bool(config.get("tie_word_embeddings")),
+        biased=_biased(kind, config),
+        qk_norm=kind in ("qwen3", "gemma3_text"),
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=number("num_local_experts", 1),
         experts_per_token=number("num_experts_per_tok", 1),
         window=number("sliding_window") if windowed else 0,
     )
+
+
+def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The matrices that have a bias: Qwen2's always, a Mistral's never, those of the others if their config says so."""
+    if kind == "qwen2":
+        return ("q_proj", "k_proj", "v_proj")
+    asks = kind not in ("mistral", "mixtral") and config.get("attention_bias")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
+    mlp = ("gate_proj", "up_proj", "down_proj") if kind == "llama" and config.get("mlp_bias") else ()
+    return attention + mlp
 
 
 def find_shape(model: str) -> Shape:
