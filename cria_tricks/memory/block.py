@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cria_tricks.memory.estimate import MemoryEstimate
 
 FP32 = 4
+BLOCK = 64
+"""4-bit weights that share a scale."""
 FIRST_NORM = "first norm's input"
 GATED, ATTENDED = "gated product", "attention's output"
 PINNED = ", for int8"
@@ -136,7 +138,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     n, a, o = memory.all_tokens, memory.operand, memory.product
     d_in, d_out = memory.shape.linears[name]
     given, made, weight = n * d_in, n * d_out, d_in * d_out
-    unpacked = weight * a if memory.unpacks else 0
+    unpacked = weight * a + weight // BLOCK * FP32 if memory.unpacks else 0  # and its scales
     keeps: dict[str, int] = {}
     if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
         keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a}
@@ -201,14 +203,20 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     if memory.repeats_keys or memory.kernel == "math":  # which repeats them itself
         keys = queries
     operands = {"queries": queries, "keys": keys, "values": keys}
-    if memory.kernel in ("eager", "math"):
-        scores = n * memory.tokens * shape.heads
-        probabilities = {"probabilities": scores * FP32}
+    scores = n * memory.tokens * shape.heads
+    back = residual + queries + keys
+    if memory.kernel == "math":
+        # In fp32 whatever it is given; the softmax holds its input, its result and the same once more, with a byte for
+        # each number, to turn rows of -inf into zeros.
+        operands = {name: size // a * FP32 for name, size in operands.items()}
+        kept = operands | {"probabilities": scores * FP32}
+        return [Operation("scores and softmax", kept, scores * (2 * FP32 + 1), back + 2 * scores * FP32)]
+    if memory.kernel == "eager":
+        # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
+        kept = operands | {"probabilities": scores * FP32}
         halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
-        back = residual + queries + keys
         return [
-            # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
-            Operation("scores and softmax", operands | probabilities, scores * a, back + 2 * scores * FP32),
+            Operation("scores and softmax", kept, scores * a, back + 2 * scores * FP32),
             Operation("weighted values", halves, queries, back + scores * a),
         ]
     if not memory.maskless:

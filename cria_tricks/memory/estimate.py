@@ -294,7 +294,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
             Row("head in 16 bits", head, "cast once for all chunks"),
             Row("adapters in 16 bits", copies, "autocast's, until the forward pass ends"),
             Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
-            Row("logits", chunk * (FP32 + (a if a < FP32 else 0)), f"{memory.chunk} tokens x V, operand and fp32"),
+            Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
     if memory.trains_head:
         norm += n * shape.width * (a + (memory.stream if memory.trains_all else 0))
@@ -317,14 +317,18 @@ def _embedding_gradient(memory: MemoryEstimate) -> Row:
 
 
 def _states(memory: MemoryEstimate) -> int:
-    return sum(many * _state(memory, elements) for many, elements in memory.trained)
+    every = sum(many * _state(memory, elements, memory.state_bits) for many, elements in memory.trained)
+    if memory.trains_all:  # transformers keeps an embedding's states in 32 bits
+        wide = memory.shape.embedding_weights
+        every += _state(memory, wide, 32) - _state(memory, wide, memory.state_bits)
+    return every
 
 
-def _state(memory: MemoryEstimate, elements: int) -> int:
+def _state(memory: MemoryEstimate, elements: int, bits: int) -> int:
     """Bytes of the two states of one tensor."""
     if memory.paged and elements >= PAGED_FROM:
         return 0
-    if memory.state_bits == 8 and elements >= EIGHT_BITS_FROM:
+    if bits == 8 and elements >= EIGHT_BITS_FROM:
         return 2 * (elements + FP32 * -(-elements // STATE_BLOCK))
     return 2 * FP32 * elements
 
