@@ -20,8 +20,6 @@ BLOCK = 64
 """4-bit weights that share a scale."""
 FIRST_NORM = "first norm's input"
 GATED, ATTENDED = "gated product", "attention's output"
-PINNED = ", for int8"
-"""Marks a tensor that checkpointing and offloading cannot take away."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,15 @@ class Operation:
     Attributes:
         name: what it is called in a bill.
         keeps: bytes for the backward pass, by tensor; a tensor that several operations keep is there once.
+        pins: the same out of autograd's sight, where checkpointing cannot drop it. What is made again is not pinned
+            for long: it goes when the forward pass has run a second time.
         forward: bytes open while it computes, its result included.
         backward: bytes open in its backward pass: the gradients that come, go and wait, and what is made again.
     """
 
     name: str
     keeps: Mapping[str, int] = field(default_factory=dict)
+    pins: Mapping[str, int] = field(default_factory=dict)
     forward: int = 0
     backward: int = 0
 
@@ -58,10 +59,14 @@ class Deepest:
 
 def kept(operations: list[Operation]) -> dict[str, int]:
     """What a block keeps from its forward pass to its backward pass, in bytes by tensor."""
-    tensors: dict[str, int] = {}
-    for operation in operations:
-        tensors |= operation.keeps
-    return tensors
+    return {
+        name: size for operation in operations for name, size in (*operation.pins.items(), *operation.keeps.items())
+    }
+
+
+def pinned_bytes(operations: list[Operation]) -> int:
+    """What of it checkpointing and offloading cannot take away."""
+    return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
 
 
 def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
@@ -70,13 +75,15 @@ def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
     # output, unless int8 keeps it; and, where a block is made again, two gradients.
     many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
     beside = many * memory.all_tokens * memory.shape.width * memory.stream
-    points, tensors = [], dict[str, int]()
+    points, tensors, pins = [], dict[str, int](), dict[str, int]()
     for operation in operations:
         if memory.offloaded and not memory.checkpointed:
             tensors = {}  # each operation's own are fetched when their turn comes
         tensors |= operation.keeps
-        alive = sum(tensors.values())
-        points.append(Deepest(f"forward pass of {operation.name}", alive, operation.forward + beside))
+        pins |= operation.pins
+        with_pins = sum((pins | tensors).values())
+        points.append(Deepest(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
+        alive = sum(tensors.values()) if memory.checkpointed else with_pins
         points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward))
     return max(points, key=lambda point: point.kept + point.opened)
 
@@ -97,9 +104,9 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
         _linear(memory, "o_proj", ATTENDED, memory.operand, residual),
         _norm(memory, "second norm"),
         gate,
-        Operation("gate's activation", {"gate": inner, "activated gate": inner}, inner, residual + 3 * inner),
+        Operation("gate's activation", {"gate": inner, "activated gate": inner}, {}, inner, residual + 3 * inner),
         up,
-        Operation(GATED, {"up": inner}, inner, residual + 3 * inner),
+        Operation(GATED, {"up": inner}, {}, inner, residual + 3 * inner),
         _linear(memory, "down_proj", GATED, product, residual),
     ]
 
@@ -113,7 +120,7 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     width, a = memory.shape.width, memory.operand
     joined = memory.all_tokens * width * a
     join = {"join's input": joined, "join in 16 bits": width * width * a if a < FP32 else 0}
-    return [*operations(beside), Operation("join", join, joined, 3 * joined)]
+    return [*operations(beside), Operation("join", join, {}, joined, 3 * joined)]
 
 
 def _norm(memory: "MemoryEstimate", name: str) -> Operation:
@@ -122,7 +129,7 @@ def _norm(memory: "MemoryEstimate", name: str) -> Operation:
     keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * memory.stream
-    return Operation(name, keeps, elements * (FP32 + memory.stream), elements * (4 * FP32 + memory.stream))
+    return Operation(name, keeps, {}, elements * (FP32 + memory.stream), elements * (4 * FP32 + memory.stream))
 
 
 def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: int) -> Operation:
@@ -144,17 +151,18 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a}
         if a < FP32:
             keeps[f"{name} in 16 bits"] = weight * a
-    held = _held(memory, source)
-    if memory.pins_inputs:
-        keeps[held] = given * x
+    pins = {source: given * x} if memory.pins_inputs else {}
     # The input in the operand's dtype, the unpacked weight, the result.
     forward = (given * a if x != a else 0) + unpacked + made * o
-    # The result's gradient, the unpacked weight (int8 unpacks here only), the input's gradient.
-    backward = made * o + (weight * a if memory.unpacks or memory.pins_inputs else 0) + given * max(a, x)
+    if memory.pins_inputs and memory.device.kind == "cuda":
+        # The input's codes; sums in int32, which become 16 bits before they are the result.
+        forward = given + given * a * (x != a) + made * (4 + 2 + (o if o > 2 else 0))
+    # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
+    backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if name in memory.adapted:
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
         shared = x == a and not raised and not memory.dropout
-        keeps |= {held: given * a} if shared else {f"{name}'s input": given * a}
+        keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
         if memory.dropout:
             # CUDA's says in a byte what stays, a CPU's is multiplied by.
             keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32)
@@ -167,14 +175,13 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         forward = max(forward - (0 if shared else given * a), made * o + raised, made * (o + a + o))
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
-        both = gone + (given * x if source == GATED and memory.pins_inputs and not shared else 0)
-        backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - both)
+        backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
         if memory.dora:  # both results, for the magnitudes' gradient
             keeps |= {f"{name}'s W x": made * o, f"{name}'s B A x": made * a}
             forward = max(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
             backward += made * (o + a)
-    waits = given * x if source == GATED and held not in keeps else 0  # nobody keeps it, but it is read
-    return Operation(name, keeps, forward + waits, residual + backward)
+    waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
+    return Operation(name, keeps, pins, forward + waits, residual + backward)
 
 
 def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:
@@ -191,11 +198,6 @@ def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int
     )
 
 
-def _held(memory: "MemoryEstimate", source: str) -> str:
-    """A product's input, under the name that says whether int8 holds it too."""
-    return source + PINNED if memory.pins_inputs else source
-
-
 def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     """What the kernel keeps: what it multiplies, and, of those that hold it, the T x T matrix."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
@@ -210,16 +212,16 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
         # each number, to turn rows of -inf into zeros.
         operands = {name: size // a * FP32 for name, size in operands.items()}
         kept = operands | {"probabilities": scores * FP32}
-        return [Operation("scores and softmax", kept, scores * (2 * FP32 + 1), back + 2 * scores * FP32)]
+        return [Operation("scores and softmax", kept, {}, scores * (2 * FP32 + 1), back + 2 * scores * FP32)]
     if memory.kernel == "eager":
         # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
         kept = operands | {"probabilities": scores * FP32}
         halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
         return [
-            Operation("scores and softmax", kept, scores * a, back + 2 * scores * FP32),
-            Operation("weighted values", halves, queries, back + scores * a),
+            Operation("scores and softmax", kept, {}, scores * a, back + 2 * scores * FP32),
+            Operation("weighted values", halves, {}, queries, back + scores * a),
         ]
     if not memory.maskless:
         operands["mask"] = n * memory.tokens * a
-    result = {_held(memory, ATTENDED): queries, "log-sum-exp": n * shape.heads * FP32}
-    return [Operation("attention", operands | result, queries, residual + 2 * queries + 2 * keys)]
+    result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
+    return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]

@@ -225,7 +225,7 @@ def moments(memory: MemoryEstimate) -> list[Moment]:
     )
     fixed, gradients = _fixed(memory), _gradients(memory)
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
-    all_blocks, others, one = _waiting(memory, block.kept(operations))
+    all_blocks, others, one = _waiting(memory, block.kept(operations), block.pinned_bytes(operations))
     found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
     if memory.learning_blocks:
         found.append(Moment("last block", (*fixed, before, others, *inside)))
@@ -253,9 +253,8 @@ def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
-def _waiting(memory: MemoryEstimate, tensors: Mapping[str, int]) -> tuple[Row, Row, Row]:
+def _waiting(memory: MemoryEstimate, tensors: Mapping[str, int], pinned: int) -> tuple[Row, Row, Row]:
     """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
-    pinned = sum(size for name, size in tensors.items() if name.endswith(block.PINNED))
     each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
     if memory.checkpointed:
         given = memory.all_tokens * memory.shape.width * memory.stream
