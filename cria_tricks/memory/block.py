@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FP32 = 4
 FIRST_NORM = "first norm's input"
+JOINED = ("join's input", "join in 16 bits")
+"""What the matrix keeps that joins a trained copy to its block."""
 GATED, ATTENDED = "gated product", "attention's output"
 PINNED = ", for int8"
 """Marks a tensor that checkpointing and offloading cannot take away."""
@@ -31,12 +33,14 @@ class Operation:
         keeps: bytes for the backward pass, by tensor; a tensor that several operations keep is there once.
         forward: bytes open while it computes, its result included.
         backward: bytes open in its backward pass: the gradients that come, go and wait, and what is made again.
+        learns: bytes of its weights' gradients, which stay.
     """
 
     name: str
     keeps: Mapping[str, int] = field(default_factory=dict)
     forward: int = 0
     backward: int = 0
+    learns: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,18 @@ class Deepest:
         operation: where it is, in words.
         kept: bytes that the operations up to there keep.
         opened: bytes open around it.
+        learnt: bytes of gradients that this block's weights have by then.
     """
 
     operation: str
     kept: int
     opened: int
+    learnt: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """What lives because of this block."""
+        return self.kept + self.opened + self.learnt
 
 
 def kept(operations: list[Operation]) -> dict[str, int]:
@@ -62,21 +73,29 @@ def kept(operations: list[Operation]) -> dict[str, int]:
     return tensors
 
 
-def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
-    """Walk a block and find the most that is alive at once."""
+def deepest(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> Deepest:
+    """Walk a block and find the most that is alive at once.
+
+    Args:
+        memory: the setting.
+        operations: of the block.
+        learns: whether its weights' gradients are counted here.
+    """
     # Beside the forward pass of an operation live the residual stream, unless a norm keeps it as it is; the norm's
     # output, unless int8 keeps it; and, where a block is made again, two gradients.
     many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
     beside = many * memory.all_tokens * memory.shape.width * memory.stream
     points, tensors = [], dict[str, int]()
+    learnt = sum(operation.learns for operation in operations) if learns else 0
     for operation in operations:
         if memory.offloaded and not memory.checkpointed:
             tensors = {}  # each operation's own are fetched when their turn comes
         tensors |= operation.keeps
         alive = sum(tensors.values())
         points.append(Deepest(f"forward pass of {operation.name}", alive, operation.forward + beside))
-        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward))
-    return max(points, key=lambda point: point.kept + point.opened)
+        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward, learnt))
+        learnt -= operation.learns if learns else 0  # those of the operations after it are there already
+    return max(points, key=lambda point: point.bytes)
 
 
 def operations(memory: "MemoryEstimate") -> list[Operation]:
@@ -110,8 +129,8 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     beside = replace(memory, trains_all=True, stream=FP32, product=memory.operand, unpacks=False, pins_inputs=False)
     width, a = memory.shape.width, memory.operand
     joined = memory.all_tokens * width * a
-    join = {"join's input": joined, "join in 16 bits": width * width * a if a < FP32 else 0}
-    return [*operations(beside), Operation("join", join, joined, 3 * joined)]
+    join = dict(zip(JOINED, (joined, width * width * a if a < FP32 else 0), strict=True))
+    return [*operations(beside), Operation("join", join, joined, 3 * joined, learns=width * width * FP32)]
 
 
 def _norm(memory: "MemoryEstimate", name: str) -> Operation:
@@ -138,6 +157,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     given, made, weight = n * d_in, n * d_out, d_in * d_out
     unpacked = weight * a if memory.unpacks else 0
     keeps: dict[str, int] = {}
+    learns = weight * FP32 if memory.trains_all else 0
     if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
         keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a}
         if a < FP32:
@@ -150,6 +170,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The result's gradient, the unpacked weight (int8 unpacks here only), the input's gradient.
     backward = made * o + (weight * a if memory.unpacks or memory.pins_inputs else 0) + given * max(a, x)
     if name in memory.adapted:
+        learns = memory.rank * (d_in + d_out) * FP32
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
         shared = x == a and not raised and not memory.dropout
         keeps |= {held: given * a} if shared else {f"{name}'s input": given * a}
@@ -172,7 +193,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             forward = max(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
             backward += made * (o + a)
     waits = given * x if source == GATED and held not in keeps else 0  # nobody keeps it, but it is read
-    return Operation(name, keeps, forward + waits, residual + backward)
+    return Operation(name, keeps, forward + waits, residual + backward, learns)
 
 
 def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:
