@@ -19,6 +19,8 @@ FP32 = 4
 BLOCK = 64
 """4-bit weights that share a scale."""
 FIRST_NORM = "first norm's input"
+JOINED = ("join's input", "join in 16 bits")
+"""What the matrix keeps that joins a trained copy to its block."""
 GATED, ATTENDED = "gated product", "attention's output"
 
 
@@ -33,6 +35,7 @@ class Operation:
             for long: it goes when the forward pass has run a second time.
         forward: bytes open while it computes, its result included.
         backward: bytes open in its backward pass: the gradients that come, go and wait, and what is made again.
+        learns: bytes of its weights' gradients, which stay.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Operation:
     pins: Mapping[str, int] = field(default_factory=dict)
     forward: int = 0
     backward: int = 0
+    learns: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,18 @@ class Deepest:
         operation: where it is, in words.
         kept: bytes that the operations up to there keep.
         opened: bytes open around it.
+        learnt: bytes of gradients that this block's weights have by then.
     """
 
     operation: str
     kept: int
     opened: int
+    learnt: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """What lives because of this block."""
+        return self.kept + self.opened + self.learnt
 
 
 def kept(operations: list[Operation]) -> dict[str, int]:
@@ -69,13 +80,20 @@ def pinned_bytes(operations: list[Operation]) -> int:
     return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
 
 
-def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
-    """Walk a block and find the most that is alive at once."""
+def deepest(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> Deepest:
+    """Walk a block and find the most that is alive at once.
+
+    Args:
+        memory: the setting.
+        operations: of the block.
+        learns: whether its weights' gradients are counted here.
+    """
     # Beside the forward pass of an operation live the residual stream, unless a norm keeps it as it is; the norm's
     # output, unless int8 keeps it; and, where a block is made again, two gradients.
     many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
     beside = many * memory.all_tokens * memory.shape.width * memory.stream
     points, tensors, pins = [], dict[str, int](), dict[str, int]()
+    learnt = sum(operation.learns for operation in operations) if learns else 0
     for operation in operations:
         if memory.offloaded and not memory.checkpointed:
             tensors = {}  # each operation's own are fetched when their turn comes
@@ -84,8 +102,9 @@ def deepest(memory: "MemoryEstimate", operations: list[Operation]) -> Deepest:
         with_pins = sum((pins | tensors).values())
         points.append(Deepest(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
         alive = sum(tensors.values()) if memory.checkpointed else with_pins
-        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward))
-    return max(points, key=lambda point: point.kept + point.opened)
+        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward, learnt))
+        learnt -= operation.learns if learns else 0  # those of the operations after it are there already
+    return max(points, key=lambda point: point.bytes)
 
 
 def operations(memory: "MemoryEstimate") -> list[Operation]:
@@ -119,8 +138,8 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     beside = replace(memory, trains_all=True, stream=FP32, product=memory.operand, unpacks=False, pins_inputs=False)
     width, a = memory.shape.width, memory.operand
     joined = memory.all_tokens * width * a
-    join = {"join's input": joined, "join in 16 bits": width * width * a if a < FP32 else 0}
-    return [*operations(beside), Operation("join", join, {}, joined, 3 * joined)]
+    join = dict(zip(JOINED, (joined, width * width * a if a < FP32 else 0), strict=True))
+    return [*operations(beside), Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
 def _norm(memory: "MemoryEstimate", name: str) -> Operation:
@@ -147,6 +166,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     given, made, weight = n * d_in, n * d_out, d_in * d_out
     unpacked = weight * a + weight // BLOCK * FP32 if memory.unpacks else 0  # and its scales
     keeps: dict[str, int] = {}
+    learns = weight * FP32 if memory.trains_all else 0
     if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
         keeps |= {source: given * a} if x == a else {f"{name}'s input": given * a}
         if a < FP32:
@@ -160,6 +180,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if name in memory.adapted:
+        learns = memory.rank * (d_in + d_out) * FP32
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
         shared = x == a and not raised and not memory.dropout
         keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
@@ -181,7 +202,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             forward = max(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
             backward += made * (o + a)
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
-    return Operation(name, keeps, pins, forward + waits, residual + backward)
+    return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
 
 
 def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:

@@ -219,17 +219,20 @@ def moments(memory: MemoryEstimate) -> list[Moment]:
     """Everything that is alive at the moments of a step of which one is the peak."""
     operations = block.learning(memory)
     point = block.deepest(memory, operations)
-    inside = (
-        Row("block: kept", point.kept, f"one block up to the {point.operation}"),
-        Row("block: open", point.opened, f"results and gradients around the {point.operation}"),
-    )
     fixed, gradients = _fixed(memory), _gradients(memory)
-    before = gradients if memory.accumulates else replace(gradients, bytes=0)
+    before, last = replace(gradients, bytes=0), block.deepest(memory, operations, learns=True)
+    head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
+    begun = replace(gradients, bytes=head + last.learnt, why="fp32, of the head and of what is behind the open point")
+    if memory.accumulates:
+        before, last, begun = gradients, point, gradients
     all_blocks, others, one = _waiting(memory, block.kept(operations), block.pinned_bytes(operations))
     found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
     if memory.learning_blocks:
-        found.append(Moment("last block", (*fixed, before, others, *inside)))
-        found.append(Moment("first block", (*fixed, gradients, one, *inside)))
+        found.append(Moment("last block", (*fixed, begun, others, *_inside(last))))
+        found.append(Moment("first block", (*fixed, gradients, one, *_inside(point))))
+    if memory.learns_beside and memory.checkpointed:
+        below = block.deepest(memory, block.operations(memory))
+        found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(below))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
     return [*found, Moment("optimizer step", (*fixed, gradients, _optimizer_temporaries(memory)))]
@@ -253,29 +256,44 @@ def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
+def _inside(point: block.Deepest) -> tuple[Row, Row]:
+    """The block that is open."""
+    return (
+        Row("block: kept", point.kept, f"one block up to the {point.operation}"),
+        Row("block: open", point.opened, f"results and gradients around the {point.operation}"),
+    )
+
+
 def _waiting(memory: MemoryEstimate, tensors: Mapping[str, int], pinned: int) -> tuple[Row, Row, Row]:
     """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
     each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
     if memory.checkpointed:
         given = memory.all_tokens * memory.shape.width * memory.stream
-        each, why = given + pinned, "their inputs"
+        joined = sum(tensors.get(name, 0) for name in block.JOINED)  # the join is outside of what is made again
+        each, why = given + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
         # What is made again comes on top; an fp32 input is the one that the first norm keeps.
         open_too = pinned + (given if memory.stream < FP32 else 0)
     if memory.offloaded:
         each, why = pinned, "what int8 keeps; the rest is on the host"
     blocks = memory.learning_blocks
-    frozen, nothing = 0, 0
+    frozen, nothing, below = 0, 0, 0
     if not memory.trains_all and memory.adapted and each == sum(tensors.values()):
         nothing = tensors[block.FIRST_NORM]  # of the first block: no gradient goes below the lowest adapters
     if memory.learns_beside and each == sum(tensors.values()):
         # The gradient goes through a frozen block only if something learns below it: not in the lowest.
         frozen = sum(block.kept(block.operations(memory)).values())
         why = f"their copies' operations keep, and {blocks - 1} x the frozen ones'"
-    through = max(blocks - 1, 0) * frozen - nothing
+    if memory.learns_beside and memory.checkpointed:
+        # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
+        held = block.pinned_bytes(block.operations(memory))
+        each += held
+        below = (memory.shape.layers - blocks) * ((0 if memory.offloaded else given) + held)
+        why += f", and {memory.shape.layers - blocks} x the frozen ones'"
+    through = max(blocks - 1, 0) * frozen - nothing + below
     return (
         Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
         Row("blocks: waiting", (blocks - 1) * each + open_too + through, f"{blocks - 1} blocks x {why}"),
-        Row("blocks: waiting", open_too, f"1 block x {why}"),
+        Row("blocks: waiting", open_too + below, f"1 block x {why}"),
     )
 
 
