@@ -229,9 +229,9 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     scores = n * memory.tokens * shape.heads
     back = residual + queries + keys
     if memory.kernel == "math":
-        # In fp32 whatever it is given, which waits, as do its casts to 16 bits and to fp32; the causal mask, as numbers and as what they were
-        # made from. The softmax holds its input, its result, and that once more with a byte for each number, to turn
-        # rows of -inf into zeros.
+        # In fp32 whatever it is given, which waits, as do its casts to 16 bits and to fp32; the causal mask, as numbers
+        # and as what they were made from. The softmax holds its input, its result, and that once more with a byte for
+        # each number, to turn rows of -inf into zeros.
         operands = {name: size // a * FP32 for name, size in operands.items()}
         kept = operands | {"probabilities": scores * FP32}
         wide = max(memory.stream, memory.product)
