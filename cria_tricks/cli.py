@@ -303,7 +303,7 @@ def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:
-        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # of typer.Exit; a command gives none
     except UsageError as error:
         _leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
@@ -320,6 +320,9 @@ def main() -> None:
         if not is_out_of_memory(error):
             raise
         _leave("error: out of memory", 3)
+    else:
+        if code:
+            sys.exit(code)
 
 
 def _leave(sentence: str, code: int) -> None:

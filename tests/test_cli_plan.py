@@ -1,0 +1,181 @@
+"""``cria plan``, as a user and as a script meets it: one document, exit code 0 or 3, one line for an error."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from cria_tricks.memory.toggles import LADDER
+from tests.test_cli import run_cria as run_cria
+
+CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "rows", "suggestions"}
+ROW = {"name", "bytes", "why"}
+
+
+def test_the_document_holds_what_scripts_read(run_cria):
+    code, stdout, stderr = run_cria("plan", "kwanzaa", "--gpu", "t4", "--json")
+    assert (code, stderr) == (0, "")
+    found = json.loads(stdout)
+    assert set(found) >= CONTRACT
+    assert (found["model"], found["gpu"], found["method"]) == ("llama-3.2-1b", "Tesla T4", "closed_form")
+    assert found["capacity_bytes"] == 15_828_320_256
+    assert found["fits"] is True
+    assert all(set(row) == ROW and row["why"] for row in found["rows"] + found["around"])
+    assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
+    assert sum(row["bytes"] for row in found["rows"] + found["around"]) == found["needed_bytes"]
+    assert {"set", "peak_bytes", "fits"} <= set(found["suggestions"][0])
+    slowdowns = [round(entry["slowdown"], 2) for entry in found["suggestions"]]
+    assert slowdowns == sorted(slowdowns)
+    assert "front" not in found, "only when it is asked for"
+
+
+def test_what_does_not_fit_says_what_to_flip_and_leaves_with_3(run_cria):
+    code, stdout, stderr = run_cria("plan", "kwanzaa", "--model", "llama-3.1-70b", "--gpu", "t4", "--json")
+    assert (code, stderr) == (3, "")
+    found = json.loads(stdout)
+    assert found["fits"] is False
+    assert found["needed_bytes"] > found["capacity_bytes"]
+    sets = ["--set", "tricks.chunked_loss=false", "--set", "tricks.gradient_checkpointing=false"]
+    code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", *sets, "--set", "train.batch_size=4")
+    assert code == 3
+    assert "DOES NOT FIT" in stdout.upper()
+    assert "what to flip, the smallest slowdown first" in stdout
+    assert "tricks.chunked_loss=true" in stdout
+
+
+def test_each_toggle_alone_each_removed_and_the_ladder(run_cria):
+    code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", "--json")
+    found = json.loads(stdout)
+    on = [field for field in LADDER if field in {entry["set"].partition("=")[0] for entry in found["removed"]}]
+    assert "quantization" in on
+    assert [entry["set"].partition("=")[0] for entry in found["alone"]] == on
+    assert [entry["set"][0].partition("=")[0] for entry in found["ladder"][1:]] == on
+    assert found["ladder"][0]["set"] == ["plain fp32, everything trained"]
+    assert found["ladder"][-1]["peak_bytes"] == found["peak_bytes"]
+    assert all(entry["after_bytes"] == found["peak_bytes"] for entry in found["removed"])
+    for entry in found["alone"] + found["removed"]:
+        assert entry["saved_bytes"] == entry["before_bytes"] - entry["after_bytes"]
+    code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4")
+    assert code == 0
+    for title in ("each toggle alone", "each toggle taken away from the whole", "the ladder: one after the other"):
+        assert title in stdout
+    assert "FITS" in stdout.upper()
+
+
+def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
+    asked = ("plan", "kwanzaa", "--gpu", "t4", "--advise", "--longest", "--rows", "107")
+    code, stdout, _ = run_cria(*asked, "--json")
+    assert code == 0
+    found = json.loads(stdout)
+    assert found["front"][0]["seconds_per_token"] <= found["front"][-1]["seconds_per_token"]
+    assert found["front"][0]["needed_bytes"] >= found["front"][-1]["needed_bytes"]
+    assert {entry["flavor"] for entry in found["prices"]} == {"t4-small", "t4-medium"}
+    assert all(entry["minutes"] > 0 and entry["low"] < entry["high"] for entry in found["prices"])
+    for more, fits in ((0, True), (1, False)):
+        length = f"data.max_length={found['longest'] + more}"
+        _, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", "--set", length, "--json")
+        assert json.loads(stdout)["fits"] is fits
+    code, stdout, _ = run_cria(*asked)
+    assert code == 0
+    for words in ("toggle sets of which none is both smaller and faster", "longest row that fits: ", "t4-small: "):
+        assert words in stdout
+
+
+def test_a_config_file_and_its_folder_are_models(run_cria, tiny_model):
+    peaks = []
+    for model in (tiny_model, tiny_model / "config.json"):
+        code, stdout, stderr = run_cria("plan", "smoke", "--gpu", "t4", "--model", model, "--json")
+        assert code == 0, stderr
+        peaks.append(json.loads(stdout)["peak_bytes"])
+    assert peaks[0] == peaks[1] > 0
+
+
+def test_a_dry_run_counts_the_same_within_what_is_promised(run_cria):
+    asked = ("plan", "smoke", "--model", "random:tiny", "--gpu", "t4", "--json")
+    code, stdout, stderr = run_cria(*asked, "--dry-run")
+    assert code == 0, stderr
+    counted, by_hand = json.loads(stdout), json.loads(run_cria(*asked)[1])
+    assert (counted["method"], by_hand["method"]) == ("dry_run", "closed_form")
+    assert sum(row["bytes"] for row in counted["rows"]) == counted["peak_bytes"]
+    assert set(counted) == set(by_hand)
+    assert -0.01 <= by_hand["peak_bytes"] / counted["peak_bytes"] - 1 <= 0.05
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 160,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "t5"], "unknown card t5: did you mean t4?"),
+        (["--gpu", "abacus"], "unknown card abacus: there are t4, l4, a10g, a100"),
+        (["--set", "data.max_length=-1"], "data.max_length = '-1': must be greater than or equal to 8"),
+        (["--set", "train.batch_size=0"], "train.batch_size = '0': must be greater than or equal to 1"),
+        (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),
+        (["--rows", "-1"], "--rows -1: must be a whole number above 0"),
+        (["--rows", "many"], "--rows"),
+        (["--model", "lama"], "model lama: no such file or folder, and no name of the catalogue"),
+        (["--model", "{bert}"], "model_type 'bert' is no decoder that can be estimated"),
+        (["--model", "{less}"], "its config.json has no vocab_size"),
+        (["--model", "{broken}"], "cannot be read as JSON"),
+        (["--set", "tricks.peft=side_network", "--set", "side.blocks=99"], "side.blocks=99: smollm2 has 30"),
+        (["--no-such-option"], "see cria --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["", "json"])
+def test_what_is_wrong_is_one_line_and_exit_code_2(run_cria, tmp_path, arguments, said, more):
+    files = {
+        "bert": json.dumps(CONFIG | {"model_type": "bert"}),
+        "less": json.dumps({field: value for field, value in CONFIG.items() if field != "vocab_size"}),
+        "broken": "{",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    paths = {name: tmp_path / f"{name}.json" for name in files}
+    gpu = [] if "--gpu" in arguments else ["--gpu", "t4"]
+    code, stdout, stderr = run_cria("plan", "smoke", *gpu, *(word.format(**paths) for word in arguments), *more)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert said in stderr
+
+
+PLAN = """
+import sys
+sys.argv = ["cria", "plan", "kwanzaa", "--gpu", "t4", "--json"]
+from cria_tricks import cli
+cli.main()
+heavy = ("transformers", "peft", "bitsandbytes", "datasets", "accelerate")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
+"""
+
+
+def cpu_seconds(code: str) -> tuple[float, subprocess.CompletedProcess]:
+    """In a new process: not what the clock says, which depends on what else runs here."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
+
+
+def test_by_hand_nothing_heavy_is_imported_and_the_answer_comes_at_once():
+    """Three seconds from cold are promised, of which torch takes most: the answer is to cost no more than that again.
+
+    Both are counted, so a machine under load is slow in both.
+    """
+    torch_alone, _ = cpu_seconds("import torch")
+    took, done = cpu_seconds(PLAN)
+    print(f"{took:.1f} s of CPU time, of which {torch_alone:.1f} s are torch's")
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)["fits"]
+    assert took < 2 * torch_alone
