@@ -86,7 +86,7 @@ def _unpacked(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *scal
 
 INSIDE: dict[str, Callable[..., int]] = {
     "aten::logsumexp": lambda x, *_: x.nbytes,  # exp(x - max)
-    "aten::_safe_softmax": lambda x, *_: x.nbytes + x.numel(),  # before rows of -inf become zeros; which those are
+    "aten::_safe_softmax": lambda x, *_: x.numel(),  # where it is -inf, in bytes
     "bitsandbytes::gemm_4bit": _unpacked,
 }
 """Bytes that operations hold beside inputs and outputs while they compute, for those that hold much, on any device."""

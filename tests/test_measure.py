@@ -1,9 +1,10 @@
 """Bytes are exact integers."""
 
+import bitsandbytes as bnb
 import pytest
 import torch
 
-from cria_tricks.measure import LiveBytes, Meter, every_tensor
+from cria_tricks.measure import INSIDE, LiveBytes, Meter, every_tensor
 from cria_tricks.units import human
 from tests.helpers import prepare, train
 
@@ -97,3 +98,34 @@ def test_bytes_in_words():
     assert [human(n) for n in (0, 1023, 1024, 980 * 2**20, 15_828_320_256)] == [
         "0 B", "1023 B", "1.0 KiB", "980.0 MiB", "14.7 GiB"
     ]  # fmt: skip
+
+
+def allocated_at_most(call) -> int:
+    """The most bytes that torch's CPU allocator handed out at once while a call ran, by its own account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = call()
+    del kept
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_an_operation_needs_inside_is_what_the_allocator_says(name):
+    packed, state = bnb.functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4")
+    calls = {
+        "aten::logsumexp": lambda: torch.logsumexp(big, -1, keepdim=True),
+        "aten::_safe_softmax": lambda: torch._safe_softmax(big, -1),
+        "bitsandbytes::gemm_4bit": lambda: torch.ops.bitsandbytes.gemm_4bit(
+            big, packed, state.shape, state.absmax, state.blocksize, "nf4"
+        ),
+    }
+    big = torch.randn(64, 512)
+    with LiveBytes() as count:
+        kept = calls[name]()
+        del kept
+    truly = allocated_at_most(calls[name])
+    assert count.peak == pytest.approx(truly, rel=0.02), "but for vectors, and scales that need no unpacking"

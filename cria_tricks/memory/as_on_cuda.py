@@ -45,6 +45,7 @@ def kernels_of(device: Device) -> Iterator[None]:
         patch(torch.ops.bitsandbytes, "int8_mixed_scaled_mm", _int8_mixed_scaled_mm),
         patch(F, "dropout", _dropout),
         patch(bnb.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_buffer),
+        patch(bnb.optim.optimizer.Optimizer8bit, "prefetch_state", lambda optimizer, weight: None),
         patch(Offloaded, "HOST", "meta"),
     ):
         yield
@@ -52,7 +53,9 @@ def kernels_of(device: Device) -> Iterator[None]:
 
 def _state_buffer(optimizer: Any, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     paged = optimizer.is_paged and weight.numel() >= 1e5  # bitsandbytes' own limit
-    return torch.zeros_like(weight, dtype=dtype, device="meta" if paged else weight.device)
+    state: Any = torch.zeros_like(weight, dtype=dtype, device="meta" if paged else weight.device)
+    state.is_paged = paged  # else bitsandbytes wants it beside the weight
+    return state
 
 
 def _attend(

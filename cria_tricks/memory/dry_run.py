@@ -126,21 +126,16 @@ def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     A single row has no padding, and so no mask; several have, as rows of several lengths have. A packed document fills
     its row: many small ones keep as much.
     """
-    needs_mask = masking_utils._ignore_causal_mask_sdpa
-    patches = [
-        unittest.mock.patch.object(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
-        # AdamW's number of steps.
-        unittest.mock.patch("torch.optim.adam._get_value", return_value=1.0),
-    ]
-    if rows == 1 or _flash_attention_2(plan):
-        patches.append(
-            unittest.mock.patch.object(
-                masking_utils, "_ignore_causal_mask_sdpa", lambda padding, *sizes: needs_mask(None, *sizes)
-            )
-        )
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
+    patch, needs_no_mask = unittest.mock.patch.object, masking_utils._ignore_causal_mask_sdpa
+
+    def nothing_padded(padding: torch.Tensor, *sizes: Any) -> bool:
+        return needs_no_mask(None if rows == 1 or _flash_attention_2(plan) else padding, *sizes)
+
+    with (
+        patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
+        patch(masking_utils, "_ignore_causal_mask_sdpa", nothing_padded),
+        patch(torch.optim.adam, "_get_value", return_value=1.0),  # AdamW's steps
+    ):
         yield
 
 
@@ -164,7 +159,7 @@ def _flash_attention_2(plan: Plan) -> bool:
 def _loss(plan: Plan, model: Any) -> Loss:
     """The trainer's, in the autocast that accelerate lays around it; an Accelerator would change the whole process."""
     dtype = next((getattr(torch, d) for name, d in _HALVES.items() if plan.training.get(name)), None)
-    autocast = functools.partial(torch.autocast, "cpu", dtype) if dtype else contextlib.nullcontext
+    autocast: Any = functools.partial(torch.autocast, "cpu", dtype) if dtype else contextlib.nullcontext
     if dtype:
         model.forward = convert_outputs_to_fp32(autocast()(model.forward))
     return functools.partial(losses.find(plan, lambda model: model, autocast), model)

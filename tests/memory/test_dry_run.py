@@ -1,14 +1,26 @@
 """The dry run against real steps, whose live storages are counted: to a few numbers' bytes, whatever is switched on."""
 
+import contextlib
+
+import bitsandbytes as bnb
 import pytest
 import torch
-from transformers import AutoConfig, LlamaForCausalLM
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from bitsandbytes.optim import GlobalOptimManager
+from torch.optim import adam
+from transformers import AttentionInterface, AutoConfig, LlamaForCausalLM, masking_utils
+from transformers.integrations import moe
 
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.memory.dry_run import dry_run
+from cria_tricks.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4, Device, this_device
+from cria_tricks.memory.dry_run import DryRun, dry_run
+from cria_tricks.memory.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
-from tests.helpers import train
+from cria_tricks.tricks import packing, resolve
+from cria_tricks.tricks.activation_offload import Offloaded
+from tests.helpers import train, trained_weights
 
 BLOCKS, TOKENS = 3, 32
 
@@ -68,10 +80,8 @@ def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_
     folder = tiny_model if "fp16" in line else smollm2  # CPUs emulate fp16: SmolLM2's vocabulary would take minutes
     plan = resolve(with_settings(Recipe(), settings))
     rows = int(settings[-3][-1])
-    if plan.collator:
-        lengths = [TOKENS // 2] * 8  # two documents a row
-    else:
-        lengths = [TOKENS, TOKENS - 8][:rows] * (8 // rows)
+    two_documents, padded = [TOKENS // 2] * 8, [TOKENS, TOKENS - 8][:rows] * (8 // rows)
+    lengths = two_documents if plan.collator else padded
     data = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in lengths]
     trained = sum(lengths[:rows]) - rows
 
@@ -80,3 +90,174 @@ def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_
     peak = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
     found = dry_run(plan, AutoConfig.from_pretrained(folder), rows, TOKENS, trained)
     assert abs(found.peak_bytes - peak) <= 128, f"{found} for {peak}"
+
+
+FAMILIES = {name: CONFIGS[name] for name in CATALOGUE}
+FAMILIES |= {
+    kind: {**CONFIGS["tiny"], "model_type": kind, "head_dim": 64}
+    for kind in ("qwen3", "gemma", "gemma2", "gemma3_text")
+}
+QLORA = ("tricks.quantization=nf4", "tricks.gradient_checkpointing=true", "tricks.precision=fp16")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_goes_through(name):
+    """Of each model one block, in full, with LoRA and with all of QLoRA; weights as many as its shape has."""
+    raw = {**FAMILIES[name], "num_hidden_layers": 1}
+    config, shape = AutoConfig.for_model(**raw), shape_of(raw, name)
+    targets = "lora.target_modules=q_proj,k_proj,v_proj,o_proj"  # an expert is no linear
+
+    def run(*settings: str) -> DryRun:
+        return dry_run(resolve(with_settings(Recipe(), settings), T4), config, 1, 64)
+
+    full, lora = run(), run("tricks.peft=lora", targets)
+    softcaps = name == "gemma2"
+    qlora = run("tricks.peft=lora", targets, *QLORA, f"tricks.chunked_loss={not softcaps}")
+    assert full.weights_bytes - 4 * shape.weights <= 4 * 2 * 2 * shape.head_width, "but for the rotary frequencies"
+    assert full.peak_bytes > 4 * 4 * shape.weights, "weights, gradients and two moments"
+    assert lora.peak_bytes < full.peak_bytes
+    assert qlora.weights_bytes < lora.weights_bytes
+    adapter = 4 * 16 * sum(sum(shape.linears[t]) for t in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert lora.weights_bytes - full.weights_bytes == adapter
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        ("t5", {}, "is no causal language model"),
+        ("bert", {"architectures": ["BertForMaskedLM"]}, "is no causal language model but BertForMaskedLM"),
+        ("gemma2", {}, "set tricks.attention=eager"),
+        ("mixtral", {}, "has no module named gate_proj"),
+    ],
+)
+def test_what_cannot_be_trained_so_is_refused_in_one_line(kind, more, says):
+    plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.attention=sdpa"]), T4)
+    if kind in ("t5", "bert"):
+        plan = resolve(Recipe(), T4)
+    with pytest.raises(BadInput, match=says) as error:
+        dry_run(plan, AutoConfig.for_model(**{**CONFIGS["tiny"], "model_type": kind, **more}), 1, 16)
+    assert "\n" not in str(error.value)
+
+
+def tiny(device, *settings: str, tokens: int = 64, rows: int = 1, layers: int = 2) -> DryRun:
+    config = AutoConfig.for_model(**{**CONFIGS["tiny"], "num_hidden_layers": layers})
+    return dry_run(resolve(with_settings(Recipe(), settings), device), config, rows, tokens)
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory_and_not_on_the_card():
+    """A card keeps nothing of a block but what checkpointing keeps besides; without a card the copies are here."""
+    settings = ("tricks.peft=lora", "tricks.gradient_checkpointing=true")
+    offload = "tricks.activation_offload=true"
+    copied = 6 * 64 * 256 * 4  # of six blocks more the input
+    for device, more_with, more_without in ((T4, 0, copied), (this_device(), copied, copied)):
+        for extra, more in ((offload, more_with), ("tricks.activation_offload=false", more_without)):
+            small, large = (tiny(device, *settings, extra, layers=layers) for layers in (2, 8))
+            grown = large.moments["forward pass"] - small.moments["forward pass"]
+            adapter = 6 * 16 * 4 * (2 * 512 + 2 * 384 + 3 * 768)
+            lasting = large.weights_bytes - small.weights_bytes + 2 * adapter
+            assert grown - lasting == pytest.approx(more, abs=6 * 6000), "but for the random state"
+
+
+def test_paged_states_are_not_on_the_card():
+    """bitsandbytes pages states of 100,000 elements and more: here the embedding's, and the six wide matrices'."""
+    kept, paged = (tiny(T4, f"tricks.paged_optimizer={p}", layers=2) for p in ("false", "true"))
+    shape = shape_of(CONFIGS["tiny"], "tiny")
+    elements = shape.embedding_weights + 2 * 3 * 256 * 512
+    moved = kept.moments["backward pass"] - paged.moments["backward pass"]
+    assert moved == 8 * elements + 4 * 20, "and torch's AdamW counts its steps for each weight"
+    cpu = tiny(this_device(), "tricks.paged_optimizer=true")
+    assert cpu.moments["backward pass"] > paged.moments["backward pass"] + 8 * elements - 2**20
+
+
+def test_on_a_card_adamw_takes_all_weights_at_once():
+    """A card has the roots of all second moments beside each other, a CPU those of one weight."""
+    card, cpu = tiny(T4), tiny(this_device())
+    shape = shape_of(CONFIGS["tiny"], "tiny")
+    assert card.moments["optimizer step"] - cpu.moments["optimizer step"] == pytest.approx(
+        4 * (shape.weights - 2 * shape.embedding_weights), rel=0.01
+    )
+
+
+def test_a_t4_holds_the_matrix_of_grouped_rows_without_a_mask_unless_they_are_expanded():
+    """One row has no padding, so no mask; of two rows transformers repeats the heads itself."""
+    T, H = 512, 4
+    settings = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true")
+    grouped, expanded = (tiny(T4, *settings, f"tricks.expand_kv={e}", tokens=T) for e in ("false", "true"))
+    assert grouped.moments["forward pass"] - expanded.moments["forward pass"] > H * T * T * 4
+    grouped, expanded = (tiny(T4, *settings, f"tricks.expand_kv={e}", tokens=T, rows=2) for e in ("false", "true"))
+    assert grouped == expanded
+
+
+def test_flash_attention_2_is_followed_without_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    a100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
+    settings = ("tricks.peft=lora", "tricks.precision=bf16", "tricks.chunked_loss=true")
+    for rows, packed in ((1, "false"), (2, "false"), (1, "true")):
+        more = (f"tricks.packing={packed}", f"train.batch_size={rows}")
+        T = 512
+        found = tiny(a100, *settings, *more, "tricks.attention=flash_attention_2", tokens=T, rows=rows)
+        eager = tiny(a100, *settings, *more, "tricks.attention=eager", tokens=T, rows=rows)
+        assert eager.peak_bytes - found.peak_bytes > rows * 4 * T * T * 2
+
+
+def test_llama_3_2_1b_with_everything_on_has_the_bytes_of_the_capstone():
+    """4.127 bits a packed weight, the embedding in 16 bits, and what a T4 reaches at 1 x 2048: 1.5 GiB."""
+    settings = (
+        *QLORA,
+        *"""tricks.peft=lora tricks.double_quantization=true tricks.attention=sdpa tricks.expand_kv=true
+        tricks.chunked_loss=true tricks.lean_preparation=true tricks.optimizer=adamw_8bit""".split(),
+    )
+    config = AutoConfig.for_model(**find_config("llama-3.2-1b"))
+    found = dry_run(resolve(with_settings(Recipe(), settings), T4), config, 1, 2048)
+    adapter, mib = 4 * 11_272_192, 2**20
+    assert round((found.weights_bytes - adapter) / mib) == 980
+    assert 1450 <= found.peak_bytes / mib <= 1540
+
+
+def state_of_the_process() -> list[object]:
+    return [
+        F.scaled_dot_product_attention,
+        F.dropout,
+        bnb.autograd._functions.MatMul8bitFp,
+        bnb.functional.int8_vectorwise_quant,
+        bnb.optim.optimizer.Optimizer8bit.get_state_buffer,
+        torch.ops.bitsandbytes.int8_mixed_scaled_mm,
+        adam._get_value,
+        GlobalOptimManager._instance,
+        Offloaded.HOST,
+        packing.document_lengths,
+        masking_utils._ignore_causal_mask_sdpa,
+        moe._can_use_grouped_mm,
+        list(AttentionInterface._global_mapping),
+        dict(AcceleratorState._shared_state),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_rng_state().tolist(),
+        torch.get_default_dtype(),
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dry_run_leaves_nothing_behind(fails, monkeypatch):
+    config = AutoConfig.for_model(**CONFIGS["tiny"])
+    plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", *QLORA, "tricks.optimizer=adamw_8bit"]), T4)
+    before, raw = state_of_the_process(), config.to_dict()
+    if fails:
+        monkeypatch.setattr(torch.Tensor, "backward", lambda loss: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        dry_run(plan, config, 1, 16)
+    assert state_of_the_process() == before
+    assert config.to_dict() == raw
+
+
+def test_a_run_before_and_after_a_dry_run_is_the_same(tiny_model, rows, tmp_path):
+    """And so is a dry run after a run, whose Accelerator and bitsandbytes' manager stay in the process."""
+    settings = ("tricks.peft=lora", "tricks.precision=bf16", "tricks.optimizer=adamw_8bit", "train.max_steps=2")
+    found = []
+    for name in ("first", "second"):
+        run, loaded = train(tiny_model, rows, tmp_path / name, *settings)
+        losses = [entry["loss"] for entry in run.training]
+        found.append((losses, trained_weights(loaded), tiny(this_device(), *settings[:-1])))
+    (losses, weights, dry), (losses_again, weights_again, dry_again) = found
+    assert losses == losses_again
+    assert all(torch.equal(weights_again[name], weight) for name, weight in weights.items())
+    assert dry == dry_again
