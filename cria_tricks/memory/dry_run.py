@@ -134,7 +134,7 @@ def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     with (
         patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
         patch(masking_utils, "_ignore_causal_mask_sdpa", nothing_padded),
-        patch(torch.optim.adam, "_get_value", return_value=1.0),  # AdamW's steps
+        unittest.mock.patch("torch.optim.adam._get_value", return_value=1.0),  # AdamW's steps
     ):
         yield
 
