@@ -1,4 +1,4 @@
-"""How wrong the dry run is: its peak bytes beside those of real steps of SmolLM2 on a CPU, toggle set by set.
+"""How wrong the dry run is: its peak bytes beside those of real CPU steps of SmolLM2, one toggle set after another.
 
     python -m benchmarks.dry_run_error                 # 24 sets at 128 tokens: 15 minutes on two cores
     python -m benchmarks.dry_run_error --tokens 512

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
+from torch.optim import adam
 from transformers import Trainer, masking_utils
 
 from cria_tricks import losses
@@ -134,7 +135,7 @@ def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     with (
         patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
         patch(masking_utils, "_ignore_causal_mask_sdpa", nothing_padded),
-        unittest.mock.patch("torch.optim.adam._get_value", return_value=1.0),  # AdamW's steps
+        patch(adam, "_get_value", return_value=1.0),  # AdamW's steps
     ):
         yield
 
