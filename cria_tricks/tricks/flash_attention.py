@@ -164,9 +164,10 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
         return memory
     if attention == "flash_attention_2":
         return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
-    # transformers repeats keys and values when there is a mask, and leaves it to torch when there is none.
-    repeats = memory.batch > 1 or shape.heads == shape.kv_heads
-    return with_kernel(memory, masked=memory.batch > 1, repeats=repeats)
+    # Rows of several lengths have a mask, and so has a window that is shorter than a row. With one, transformers repeats
+    # keys and values; without, it leaves that to torch.
+    masked = memory.batch > 1 or 0 < shape.window < memory.tokens
+    return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
 
 def with_kernel(memory: MemoryEstimate, *, masked: bool, repeats: bool) -> MemoryEstimate:

@@ -1,6 +1,5 @@
 """The bill by hand: rows sum to the peak, numbers of the capstone, what each trick changes, the dry run beside it."""
 
-import time
 from types import ModuleType
 
 import pytest
@@ -68,16 +67,6 @@ def test_every_kind_has_a_bill(toggles, kind):
     assert sum(row.bytes for row in memory.rows) == memory.peak_bytes
 
 
-def test_a_bill_takes_less_than_five_milliseconds():
-    bill(EVERYTHING)
-    took = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        bill(EVERYTHING).peak_bytes  # noqa: B018
-        took.append(time.perf_counter() - begun)
-    assert min(took) < 5e-3
-
-
 # The capstone: Llama-3.2-1B on a free T4, 1 x 2048.
 
 
@@ -143,6 +132,14 @@ def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, de
     error = by_hand / by_dry_run - 1
     print(f"{error:+.2%}: {by_hand:,} by hand, {by_dry_run:,} counted")
     assert -0.01 <= error <= 0.05
+
+
+def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
+    case = {"model": "mistral-7b", "device": T4, "num_hidden_layers": 2, "sliding_window": 512}
+    assert bill("lora fp16 sdpa", 1, 512, **case).maskless
+    assert not bill("lora fp16 sdpa", 1, 2048, **case).maskless
+    by_hand = bill("lora fp16 sdpa chunked checkpoint", 1, 2048, **case).peak_bytes
+    assert -0.01 <= by_hand / counted("lora fp16 sdpa chunked checkpoint", 1, 2048, **case) - 1 <= 0.05
 
 
 # What each trick changes, by numbers that can be checked on paper. B 1, T 2048, D 2048, L 16, V 128,256.
