@@ -164,8 +164,8 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
         return memory
     if attention == "flash_attention_2":
         return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
-    # Rows of several lengths have a mask, and so has a window that is shorter than a row. With one, transformers repeats
-    # keys and values; without, it leaves that to torch.
+    # Rows of several lengths have a mask, and so has a window shorter than a row. With a mask transformers repeats keys
+    # and values; without, it leaves that to torch.
     masked = memory.batch > 1 or 0 < shape.window < memory.tokens
     return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
