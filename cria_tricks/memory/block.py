@@ -114,14 +114,19 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     inner = n * shape.inner * product
     residual = n * shape.width * stream  # its gradient waits while that of the branch beside it is computed
     turned = n * (shape.query_width + shape.kv_width) * max(stream, product)  # cosines have the stream's dtype
-    gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
-    return [
+    attention = [
         _norm(memory, "first norm"),
         *(_linear(memory, name, "first norm's output", stream, residual) for name in ("q_proj", "k_proj", "v_proj")),
         Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
         *_attention(memory, residual),
         _linear(memory, "o_proj", ATTENDED, memory.operand, residual),
         _norm(memory, "second norm"),
+    ]
+    if shape.experts > 1:
+        return [*attention, _experts(memory, residual)]
+    gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
+    return [
+        *attention,
         gate,
         Operation("gate's activation", {"gate": inner, "activated gate": inner}, {}, inner, residual + 3 * inner),
         up,
@@ -203,6 +208,26 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             backward += made * (o + a)
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
+
+
+def _experts(memory: "MemoryEstimate", residual: int) -> Operation:
+    """All experts of a block: each token goes through a few of them, in products of all that go through one."""
+    shape, a = memory.shape, memory.operand
+    pairs = memory.all_tokens * shape.experts_per_token
+    given, inner = pairs * shape.width * a, pairs * shape.inner * a
+    keeps = {
+        "experts' inputs": given,
+        "gate and up": 2 * inner,
+        "activated gate": inner,
+        GATED: inner,
+        "outputs": given,
+    }
+    # Without torch's kernel for many products at once, which is for bf16 only, transformers makes the gradient of all
+    # experts' weights, frozen or not, and leaves it.
+    card = memory.device
+    at_once = memory.bf16 and (card.kind == "cpu" or card.capability >= (8, 0))
+    wasted = 0 if at_once else 2 * shape.experts * shape.width * shape.inner * memory.others
+    return Operation("experts", keeps, {}, inner, residual + 2 * inner + given + wasted)
 
 
 def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:

@@ -75,9 +75,10 @@ class MemoryEstimate:
         batch: rows of a micro-batch.
         tokens: of a row.
         trained_tokens: of a micro-batch.
-        matrices: bytes of the blocks' matrices as they are stored.
-        others: bytes of an element of the other weights: embedding, head, norms, biases.
+        matrices: bytes of the blocks' matrices as they are stored, experts' apart.
+        others: bytes of an element of the other weights: embedding, head, norms, biases, experts.
         operand: bytes of an element of what products multiply.
+        bf16: whether these two bytes are bf16.
         stream: of the hidden states between the blocks.
         product: of what a product gives.
         unpacks: whether a product unpacks its weight first.
@@ -111,6 +112,7 @@ class MemoryEstimate:
     matrices: int
     others: int = FP32
     operand: int = FP32
+    bf16: bool = False
     stream: int = FP32
     product: int = FP32
     unpacks: bool = False
@@ -207,7 +209,7 @@ def estimate(
         batch=batch,
         tokens=tokens,
         trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
-        matrices=FP32 * shape.layers * shape.block_linear_weights,
+        matrices=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
         learning_blocks=shape.layers,
     )
     for trick in TRICKS:
@@ -241,7 +243,7 @@ def moments(memory: MemoryEstimate) -> list[Moment]:
 def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     """What lives through the whole step."""
     shape, n = memory.shape, memory.all_tokens
-    leftovers = shape.weights - shape.layers * shape.block_linear_weights
+    leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     added = sum(many * elements for many, elements in memory.added)
     mask = 0
     if not memory.maskless:  # of one byte, or added to the scores
@@ -249,7 +251,9 @@ def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     positions = 2 * memory.tokens * shape.head_width * memory.stream
     return (
         Row("weights: blocks' matrices", memory.matrices, f"{shape.layers} blocks, as they are stored"),
-        Row("weights: all others", leftovers * memory.others, "embedding, head if it is another, norms, biases"),
+        Row(
+            "weights: all others", leftovers * memory.others, "embedding, head if it is another, norms, biases, experts"
+        ),
         Row("weights: added", added * FP32, "what trains beside them, in fp32"),
         Row("optimizer states", _states(memory), f"two of {memory.state_bits} bits for each trained weight"),
         Row("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),

@@ -105,6 +105,11 @@ class Shape:
         return self.experts if linear in ("gate_proj", "up_proj", "down_proj") else 1
 
     @property
+    def packable(self) -> dict[str, tuple[int, int]]:
+        """Those of the matrices that quantization packs: transformers keeps all experts' in one, which it does not."""
+        return {name: widths for name, widths in self.linears.items() if self.copies(name) == 1}
+
+    @property
     def block_linear_weights(self) -> int:
         """Weights of a block's matrices: what quantization packs. An expert router is not among them."""
         return sum(self.copies(name) * d_in * d_out for name, (d_in, d_out) in self.linears.items())

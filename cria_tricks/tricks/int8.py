@@ -87,7 +87,7 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     """A byte a weight and a scale for each of its rows; the usual preparation raises all else to fp32."""
     if recipe.tricks.quantization != "int8":
         return memory
-    a_block = sum(shape.copies(name) * (d_in + 4) * d_out for name, (d_in, d_out) in shape.linears.items())
+    a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
     # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
     product = 4 if memory.device.kind == "cuda" else memory.product
     return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=product, pins_inputs=True)

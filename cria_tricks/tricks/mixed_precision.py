@@ -124,7 +124,7 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
     if recipe.tricks.precision == "fp32":
         return memory
-    memory = replace(memory, operand=2, product=2)
+    memory = replace(memory, operand=2, product=2, bf16=recipe.tricks.precision == "bf16")
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory
     return replace(memory, matrices=memory.matrices // 2, others=2, stream=2)

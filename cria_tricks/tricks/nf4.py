@@ -155,9 +155,6 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):
         return memory
-    a_block = sum(
-        shape.copies(name) * stored_bytes(d_in * d_out, tricks.double_quantization)
-        for name, (d_in, d_out) in shape.linears.items()
-    )
+    a_block = sum(stored_bytes(d_in * d_out, tricks.double_quantization) for d_in, d_out in shape.packable.values())
     # bitsandbytes gives a product back in the dtype of its input.
     return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=4, unpacks=True)

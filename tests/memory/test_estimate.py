@@ -117,6 +117,8 @@ SAMPLE = [
     ("qwen2.5-0.5b", 2, "head fp16 sdpa", 1, 512, A100),
     ("llama-2-7b", 2, "lora lora.target_modules=q_proj,v_proj nf4 fp16 sdpa chunked checkpoint", 1, 4096, T4),
     ("mistral-7b", 2, "lora fp16 sdpa packing", 2, 1024, A100),
+    ("mixtral-8x7b", 2, "lora lora.target_modules=q_proj,v_proj nf4 fp16 sdpa chunked checkpoint", 1, 512, T4),
+    ("mixtral-8x7b", 2, "lora lora.target_modules=q_proj,v_proj bf16 sdpa chunked checkpoint", 1, 2048, A100),
 ]
 
 
