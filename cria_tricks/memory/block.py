@@ -117,9 +117,11 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     attention = [
         _norm(memory, "first norm"),
         *(_linear(memory, name, "first norm's output", stream, residual) for name in ("q_proj", "k_proj", "v_proj")),
+        *_query_and_key_norms(memory),
         Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
         *_attention(memory, residual),
         _linear(memory, "o_proj", ATTENDED, memory.operand, residual),
+        *([_norm(memory, "norm of what was attended")] if shape.norms == 4 else []),
         _norm(memory, "second norm"),
     ]
     if shape.experts > 1:
@@ -132,6 +134,7 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
         up,
         Operation(GATED, {"up": inner}, {}, inner, residual + 3 * inner),
         _linear(memory, "down_proj", GATED, product, residual),
+        *([_norm(memory, "norm of the MLP's output")] if shape.norms == 4 else []),
     ]
 
 
@@ -154,6 +157,18 @@ def _norm(memory: "MemoryEstimate", name: str) -> Operation:
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * memory.stream
     return Operation(name, keeps, {}, elements * (FP32 + memory.stream), elements * (4 * FP32 + memory.stream))
+
+
+def _query_and_key_norms(memory: "MemoryEstimate") -> list[Operation]:
+    """RMS norms of each head's queries and keys, where a model has them."""
+    shape, n = memory.shape, memory.all_tokens
+    if not shape.qk_norm:
+        return []
+    elements = n * (shape.query_width + shape.kv_width)
+    keeps = {"queries and keys before their norms": elements * FP32, "roots": n * (shape.heads + shape.kv_heads) * FP32}
+    if memory.trains_all:
+        keeps["queries and keys normalised"] = elements * memory.stream
+    return [Operation("query and key norms", keeps, {}, elements * FP32, elements * 4 * FP32)]
 
 
 def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: int) -> Operation:
@@ -268,6 +283,8 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
         # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
         kept = operands | {"probabilities": scores * FP32}
         halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
+        if shape.caps_scores:
+            kept["capped scores"] = scores * a
         return [
             Operation("scores and softmax", kept, {}, scores * a, back + 2 * scores * FP32),
             Operation("weighted values", halves, {}, queries, back + scores * a),

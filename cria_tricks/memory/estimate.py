@@ -323,6 +323,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
         Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
         Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
         Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
+        Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
     )
 
 

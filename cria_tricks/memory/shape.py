@@ -57,6 +57,8 @@ class Shape:
         experts: MLPs a block has; 1 for a dense model.
         experts_per_token: those that a token goes through.
         window: tokens that a token looks back at most; 0 for all.
+        caps_scores: whether attention's scores go through a tanh.
+        caps_logits: whether the logits do.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Shape:
     experts: int = 1
     experts_per_token: int = 1
     window: int = 0
+    caps_scores: bool = False
+    caps_logits: bool = False
 
     @property
     def query_width(self) -> int:
@@ -236,6 +240,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=number("num_local_experts", 1),
         experts_per_token=number("num_experts_per_tok", 1),
+        caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
+        caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
         window=number("sliding_window") if windowed else 0,
     )
 
