@@ -211,9 +211,11 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
             keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
-        # The base's product, before the adapter's input is there; its result beside the raised input; or beside B A x
-        # and the sum of both.
-        forward = max(forward - (0 if shared else given * a), made * o + raised, made * (o + a + o))
+        # The base's product, before the adapter's input is there; then its result beside the raised input, B A x twice
+        # (scaled), or once with the sum. A block that is made again ends where nothing more is kept: before B A x.
+        ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
+        beside = 0 if ends else made * (a + max(a, o))
+        forward = max(forward - (0 if shared else given * a), made * o + raised + beside)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
         backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
