@@ -9,18 +9,19 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from bitsandbytes.optim import GlobalOptimManager
 from torch.optim import adam
-from transformers import AttentionInterface, AutoConfig, LlamaForCausalLM, masking_utils
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, masking_utils
 from transformers.integrations import moe
 
 from cria_tricks.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
+from cria_tricks.measure import LiveBytes, every_tensor
 from cria_tricks.memory.dry_run import DryRun, dry_run
 from cria_tricks.memory.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import packing, resolve
 from cria_tricks.tricks.activation_offload import Offloaded
-from tests.helpers import train, trained_weights
+from tests.helpers import prepare, train, trained_weights
 
 BLOCKS, TOKENS = 3, 32
 
@@ -74,22 +75,47 @@ def settings_of(line: str) -> list[str]:
     return [*named, f"train.batch_size={batch}", "train.max_steps=2", f"data.max_length={TOKENS}"]
 
 
-@pytest.mark.parametrize("line", SETS)
-def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_path):
+def peaks(folder, line: str, out) -> tuple[DryRun, int]:
+    """What a dry run finds, and the peak of real steps."""
     settings = settings_of(line)
-    folder = tiny_model if "fp16" in line else smollm2  # CPUs emulate fp16: SmolLM2's vocabulary would take minutes
     plan = resolve(with_settings(Recipe(), settings))
     rows = int(settings[-3][-1])
     two_documents, padded = [TOKENS // 2] * 8, [TOKENS, TOKENS - 8][:rows] * (8 // rows)
     lengths = two_documents if plan.collator else padded
     data = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in lengths]
-    trained = sum(lengths[:rows]) - rows
+    run, _ = train(folder, data, out, *settings)
+    found = dry_run(plan, AutoConfig.from_pretrained(folder), rows, TOKENS, sum(lengths[:rows]) - rows)
+    return found, max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
 
-    run, _ = train(folder, data, tmp_path, *settings)
 
-    peak = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
-    found = dry_run(plan, AutoConfig.from_pretrained(folder), rows, TOKENS, trained)
+@pytest.mark.parametrize("line", SETS)
+def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_path):
+    folder = tiny_model if "fp16" in line else smollm2  # CPUs emulate fp16: SmolLM2's vocabulary would take minutes
+    found, peak = peaks(folder, line, tmp_path)
     assert abs(found.peak_bytes - peak) <= 128, f"{found} for {peak}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "line"),
+    [
+        ("gemma2", {"head_dim": 64}, "peft=lora gradient_checkpointing=true"),
+        ("gemma3_text", {"head_dim": 64, "sliding_window": 16}, "peft=lora attention=sdpa"),
+        ("qwen2", {}, "peft=lora quantization=nf4 precision=bf16 lean_preparation=true"),
+        ("qwen3", {"head_dim": 64}, "peft=lora attention=sdpa chunked_loss=true"),
+        ("mixtral", {"num_local_experts": 4}, "peft=lora precision=bf16 lora.target_modules=q_proj,v_proj"),
+    ],
+)
+def test_other_families_are_loaded_and_step_as_on_nothing(kind, more, line, tmp_path):
+    """Windows that are shorter than a row, biases, norms of heads, experts."""
+    config = AutoConfig.for_model(**{**CONFIGS["tiny"], "vocab_size": 512, "model_type": kind, **more})
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    found, peak = peaks(folder, line, tmp_path / "run")
+    assert abs(found.peak_bytes - peak) <= 128, f"{found} for {peak}"
+    _, _, loaded = prepare(folder, *settings_of(line))
+    count = LiveBytes()
+    count.track_all(every_tensor(loaded.model))
+    assert found.weights_bytes == count.live
 
 
 FAMILIES = {name: CONFIGS[name] for name in CATALOGUE}
