@@ -178,8 +178,9 @@ def test_nf4_takes_four_bits_and_its_scales():
 def test_int8_takes_a_byte_and_a_scale_a_row_and_holds_inputs():
     rows = 16 * (2048 + 512 + 512 + 2048 + 8192 + 8192 + 2048)
     assert bill("lora int8").matrices == MATRICES + 4 * rows
-    kept = block.kept(block.operations(bill("lora int8 fp16 sdpa")))
-    assert any(name.endswith(block.PINNED) for name in kept)
+    pinned = block.pinned_bytes(block.operations(bill("lora int8 fp16 sdpa")))
+    assert pinned == N * (4 * 2048 + 2 * 2048 + 4 * 2048 + 4 * 8192), "two norms', attention's, the gated product"
+    assert block.pinned_bytes(block.operations(bill("lora nf4 fp16 sdpa"))) == 0
 
 
 def test_lora_trains_two_thin_matrices_for_each():
@@ -242,7 +243,8 @@ def test_the_math_kernel_holds_every_score_and_expanded_keys_leave_it():
     assert (grouped.kernel, expanded.kernel) == ("math", "memory-efficient")
     kept = [block.kept(block.operations(memory)) for memory in (grouped, expanded)]
     assert kept[0]["probabilities"] == 32 * N * N * 4
-    assert kept[0]["probabilities in 16 bits"] == 32 * N * N * 2
+    assert "probabilities in 16 bits" not in kept[0], "it computes in fp32"
+    assert kept[0]["queries"] == N * 2048 * 4
     assert "probabilities" not in kept[1]
     assert kept[1]["keys"] == N * 2048 * 2, "as wide as the queries"
     assert bill("lora fp16 sdpa", device=A100).kernel == "flash"
@@ -278,9 +280,9 @@ def test_offloaded_activations_wait_on_the_host_of_a_card_only():
 
 def test_chunked_loss_holds_the_logits_of_a_chunk():
     assert row(bill("lora fp16 sdpa"), "logits", "loss") == 3 * N * V * 4
-    assert row(bill("lora fp16 sdpa chunked"), "logits", "loss") == TOKENS_PER_CHUNK * V * (4 + 2)
-    assert row(bill("lora sdpa chunked"), "logits", "loss") == TOKENS_PER_CHUNK * V * 4
-    assert row(bill("lora sdpa chunked", tokens=65), "logits", "loss") == 64 * V * 4, "fewer than a chunk"
+    assert row(bill("lora fp16 sdpa chunked"), "logits", "loss") == TOKENS_PER_CHUNK * V * 2 * 4
+    assert row(bill("lora sdpa chunked"), "logits", "loss") == TOKENS_PER_CHUNK * V * 2 * 4
+    assert row(bill("lora sdpa chunked", tokens=65), "logits", "loss") == 64 * V * 2 * 4, "fewer than a chunk"
 
 
 def test_accumulation_has_gradients_waiting_from_the_beginning():

@@ -124,10 +124,9 @@ def peak(loss, *tensors) -> int:
 @pytest.mark.parametrize("chunk", [16, 32])
 @pytest.mark.parametrize("words", [V, 2 * V])
 def test_mechanism(chunk, words, dtype):
-    """Peak bytes: e N D + (4 + e) C V and some C: N V is not in it. Plain, in fp32, it is three times 4 N V."""
+    """Peak bytes: e N D + 8 C V and some C: N V is not in it. Plain, in fp32, it is three times 4 N V."""
     e = dtype.itemsize
-    logits = 4 * chunk * words + (0 if e == 4 else e * chunk * words)  # fp32, and a copy for a product in 16 bits
-    one_chunk = logits + e * chunk * D + 4 * chunk + 2 * 4  # its gradient, its logsumexp, its loss and the sum
+    one_chunk = 2 * 4 * chunk * words + 4 * chunk + 4  # logits and exp of the same for their sum, it, the loss so far
     for n in (32, 64, 128, 129):
         assert peak(partial(chunked_cross_entropy, chunk=chunk), *inputs(dtype, n, words)) == one_chunk + e * n * D
     if e == 4:
@@ -144,7 +143,7 @@ def test_mechanism_evaluation():
             run = partial(chunked_cross_entropy, hidden, head, labels, 16)
             peaks.append(peak_bytes(run, (hidden, head, labels)))
     assert peaks[0] - peaks[1] >= hidden.nbytes
-    assert peaks[1] == 4 * 16 * V + 3 * 4 * 16 + 4  # and logsumexp, the labels' logits, their difference; the sum
+    assert peaks[1] == 2 * 4 * 16 * V + 4 * 16 + 4  # and exp of the same, logsumexp, the loss so far
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 4 * N])
