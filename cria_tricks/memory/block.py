@@ -272,14 +272,14 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     back = residual + queries + keys
     if memory.kernel == "math":
         # In fp32 whatever it is given, which waits, as do its casts to 16 bits and to fp32; the causal mask, as numbers
-        # and as what they were made from. The softmax holds its input, its result, and that once more with a byte for
-        # each number, to turn rows of -inf into zeros.
+        # and as what they were made from. The softmax holds its input beside its result, and a byte for each number
+        # that says where a row is -inf; back: the gradients of both.
         operands = {name: size // a * FP32 for name, size in operands.items()}
         kept = operands | {"probabilities": scores * FP32}
         wide = max(memory.stream, memory.product)
         ways = a + (FP32 if a < FP32 else 0) + (wide if wide != a else 0)
         given = n * (shape.query_width + 2 * shape.kv_width) * ways
-        forward = scores * (2 * FP32 + 1) + given + memory.tokens**2 * (FP32 + 1)
+        forward = scores * (FP32 + 1) + given + memory.tokens**2 * (FP32 + 1)
         return [Operation("scores and softmax", kept, {}, forward, back + 2 * scores * FP32)]
     if memory.kernel == "eager":
         # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
