@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing bench-estimate bench-quality results clean
+.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -49,6 +49,15 @@ bench-packing: $(READY)
 # is not counted again.
 bench-estimate: $(READY)
 	$(VENV)/bin/python -m benchmarks.estimate_error
+
+# The dry run against real steps of SmolLM2 on a CPU, 24 toggle sets.
+bench-dry-run: $(READY)
+	$(VENV)/bin/python -m benchmarks.dry_run_error
+
+# Both against what CUDA's allocator gave out, under a T4's rules: Llama-3.2-1B's shape with random weights, 22 toggle
+# sets at two lengths. Needs a CUDA GPU. What is in the result file already is not run again.
+bench-gpu-error: $(READY)
+	$(VENV)/bin/python -m benchmarks.gpu_error
 
 # Held-out loss of each technique that changes the numbers, three seeds, on DATA=FOLDER: hours on two cores. What is
 # in the result file already is not run again.

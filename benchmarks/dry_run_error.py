@@ -10,22 +10,17 @@ weights. fp16 is left to the tests, on a smaller vocabulary: a CPU emulates it, 
 import argparse
 import gc
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.common import stamp, write
+from benchmarks.common import stamp, train_two_steps, write
 from cria_tricks import models
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import load
 from cria_tricks.memory.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.trainer import fit
 from cria_tricks.tricks import resolve
 
 SETS = """
@@ -61,19 +56,13 @@ gradient_checkpointing=true chunked_loss=true optimizer=adamw_8bit attention=sdp
 def compare(words: list[str], tokens: int) -> dict[str, Any]:
     """Train two steps on nothing and two for real."""
     settings = [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words]
-    steps = ["train.max_steps=2", f"data.max_length={tokens}", "train.save_steps=3"]
-    recipe = with_settings(Recipe(model="smollm2"), [*settings, *steps])
-    plan, weights, rows = resolve(recipe), models.find(recipe.model), recipe.train.batch_size
-    # Packed rows are of two documents, and of two rows one is shorter.
-    lengths = [tokens // 2] * 2 * rows if plan.collator else [tokens, tokens * 3 // 4][:rows]
-    data = [{"input_ids": [*range(3, 3 + n)], "labels": [*range(3, 3 + n)]} for n in lengths] * 4
-    dry = dry_run(plan, AutoConfig.from_pretrained(weights.path), rows, tokens, sum(lengths) - len(lengths))
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        run = fit(load(plan, weights), plan, recipe.train, data, [], Checkpoints(Path(folder)), pad_id=2)
-    real = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
+    recipe = with_settings(Recipe(model="smollm2"), [*settings, f"data.max_length={tokens}"])
+    plan, weights = resolve(recipe), models.find(recipe.model)
+    real = train_two_steps(recipe, plan, weights)
+    config = AutoConfig.from_pretrained(weights.path)
+    dry = dry_run(plan, config, recipe.train.batch_size, tokens, real.trained_tokens).peak_bytes
     gc.collect()
-    return {"settings": settings, "dry_run": dry.peak_bytes, "real": real, "error": dry.peak_bytes / real - 1}
+    return {"settings": settings, "dry_run": dry, "real": real.peak_bytes, "error": dry / real.peak_bytes - 1}
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -117,6 +117,9 @@ def main() -> None:
     path, console = path_of("quality", chosen.results), Console()
     console.width = max(console.width, 110)  # a table with broken cells cannot be read
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
+    rows = "kwanzaa_train.jsonl" if chosen.data else Recipe().data.train
+    if not chosen.show and (others := {r["data"] for r in runs if rows not in r["data"]}):
+        parser.error(f"{path} holds runs on {', '.join(others)}, not on {rows}; name another folder with --results")
     done = {(r["case"], r["seed"]) for r in runs}
     for seed in range(0 if chosen.show else chosen.seeds):
         for case in chosen.only or CASES:

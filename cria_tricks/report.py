@@ -107,20 +107,22 @@ def compare(memory: MemoryEstimate | None, run: Run) -> dict[str, Any]:
         run: what happened.
 
     Returns:
-        ``estimated_peak_bytes`` and ``estimate``: its ``rows``, the steps' ``measured_bytes``, what no row explains
+        ``estimated_peak_bytes``, of all that CUDA's allocator sees (cuBLAS' workspaces are among it, the context is
+        not), and ``estimate``: its ``rows``, which sum to it, the steps' ``measured_bytes``, what no row explains
         (``unexplained_bytes``, below zero where less came than was estimated) and ``ratio``, estimated to measured.
         Both are ``None`` without an estimate; what is measured is, where nobody could watch.
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}
     measured = max((entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry), default=None)
+    rows = (*memory.rows, memory.workspaces) if memory.workspaces.bytes else memory.rows
     return {
-        "estimated_peak_bytes": memory.peak_bytes,
+        "estimated_peak_bytes": memory.allocated_bytes,
         "estimate": {
-            "rows": [asdict(row) for row in memory.rows],
+            "rows": [asdict(row) for row in rows],
             "measured_bytes": measured,
-            "unexplained_bytes": None if measured is None else measured - memory.peak_bytes,
-            "ratio": None if measured is None else memory.peak_bytes / measured,
+            "unexplained_bytes": None if measured is None else measured - memory.allocated_bytes,
+            "ratio": None if measured is None else memory.allocated_bytes / measured,
         },
     }
 

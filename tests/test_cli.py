@@ -59,8 +59,10 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
     assert report["eval_loss_after"] < report["eval_loss_before"]
     assert [phase in report["memory"] for phase in ("load", "evaluate", "train")] == [True] * 3
     assert report["peak_bytes"] == max(phase["allocated_bytes"] for phase in report["memory"].values())
+    assert 0.99 <= report["estimate"]["ratio"] <= 1.05
     text = (out / "report.md").read_text()
     assert f"{report['eval_loss_after']:.4f}" in text
+    assert f"estimated is {report['estimate']['ratio']:.3f} of it" in text
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     card = (out / "adapter" / "README.md").read_text()
     assert "base_model: random:tiny" in card

@@ -55,6 +55,6 @@ def profile(name: str) -> Iterator[Device]:
             enable(False)
         undo.callback(torch.cuda.set_per_process_memory_fraction, before, 0)
         torch.cuda.set_per_process_memory_fraction(memory / card.total_memory, 0)
-        like_t4 = replace(T4, name=f"{card.name} as a Tesla T4", capability=capability, memory_bytes=memory)
+        like_t4 = replace(T4, name=f"{card.name} as T4", capability=capability, memory_bytes=memory)
         undo.enter_context(pretend(like_t4))
         yield like_t4

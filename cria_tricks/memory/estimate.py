@@ -12,8 +12,8 @@ what it changes: how weights are stored, what trains, what a block keeps. Then t
 The peak is the largest of them, and the bill is its rows. They sum to it exactly.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory import block
@@ -164,8 +164,19 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """What the step's own tensors take, of all that ``torch.cuda.max_memory_allocated`` sees."""
+        """What the step's own tensors take."""
         return self.peak.bytes
+
+    @property
+    def workspaces(self) -> Row:
+        """What products on a card work in: no tensor, but of the same allocator."""
+        needed = WORKSPACES if self.device.kind == "cuda" else 0
+        return Row("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_allocated`` sees."""
+        return self.peak_bytes + self.workspaces.bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -177,10 +188,7 @@ class MemoryEstimate:
         """What a card holds besides."""
         if self.device.kind != "cuda":
             return ()
-        return (
-            Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"),
-            Row("cuBLAS workspaces", WORKSPACES, "one for the forward pass's thread, one for the backward pass's"),
-        )
+        return (Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
 
     @property
     def fits(self) -> bool:
@@ -227,7 +235,7 @@ def moments(memory: MemoryEstimate) -> list[Moment]:
     begun = replace(gradients, bytes=head + last.learnt, why="fp32, of the head and of what is behind the open point")
     if memory.accumulates:
         before, last, begun = gradients, point, gradients
-    all_blocks, others, one = _waiting(memory, block.kept(operations), block.pinned_bytes(operations))
+    all_blocks, others, one = _waiting(memory, operations)
     found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
     if memory.learning_blocks:
         found.append(Moment("last block", (*fixed, begun, others, *_inside(last))))
@@ -268,37 +276,58 @@ def _inside(point: block.Deepest) -> tuple[Row, Row]:
     )
 
 
-def _waiting(memory: MemoryEstimate, tensors: Mapping[str, int], pinned: int) -> tuple[Row, Row, Row]:
+def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> tuple[Row, Row, Row]:
     """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
-    each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
+    tensors, pinned = block.kept(operations), block.pinned_bytes(operations)
+    each, why, open_too, spared = sum(tensors.values()), "all that their operations keep", 0, 0
+    if memory.adapted and not memory.trains_all:
+        spared = tensors[block.FIRST_NORM]  # of the first block: no gradient goes below the lowest adapters
     if memory.checkpointed:
-        given = memory.all_tokens * memory.shape.width * memory.stream
         joined = sum(tensors.get(name, 0) for name in block.JOINED)  # the join is outside of what is made again
-        each, why = given + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
+        each, why = _block_input(memory) + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
         # What is made again comes on top; an fp32 input is the one that the first norm keeps.
-        open_too = pinned + (given if memory.stream < FP32 else 0)
+        open_too = pinned + (_block_input(memory) if memory.stream < FP32 else 0)
     if memory.offloaded:
         each, why = pinned, "what int8 keeps; the rest is on the host"
-    blocks = memory.learning_blocks
-    frozen, nothing, below = 0, 0, 0
-    if not memory.trains_all and memory.adapted and each == sum(tensors.values()):
-        nothing = tensors[block.FIRST_NORM]  # of the first block: no gradient goes below the lowest adapters
-    if memory.learns_beside and each == sum(tensors.values()):
-        # The gradient goes through a frozen block only if something learns below it: not in the lowest.
-        frozen = sum(block.kept(block.operations(memory)).values())
-        why = f"their copies' operations keep, and {blocks - 1} x the frozen ones'"
-    if memory.learns_beside and memory.checkpointed:
-        # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
-        held = block.pinned_bytes(block.operations(memory))
-        each += held
-        below = (memory.shape.layers - blocks) * ((0 if memory.offloaded else given) + held)
-        why += f", and {memory.shape.layers - blocks} x the frozen ones'"
-    through = max(blocks - 1, 0) * frozen - nothing + below
+    if memory.checkpointed or memory.offloaded:
+        spared = 0
+    frozen = _frozen_beside(memory)
+    each, through, blocks = each + frozen.each, frozen.between + frozen.below - spared, memory.learning_blocks
+    why += frozen.why
     return (
         Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
         Row("blocks: waiting", (blocks - 1) * each + open_too + through, f"{blocks - 1} blocks x {why}"),
-        Row("blocks: waiting", open_too + below, f"1 block x {why}"),
+        Row("blocks: waiting", open_too + frozen.below, f"1 block x {why}"),
     )
+
+
+class _Frozen(NamedTuple):
+    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below."""
+
+    each: int = 0
+    between: int = 0
+    below: int = 0
+    why: str = ""
+
+
+def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
+    """A side network's. The gradient goes through a frozen block only if something learns below it."""
+    if not memory.learns_beside:
+        return _Frozen()
+    operations = block.operations(memory)
+    if memory.checkpointed:
+        # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
+        held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks
+        one = held + (0 if memory.offloaded else _block_input(memory))
+        return _Frozen(each=held, below=below * one, why=f", and {below} x the frozen ones'")
+    if memory.offloaded:
+        return _Frozen()
+    between = memory.learning_blocks - 1
+    return _Frozen(between=between * sum(block.kept(operations).values()), why=f", and {between} x the frozen ones'")
+
+
+def _block_input(memory: MemoryEstimate) -> int:
+    return memory.all_tokens * memory.shape.width * memory.stream
 
 
 def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:

@@ -98,5 +98,5 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
-    """What blocks keep waits on the host; the one that is open has it back."""
+    """What blocks keep waits on the host; the one that is open has it back. On a CPU its copies are not billed."""
     return replace(memory, offloaded=recipe.tricks.activation_offload and memory.device.kind == "cuda")

@@ -40,7 +40,7 @@ def test_inside_every_switch_is_a_t4s_and_outside_it_is_as_it_was(card):
         assert card["fraction"] * H200.total_memory == pytest.approx(T4.memory_bytes, abs=1)
         assert this_device() is device
         assert (device.capability, device.real_bf16, device.memory_bytes) == ((7, 5), False, T4.memory_bytes)
-        assert device.name == "NVIDIA H200 as a Tesla T4", "a report shows which card it really was"
+        assert device.name == "NVIDIA H200 as T4", "a report shows which card it really was"
     assert card == before
     assert this_device().name == "NVIDIA H200"
 
@@ -73,9 +73,9 @@ def test_recipes_choose_fp16_and_toggles_refuse_what_a_t4_has_not(card):
         recipe = recipes.kwanzaa()
         assert recipe.tricks.precision == "fp16"
         assert resolve(recipe).device.memory_bytes == T4.memory_bytes
-        with pytest.raises(BadInput, match=r"NVIDIA H200 as a Tesla T4 \(compute capability 7.5\) has no bf16 units"):
+        with pytest.raises(BadInput, match=r"NVIDIA H200 as T4 \(compute capability 7.5\) has no bf16 units"):
             resolve(with_settings(recipe, ["tricks.precision=bf16"]))
-        with pytest.raises(BadInput, match=r"needs compute capability 8.0, and NVIDIA H200 as a Tesla T4 has 7.5"):
+        with pytest.raises(BadInput, match=r"needs compute capability 8.0, and NVIDIA H200 as T4 has 7.5"):
             resolve(with_settings(recipe, ["tricks.attention=flash_attention_2"]))
     assert recipes.kwanzaa().tricks.precision == "bf16"
 
