@@ -1,6 +1,7 @@
-"""The adapter folder: what plain peft loads, a truthful card, and a manifest that says if it is whole."""
+"""The adapter folder: what plain peft loads, a card, its provenance, and a manifest that says if it is whole."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,21 +9,28 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from cria_tricks import durable
-from cria_tricks.catalogue import SMOLLM2
+from cria_tricks import dangers, durable
 from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
-from cria_tricks.units import human
 
 SIDE_NETWORK = "side_network.json"
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 """Files that name an adapter's base model: peft's, and ours for a side network."""
-_LICENCES = {SMOLLM2: "apache-2.0"}
-_LLAMA = "Llama-3.2"
+RECIPE, PROVENANCE = "recipe.toml", "provenance.json"
+_UNREAD = re.compile(r"\..*|.*\.(md|png|jpe?g|gif|svg|pdf)|licen[cs]e.*|notice.*|desktop\.ini", re.IGNORECASE)
+"""Names that no loader opens: hidden ones (the hub adds .gitattributes, downloads .cache/), texts and pictures."""
 
 
-def save(folder: Path, model: Any, tokenizer: Any, base: str, card: str, recipe: Recipe) -> None:
+def save(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    base: str,
+    card: str,
+    recipe: Recipe,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
     """Write the folder aside and rename it, so that it is there whole or not at all.
 
     Args:
@@ -32,6 +40,7 @@ def save(folder: Path, model: Any, tokenizer: Any, base: str, card: str, recipe:
         base: the name of the base model that others can load; a cache folder of ours is none.
         card: the text of README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
+        provenance: saved as provenance.json, from :func:`cria_tricks.provenance.describe`.
     """
     with durable.new_folder(folder) as aside:
         save_weights(model, aside)
@@ -43,7 +52,15 @@ def save(folder: Path, model: Any, tokenizer: Any, base: str, card: str, recipe:
                 content["target_modules"].sort()  # peft keeps a set, in another order in every process
             config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         (aside / "README.md").write_text(card, encoding="utf-8")
-        (aside / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+        (aside / RECIPE).write_text(recipe.to_toml(), encoding="utf-8")
+        if provenance:
+            write_provenance(aside, provenance)
+
+
+def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
+    """Write provenance.json; without infinities, which JSON does not have."""
+    text = json.dumps(provenance, indent=2, allow_nan=False)
+    (folder / PROVENANCE).write_text(text + "\n", encoding="utf-8")
 
 
 def save_weights(model: Any, folder: Path) -> None:
@@ -86,100 +103,40 @@ def verify(folder: str | Path) -> Verified:
     """Compare every file with the manifest.
 
     Raises:
-        BadInput: naming the first file that is missing or changed.
+        BadInput: naming the first file that is missing, changed, or has no place in an adapter's folder.
     """
     folder = usable_path("adapter", folder)
     if not (folder / durable.MANIFEST).is_file():
         raise BadInput(f"{folder}: has no {durable.MANIFEST}, so it is no folder that cria train wrote")
-    if damage := durable.damage(folder):
-        raise BadInput(f"{folder}: {damage}; take the folder from its source again")
+    refuse_unsafe(folder)
     files = durable.listed(folder)
-    return Verified(len(files), sum(entry["bytes"] for entry in files.values()), durable.unlisted(folder))
+    return Verified(len(files), sum(about["bytes"] for about in files.values()), durable.unlisted(folder))
 
 
-def model_card(report: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
-    """README.md of the folder, from the report of the run that made it."""
-    adapter = recipe.tricks.peft != "none"
-    what = {
-        "lora": "A LoRA adapter",
-        "head": "A trained head",
-        "prompt_tuning": "A learnt prompt",
-        "side_network": "A side network",
-        "none": "A fully fine-tuned model",
-    }[recipe.tricks.peft]
-    licence = _LICENCES.get(base) or ("llama3.2" if _LLAMA in base else None)
-    front = [
-        "---",
-        f"base_model: {base}",
-        f"library_name: {'peft' if adapter else 'transformers'}",
-        *([f"license: {licence}"] if licence else []),
-        "tags: [cria_tricks, qlora, generated-from-trainer]",
-        "---",
-    ]
-    rows = [
-        ("evaluation loss before (mean per trained token)", _loss(report["eval_loss_before"])),
-        ("evaluation loss after", _loss(report["eval_loss_after"])),
-        ("training loss, mean over steps", _loss(report["train_loss"])),
-        ("optimizer steps", f"{report['steps']} ({report['skipped_steps']} skipped by the loss scaler)"),
-        ("trained tokens", f"{report['data']['trained_tokens_seen']:,}"),
-        ("trainable parameters", f"{report['parameters']['trainable']:,}"),
-        ("peak memory", human(report["peak_bytes"])),
-        ("device", report["device"]),
-        ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
-    ]
-    use = (
-        'from cria_tricks.chat import open_folder\n\nmodel, tokenizer = open_folder("path/to/this/folder")\n'
-        if recipe.tricks.peft == "side_network"
-        else "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
-        'model = PeftModel.from_pretrained(base, "path/to/this/folder")\n'
-        if adapter
-        else "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
-    )
-    licence_note = (
-        f"Derived from {base}: its licence ({licence}) applies."
-        if licence
-        else f"Derived from {base}: see its licence."
-    )
-    return "\n".join(
-        [
-            *front,
-            f"# {recipe.name}",
-            "",
-            f"{what} for `{base}`, trained with cria_tricks on chat rows, loss on the assistant's tokens only.",
-            *(["", note] if note else []),
-            "",
-            "## Data",
-            "",
-            f"- train: {report['data']['train']}",
-            f"- evaluation: {report['data']['eval']}",
-            "",
-            "## Results",
-            "",
-            "| what | value |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows),
-            "",
-            "The evaluation loss is all that was measured. Whether answers are true, well cited or safe was not.",
-            "",
-            "## Use",
-            "",
-            "```python",
-            use + 'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
-            "```",
-            "",
-            "## Recipe",
-            "",
-            "`recipe.toml` repeats the run: `cria train recipe.toml`. `manifest.json` holds the sha256 of every file; "
-            "`cria verify FOLDER` compares.",
-            "",
-            licence_note + " The training data's licence is named above where it is known.",
-            "",
-        ]
-    )
+def refuse_unsafe(folder: Path) -> None:
+    """What every load does before it reads: chat, merge, publish and evaluation.
+
+    A folder of ours is held against its manifest. That finds what a disk, a transfer or a careless hand did; it is no
+    signature, and who can write the folder can write the manifest too. So whatever it says, nothing in the folder may
+    run when it is read, or lead out of it. These rules hold for a folder of plain peft too, which has no manifest.
+    The base model that an adapter names is another folder by nature and may be anywhere: it is loaded without code and
+    without pickles wherever it is.
+
+    Raises:
+        BadInput: naming the file, and what is wrong with it.
+    """
+    ours = any((folder / name).exists() for name in (durable.MANIFEST, PROVENANCE, RECIPE))
+    again = "take the folder from its source again"
+    if why := dangers.way_out(folder):
+        raise BadInput(f"{folder}: {why}; {again}")
+    if ours and (why := durable.damage(folder)):
+        raise BadInput(f"{folder}: {why}; {again}")
+    if why := dangers.program(folder):
+        raise BadInput(f"{folder}: {why}")
+    if ours and (strangers := [name for name in durable.unlisted(folder) if may_be_read(name)]):
+        raise BadInput(f"{folder}: {strangers[0]} is not in {durable.MANIFEST} and may be read: take it away")
 
 
-def _loss(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
+def may_be_read(name: str) -> bool:
+    """Whether some loader might open a file of this name; a card, a licence or a hidden file only people read."""
+    return not (name.startswith(".") or _UNREAD.fullmatch(Path(name).name))

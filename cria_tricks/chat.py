@@ -9,51 +9,47 @@ import torch
 
 from cria_tricks import models
 from cria_tricks.adapters import add_side_network
-from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network
+from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network, refuse_unsafe
+from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
-from cria_tricks.hardware import this_device
+from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import quiet_libraries
 from cria_tricks.tricks import flash_decoding
 
 
-def open_folder(folder: str | Path) -> tuple[Any, Any]:
+def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Load an adapter over its unquantised base, or a fully fine-tuned model.
 
     Args:
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
+        device: where to; this machine's card, or its CPU, when left out.
+        dtype: of base and adapter; what the device computes fast when left out.
 
     Returns:
         Model in eval mode, and tokenizer.
 
     Raises:
-        BadInput: if the folder holds neither, or the base cannot be had.
+        BadInput: if the folder holds neither, is damaged or not safe to read, or the base cannot be had.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quiet_libraries()
-    folder, device = usable_path("adapter", folder), this_device()
-    dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
-    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
-    if config:
-        try:
-            base = models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BadInput(f"{config}: names no base model that can be found: {error}") from None
-        source = base.path
-    elif (folder / "config.json").is_file():
-        base, source = None, str(folder)
-    else:
-        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
+    folder, device = usable_path("adapter", folder), device or this_device()
+    dtype = dtype or (torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32)
+    config, base = base_of(folder)
+    data_only: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **flash_decoding.for_chat(device))
+        model = AutoModelForCausalLM.from_pretrained(
+            base.path if base else folder, dtype=dtype, **data_only, **flash_decoding.for_chat(device)
+        )
         if config and config.name == SIDE_NETWORK:
             add_side_network(model, json.loads(config.read_text())["blocks"])
             load_side_network(model, folder)
             model.to(dtype)
         elif base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
         if is_out_of_memory(error):
             raise
@@ -61,6 +57,28 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None
     return model.to(device.kind).eval(), tokenizer
+
+
+def base_of(folder: Path) -> tuple[Path | None, models.Weights | None]:
+    """Check a folder, and find the base model it names.
+
+    Returns:
+        An adapter's config and its base; ``None`` twice for a whole model.
+
+    Raises:
+        BadInput: if the folder holds neither, is damaged or not safe to read, or names no base.
+    """
+    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
+    if config or any((folder / name).is_file() for name in ("config.json", MANIFEST)):
+        refuse_unsafe(folder)
+    if not config and not (folder / "config.json").is_file():
+        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
+    if config is None:
+        return None, None
+    try:
+        return config, models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{config}: names no base model that can be found: {error}") from None
 
 
 def answer(

@@ -3,10 +3,13 @@
 A checkpoint holds what a run needs to go on as if nothing had happened: what trains, the optimizer, the schedule,
 the loss scaler, the random states, the position in the data, and ``run.json``, which says what run it is of and what
 was spent on it so far. The frozen base is not in it.
+
+Four of its files are pickles, as torch has no other form for an optimizer's state: ``PICKLES``. They are this run's
+own, and transformers reads them with ``weights_only``, which makes tensors and numbers and refuses everything else.
+No other pickle may lie in a checkpoint, what trains is in safetensors, and all other rules of ``dangers`` hold.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import re
@@ -19,13 +22,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cria_tricks import durable
+from cria_tricks import dangers, durable
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe
 
 KEPT = 2
 RUN = "run.json"
+PICKLES = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 FREE = {"name", "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror"}
 """Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval"}
@@ -99,7 +103,7 @@ class Checkpoints:
         """
         damaged: dict[Path, str] = {}
         for path in self._all():
-            why = durable.damage(path) or _foreign(path)
+            why = _unfit(path)
             if not why:
                 try:
                     found = _read(path)
@@ -120,7 +124,7 @@ class Checkpoints:
     def put_aside_after(self, start: Checkpoint) -> None:
         """Rename the damaged ones that lie beyond the start, so that none is ever taken for a newer one."""
         for path in self._all():
-            if _step(path) > start.step or (_step(path) == start.step and durable.damage(path)):
+            if _step(path) > start.step or (_step(path) == start.step and _unfit(path)):
                 aside = path.with_name(path.name + ".damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 try:
@@ -142,7 +146,7 @@ def describe(recipe: Recipe, found: Mapping[str, Source], device: str) -> dict[s
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {
         "recipe": recipe.model_dump(mode="json"),
-        "rows": {part: _fingerprint(source) for part, source in found.items()},
+        "rows": {part: source.sha256 for part, source in found.items()},
         "versions": {"device": device} | {name: importlib.metadata.version(name) for name in packages},
     }
 
@@ -199,6 +203,11 @@ def _step(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
+def _unfit(path: Path) -> str:
+    """Why a checkpoint is not read; empty when nothing speaks against it."""
+    return dangers.way_out(path) or durable.damage(path) or dangers.program(path, PICKLES) or _foreign(path)
+
+
 def _foreign(path: Path) -> str:
     """A file that nobody wrote may still be read; what a desktop or Drive leaves behind is not."""
     visible = [name for name in durable.unlisted(path) if not name.startswith(".") and name != "desktop.ini"]
@@ -218,10 +227,3 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
     return flat
-
-
-def _fingerprint(source: Source) -> str:
-    digest = hashlib.sha256()
-    for row in source.rows:
-        digest.update(json.dumps([row.messages, row.prompt, row.completion]).encode())
-    return digest.hexdigest()

@@ -5,15 +5,16 @@ import dataclasses
 import json
 import signal
 import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, is_out_of_memory
+from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, is_out_of_memory, redacted
 
 if TYPE_CHECKING:
     from cria_tricks.hardware.advice import Advice, Option
@@ -258,6 +259,65 @@ def verify(
     screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
+    from cria_tricks.card import check_rows
+    from cria_tricks.merge import merge as run
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run(adapter, out)
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    for name, value in check_rows(found):
+        screen.print(f"{name}: {value}", highlight=False, markup=False)
+    screen.print(f"merged into {found['base']}, {found['dtype']}: {found['merged']}", highlight=False, markup=False)
+
+
+@app.command()
+def publish(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter, or of a merged or trained model.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Where on the Hugging Face hub.")],
+    tag: Annotated[str, typer.Option(help="The version, vX.Y.Z; one that is there already is refused.")] = "v0.1.0",
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Really do it; without, it is only said.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what would be published on the Hugging Face hub, and with --yes publish it, under a version tag."""
+    from cria_tricks.publish import prepare, push
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = prepare(adapter, repo, tag, private)
+        done = push(found, aside.print) if yes else {}
+    if as_json:
+        print(json.dumps({**found, "published": yes, **done}, indent=2))
+        return
+    _print_published(found, done)
+
+
+def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
+    from cria_tricks.units import human
+
+    def say(*lines: str) -> None:
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+
+    if done:
+        say(f"published: {done['url']} (commit {done['commit']})")
+        return
+    say(found["card"])
+    say(f"{found['repo']} {found['tag']}{', private if it is new' if found['private'] else ''}", "")
+    widest = max(len(f"{file['bytes']:,}") for file in found["files"])
+    say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
+    say(*(f"note: {note}" for note in found["notes"]))
+    say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
+    say("To publish it: the same command with --yes. The same by hand:", *(f"  {line}" for line in found["commands"]))
+
+
 def _print_advice(found: "Advice") -> None:
     from cria_tricks.hardware.advice import METHODS
     from cria_tricks.hardware.words import in_words
@@ -318,16 +378,25 @@ def main() -> None:
         _leave("interrupted", 130)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
-            raise
+            _unforeseen()
         _leave("error: out of memory", 3)
+    except Exception:
+        _unforeseen()
     else:
         if code:
             sys.exit(code)
 
 
+def _unforeseen() -> NoReturn:
+    """A bug of ours: the traceback as Python prints it, without what it may quote of a token. Exit code 1."""
+    with contextlib.suppress(OSError):
+        print(redacted(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+    sys.exit(1)
+
+
 def _leave(sentence: str, code: int) -> None:
     with contextlib.suppress(OSError):  # nobody may be there any more to read it
-        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+        print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)
     sys.exit(code)
 
 

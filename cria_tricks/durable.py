@@ -9,11 +9,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from cria_tricks.dangers import leaves
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.units import human
 
@@ -122,15 +124,17 @@ def only_writer(folder: Path) -> Iterator[None]:
 def damage(folder: Path) -> str:
     """What is wrong with a folder, held against its manifest: ``"optimizer.pt is missing"``; empty when whole."""
     try:
-        wanted = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed(folder).items()}
+        wanted = {name: (about["bytes"], about["sha256"]) for name, about in listed(folder).items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
+    except _Odd as error:
+        return f"{MANIFEST} is damaged: {error}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is damaged"
     for name, (size, sha256) in wanted.items():
         path = folder / name
         try:
-            found = _entry(path)
+            found = entry(path)
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, ValueError) as error:
@@ -142,9 +146,44 @@ def damage(folder: Path) -> str:
     return ""
 
 
+class _Odd(ValueError):
+    """A manifest that is JSON, and none that we write."""
+
+
 def listed(folder: Path) -> dict[str, Any]:
-    """The manifest: ``bytes`` and ``sha256`` of every file, by its path in the folder."""
-    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    """The manifest: ``bytes`` and ``sha256`` of every file, by its path in the folder.
+
+    Raises:
+        ValueError: if it lists a file twice or outside of the folder, none at all, or says something else of it.
+    """
+    text = (folder / MANIFEST).read_text(encoding="utf-8")
+    files = json.loads(text, object_pairs_hook=_each_once)["files"]
+    if files == {}:
+        raise _Odd("it lists no file")
+    for name, about in files.items():
+        if leaves(name):
+            raise _Odd(f"it lists {name!r}, which is outside the folder")
+        if name == MANIFEST or PurePosixPath(name).as_posix() != name:
+            raise _Odd(f"it lists {name!r}, which is the name of no file that it could know")
+        size, sha256 = about["bytes"], about["sha256"]
+        if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256) or len(about) != 2:
+            raise _Odd(f"what it says of {name} is no size and sha256")
+    if text != _as_text(files):
+        raise _Odd("it is not as it was written")
+    return files
+
+
+def _as_text(files: dict[str, Any]) -> str:
+    return json.dumps({"files": files}, indent=2) + "\n"
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that comes twice, json takes the last; another reader may take the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Odd(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def unlisted(folder: Path) -> tuple[str, ...]:
@@ -175,12 +214,13 @@ def _is_about_writing(error: Exception) -> bool:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {p.relative_to(folder).as_posix(): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {p.relative_to(folder).as_posix(): entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     files.pop(MANIFEST, None)
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+    (folder / MANIFEST).write_text(_as_text(files))
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -1,7 +1,11 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
+import os
 import re
 from pathlib import Path
+
+_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
+"""Variables that hold a token of the hub."""
 
 
 class BadInput(ValueError):
@@ -12,7 +16,7 @@ class BadInput(ValueError):
     """
 
     def __init__(self, line: str):
-        super().__init__(re.sub(r"(\S{200})\S{60,}(\S{40})", r"\1...\2", line))
+        super().__init__(re.sub(r"(\S{200})\S{60,}(\S{40})", r"\1...\2", redacted(line)))
 
 
 class Unwritten(BadInput):
@@ -38,6 +42,22 @@ class OutOfMemory(RuntimeError):
 
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
+
+
+def redacted(text: str) -> str:
+    """A text without tokens: the hub's, by its looks or from the environment, and what a URL holds before its @.
+
+    Every error passes through here, and so does what a library printed into it.
+
+    Examples:
+        >>> redacted("https://me:secret@example.org/x")
+        'https://[hidden]@example.org/x'
+    """
+    for name in _SECRETS:
+        if len(secret := os.environ.get(name, "").strip()) >= 8:  # nobody's token, and too common to cut out
+            text = text.replace(secret, "[hidden]")
+    text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", "[hidden]", text)
+    return re.sub(r"(?<=://)[^/\s@]+(?=@)", "[hidden]", text)
 
 
 def usable_path(option: str, text: str | Path) -> Path:

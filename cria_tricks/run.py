@@ -58,7 +58,7 @@ def train(
     # Only now the heavy libraries: what was wrong so far took a second to say.
     from transformers import set_seed
 
-    from cria_tricks import artifact, models, report
+    from cria_tricks import artifact, card, models, provenance, report
     from cria_tricks.data.tokens import tokenize
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
@@ -106,8 +106,9 @@ def train(
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, count_parameters(loaded.model))
         summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows), run)
         summary |= {"adapter": str(trained), "model": weights.name}
-        card = artifact.model_card(summary, weights.name, weights.note, recipe)
-        artifact.save(trained, loaded.model, tokenizer, weights.name, card, recipe)
+        made = provenance.describe(summary, weights, found)
+        text = card.model_card(summary, made, weights.name, weights.note, recipe)
+        artifact.save(trained, loaded.model, tokenizer, weights.name, text, recipe, made)
         report.write(folders.folder, summary)
         folders.mirror_results()
     return summary

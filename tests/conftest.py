@@ -65,6 +65,43 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a real, short run: ``adapter/``, ``report.json`` and the rest. Copy it before you change it."""
+    from cria_tricks.recipe import Recipe, with_settings
+    from cria_tricks.run import train
+
+    rows = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
+    few = tmp_path_factory.mktemp("rows") / "few.jsonl"
+    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    settings = [
+        "model=random:tiny", "train.max_steps=2", "train.learning_rate=0.01", "tricks.peft=lora", "lora.r=2",
+        "data.max_length=320", f"data.train={few}", f"data.eval={few}",
+    ]  # fmt: skip
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(with_settings(Recipe(name="short"), settings), folder)
+    return folder
+
+
+@pytest.fixture
+def run_cria(monkeypatch, capfd):
+    """Run a command in this process, through the same entry; its exit code, stdout and stderr."""
+    import sys
+
+    from cria_tricks import cli
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cria", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as left:
+            code = int(left.code or 0)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def real_data() -> Path:
     """The real Kwanzaa files, which are not ours to ship; tests of them run where a copy lies beside the checkout."""
     folder = Path(os.environ.get("CRIA_KWANZAA", Path(__file__).parents[2] / "shared" / "data" / "kwanzaa"))

@@ -25,22 +25,6 @@ QUICK = [
 ]  # fmt: skip
 
 
-def cria(*arguments: str, monkeypatch, capfd) -> tuple[int, str, str]:
-    """Run a command in this process, through the same entry."""
-    monkeypatch.setattr(sys, "argv", ["cria", *map(str, arguments)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as left:
-        code = int(left.code or 0)
-    return code, *capfd.readouterr()
-
-
-@pytest.fixture
-def run_cria(monkeypatch, capfd):
-    return lambda *arguments: cria(*arguments, monkeypatch=monkeypatch, capfd=capfd)
-
-
 @pytest.fixture(scope="module")
 def few_rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "few.jsonl"
@@ -65,7 +49,7 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
     assert f"estimated is {report['estimate']['ratio']:.3f} of it" in text
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     card = (out / "adapter" / "README.md").read_text()
-    assert "base_model: random:tiny" in card
+    assert "`random:tiny`" in card
     assert f"{report['eval_loss_after']:.4f}" in card
 
     from peft import PeftModel
@@ -146,18 +130,22 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
     [
         ("adapter_config.json", "{", "names no base model"),
         ("adapter_config.json", "{}", "names no base model"),
-        ("adapter_model.safetensors", "x", "cannot be loaded"),
+        ("adapter_model.safetensors", "x", "is no safetensors file"),
+        ("tokenizer.json", "x", "cannot be loaded"),
         ("chat_template.jinja", "{{ nothing()", "chat template fails"),
         ("chat_template.jinja", "", "chat template writes nothing"),
     ],
 )
 def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, tiny_model, tokenizer, tmp_path):
+    """A folder of plain peft, which has no manifest that would tell first."""
     from cria_tricks import artifact
     from cria_tricks.recipe import Recipe
     from tests.helpers import prepare
 
     _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "lora.r=2")
     artifact.save(tmp_path / "a", loaded.model, tokenizer, str(tiny_model), "", Recipe())
+    for ours in ("manifest.json", "recipe.toml"):
+        (tmp_path / "a" / ours).unlink()
     (tmp_path / "a" / file).write_text(content)
     code, stdout, stderr = run_cria("chat", tmp_path / "a", "--prompt", "Hi")
     assert (code, stdout) == (2, "")

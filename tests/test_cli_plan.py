@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from cria_tricks.memory.toggles import LADDER
-from tests.test_cli import run_cria as run_cria
 
 CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "rows", "suggestions"}
 ROW = {"name", "bytes", "why"}

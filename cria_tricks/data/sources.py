@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import json
 import re
 import tempfile
 import urllib.request
@@ -32,6 +33,14 @@ class Source:
 
     rows: list[Chat]
     description: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the rows as they were read: the same for the same rows, whatever file they came from."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(json.dumps([row.messages, row.prompt, row.completion]).encode())
+        return digest.hexdigest()
 
 
 def find(name: str, part: Part) -> Source:

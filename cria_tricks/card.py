@@ -1,0 +1,228 @@
+"""The card, README.md of an adapter's folder: what it is, where it comes from, what was measured and what was not."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cria_tricks import provenance
+from cria_tricks.catalogue import SMOLLM2
+from cria_tricks.models import is_hub_id
+from cria_tricks.recipe import Recipe
+from cria_tricks.units import human
+
+_LICENCES = {SMOLLM2: "apache-2.0"}
+_LLAMA = "Llama-3.2"
+_WHAT = {
+    "lora": "A LoRA adapter",
+    "head": "A trained head",
+    "prompt_tuning": "A learnt prompt",
+    "side_network": "A side network",
+    "none": "A fully fine-tuned model",
+}
+HERE = "path/to/this/folder"
+"""Where the card's code says the folder is."""
+
+
+def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
+    """README.md of the folder.
+
+    Args:
+        report: of the run that made it.
+        made: its provenance, from :func:`cria_tricks.provenance.describe`.
+        base: the base model's name.
+        note: what a reader must know about the base's weights; often empty.
+        recipe: what was asked.
+    """
+    return "\n".join(
+        [
+            *_front(base, "transformers" if recipe.tricks.peft == "none" else "peft"),
+            f"# {recipe.name}",
+            "",
+            f"{_WHAT[recipe.tricks.peft]} for `{base}`, trained with cria_tricks on chat rows, loss on the assistant's "
+            "tokens only.",
+            *(["", note] if note else []),
+            "",
+            "## Data",
+            "",
+            f"- train: {report['data']['train']}",
+            f"- evaluation: {report['data']['eval']}",
+            "",
+            "## Results",
+            "",
+            *_table("what", "value", _results(report)),
+            "",
+            "The evaluation loss is all that was measured. Whether answers are true, well cited or safe was not.",
+            "",
+            "## On a GPU",
+            "",
+            *_table("what", "value", _on_a_gpu(report)),
+            "",
+            "## Where it comes from",
+            "",
+            *_table("what", "value", _origin(made)),
+            "",
+            "`provenance.json` holds all of it, with the recipe, every metric and the estimate row by row.",
+            "",
+            "## Use",
+            "",
+            "```python",
+            _use(base, recipe.tricks.peft) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            "```",
+            "",
+            "## Recipe",
+            "",
+            "`recipe.toml` repeats the run: `cria train recipe.toml`. `manifest.json` holds the sha256 of every file; "
+            "`cria verify FOLDER` compares.",
+            "",
+            *_licence_note(base),
+        ]
+    )
+
+
+def merged_card(name: str, base: str, dtype: str, check: Mapping[str, Any]) -> str:
+    """README.md of a merged model.
+
+    Args:
+        name: the recipe's, or the adapter folder's.
+        base: the base model's name.
+        dtype: of the merged weights.
+        check: what :func:`cria_tricks.merge.merge` found when it held them against the unmerged model.
+    """
+    return "\n".join(
+        [
+            *_front(base, "transformers"),
+            f"# {name}, merged",
+            "",
+            f"`{base}` with a LoRA adapter merged into its weights, in {dtype}. Plain transformers loads it.",
+            "",
+            "## Merged against unmerged",
+            "",
+            *_table("what", "value", check_rows(check)),
+            "",
+            "Nothing else was measured on the merged model. What was measured on the adapter, and where it comes from, "
+            "stands in `provenance.json` where the adapter brought one.",
+            "",
+            "## Use",
+            "",
+            "```python",
+            _use(base, "none") + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            "```",
+            "",
+            *_licence_note(base),
+        ]
+    )
+
+
+def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lines of the merge's check, for the card and for the screen."""
+    return [
+        ("positions compared", f"{check['positions']:,}"),
+        ("largest difference of a logit", f"{check['largest_difference']:.3g}"),
+        ("allowed: what 16 bits alone do to the unmerged model", f"{check['bound']:.3g}"),
+        ("largest difference that the adapter itself makes", f"{check['adapter_effect']:.3g}"),
+        ("same most likely token", f"{check['same_argmax']:.2%} of positions"),
+    ]
+
+
+def _front(base: str, library: str) -> list[str]:
+    """What the hub reads. It takes a base only by its id there."""
+    licence = _licence(base)
+    return [
+        "---",
+        *([f"base_model: {base}"] if is_hub_id(base) else []),
+        f"library_name: {library}",
+        *([f"license: {licence}"] if licence else []),
+        "tags: [cria_tricks, qlora, generated-from-trainer]",
+        "---",
+    ]
+
+
+def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("evaluation loss before (mean per trained token)", _loss(report["eval_loss_before"])),
+        ("evaluation loss after", _loss(report["eval_loss_after"])),
+        ("training loss, mean over steps", _loss(report["train_loss"])),
+        ("optimizer steps", f"{report['steps']} ({report['skipped_steps']} skipped by the loss scaler)"),
+        ("trained tokens", f"{report['data']['trained_tokens_seen']:,}"),
+        ("trainable parameters", f"{report['parameters']['trainable']:,}"),
+        ("peak memory", human(report["peak_bytes"])),
+        ("device", report["device"]),
+        ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
+    ]
+
+
+def _on_a_gpu(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same lines on every card, so that two can be laid side by side; a CPU's numbers are none of a GPU's."""
+    if report["plan"]["device"]["kind"] != "cuda":
+        there = ["not measured: this run was on a CPU", *["not measured"] * 5]
+    else:
+        training, found = report["memory"]["train"], report["estimate"]
+        beside = f", {found['ratio']:.3f} of the measured" if found and found["ratio"] else ""
+        estimated = report["estimated_peak_bytes"]
+        there = [
+            report["device"],
+            human(training["allocated_bytes"]),
+            human(training["reserved_bytes"]),
+            human(estimated) + beside if estimated else "not estimated: a kind of model that cannot be",
+            f"{report['tokens_per_second']:,.0f}",
+            f"{report['seconds'] / 60:,.1f}",
+        ]
+    names = (
+        "card", "peak memory of training, allocated", "and reserved", "estimated before it ran",
+        "tokens per second", "minutes, loading and evaluation included",
+    )  # fmt: skip
+    return list(zip(names, there, strict=True))
+
+
+def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
+    package, data = made["package"], made["data"]
+    changed = " with changes" if package["changed"] else ""
+    return [
+        ("base model", provenance.in_words(made["base"])),
+        *((f"{part} rows", f"{about['rows']}, sha256 {about['sha256']}") for part, about in data.items()),
+        ("recipe", f"`{made['recipe']['name']}`, switched: {_switched(made['recipe']['tricks'])}"),
+        ("seed", str(made["seed"])),
+        (
+            "cria_tricks",
+            package["version"] + (f", commit {package['commit']}{changed}" if package["commit"] else ", installed"),
+        ),
+    ]
+
+
+def _switched(tricks: Mapping[str, Any]) -> str:
+    defaults = Recipe().tricks.model_dump(mode="json")
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]) or "none"
+
+
+def _use(base: str, peft: str) -> str:
+    if peft == "side_network":
+        return f'from cria_tricks.chat import open_folder\n\nmodel, tokenizer = open_folder("{HERE}")\n'
+    if peft == "none":
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n'
+        )
+    return (
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        f'model = PeftModel.from_pretrained(base, "{HERE}")\n'
+    )
+
+
+def _table(first: str, second: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"| {first} | {second} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _licence(base: str) -> str | None:
+    return _LICENCES.get(base) or ("llama3.2" if _LLAMA in base else None)
+
+
+def _licence_note(base: str) -> list[str]:
+    licence = _licence(base)
+    said = f"its licence ({licence}) applies." if licence else "see its licence."
+    return [f"Derived from {base}: {said} The training data's licence is named above where it is known.", ""]
+
+
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"

@@ -1,0 +1,176 @@
+"""A merged model is the adapted one, to the rounding of 16 bits, and a wrong merge is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cria_tricks import models
+from cria_tricks.artifact import save, verify
+from cria_tricks.chat import open_folder
+from cria_tricks.errors import BadInput
+from cria_tricks.load import load_tokenizer
+from cria_tricks.merge import CPU, merge
+from cria_tricks.recipe import Recipe
+from tests.helpers import prepare
+
+TINY = "random:tiny"
+LORAS = {
+    "lora": ("lora.r=4",),
+    "rslora": ("lora.r=4", "lora.rslora=true"),
+    "dora": ("lora.r=4", "lora.dora=true"),
+}
+
+
+def adapter(folder, *settings, base: str = TINY, kind: str = "lora", size: float = 0.02):
+    """Save an adapter whose numbers are drawn, so that it does something."""
+    weights = models.find(base)
+    _, _, loaded = prepare(weights.path, f"tricks.peft={kind}", *settings)
+    draw = torch.Generator().manual_seed(0)
+    for name, parameter in loaded.model.named_parameters():
+        if parameter.requires_grad and "lora_A" not in name:
+            parameter.data += size * torch.randn(parameter.shape, generator=draw)
+    tokenizer = load_tokenizer(models.find(TINY))
+    save(folder / "adapter", loaded.model, tokenizer, base, "# card\n", Recipe(name="drawn"))
+    return folder / "adapter"
+
+
+@pytest.fixture
+def wide_base(tmp_path):
+    """The same base stored in fp32, so that fp16 is the finer one for it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models.find(TINY).path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_every_weight_is_the_adapted_one_rounded_once(kind, tmp_path):
+    """Held against the formula, not against peft: W + s B A, with DoRA's lengths; bf16 is off by 2^-8 at most."""
+    folder = adapter(tmp_path, *LORAS[kind])
+    found = merge(folder)
+    assert found["dtype"] == "bfloat16"
+    assert found["adapter_effect"] > 20 * found["bound"]
+    assert 0 < found["largest_difference"] <= found["bound"]
+    assert found["same_argmax"] > 0.95
+    whole = load_file(tmp_path / "merged" / "model.safetensors")
+    base = load_file(models.find(TINY).path + "/model.safetensors")
+    drawn = load_file(folder / "adapter_model.safetensors")
+    scale = 32 / (2 if kind == "rslora" else 4)  # alpha over sqrt(r), or over r
+    changed = 0
+    for name, before in base.items():
+        key = "base_model.model." + name.removesuffix(".weight")
+        expected = before.float()
+        if key + ".lora_A.weight" in drawn:
+            changed += 1
+            expected = expected + scale * drawn[key + ".lora_B.weight"] @ drawn[key + ".lora_A.weight"]
+            if kind == "dora":
+                lengths = drawn[key + ".lora_magnitude_vector"]
+                expected = expected * (lengths / expected.norm(dim=1))[:, None]
+        error = (whole[name].float() - expected).abs()
+        assert whole[name].dtype == torch.bfloat16
+        assert (error <= 1.01 * 2**-8 * expected.abs() + 1e-9).all(), name
+    assert changed == 14
+
+
+def test_plain_transformers_loads_it_and_verify_and_chat_take_it(tmp_path, run_cria):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = adapter(tmp_path, *LORAS["lora"])
+    code, stdout, stderr = run_cria("merge", folder, "--out", tmp_path / "whole", "--json")
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    assert found["merged"] == str(tmp_path / "whole")
+    verify(tmp_path / "whole")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    adapted, _ = open_folder(folder, CPU, torch.float32)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "whole")("Umoja means unity", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert (plain(ids).logits - adapted(ids).logits).abs().max() <= found["bound"]
+    assert run_cria("chat", tmp_path / "whole", "--prompt", "Hi", "--max-new-tokens", "1")[0] == 0
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert f"{found['largest_difference']:.3g}" in card
+    assert "Nothing else was measured" in card
+    made = json.loads((tmp_path / "whole" / "provenance.json").read_text())
+    assert made["merge"]["largest_difference"] == found["largest_difference"]
+    code, _, stderr = run_cria("merge", folder, "--out", tmp_path / "whole")
+    assert code == 2
+    assert "is there already" in stderr
+
+
+def test_the_adapters_provenance_goes_with_it(trained, tmp_path):
+    merge(trained / "adapter", tmp_path / "merged")
+    made = json.loads((tmp_path / "merged" / "provenance.json").read_text())
+    before = json.loads((trained / "adapter" / "provenance.json").read_text())
+    assert {key: value for key, value in made.items() if key != "merge"} == before
+    assert (tmp_path / "merged" / "recipe.toml").read_bytes() == (trained / "adapter" / "recipe.toml").read_bytes()
+
+
+def test_a_base_that_is_not_bf16_gives_fp16(wide_base, tmp_path):
+    found = merge(adapter(tmp_path, *LORAS["lora"], base=str(wide_base)))
+    assert found["dtype"] == "float16"
+    assert found["bound"] < 0.005, "fp16 is finer: bf16 gives 0.011 here"
+    assert load_file(tmp_path / "merged" / "model.safetensors")["model.norm.weight"].dtype == torch.float16
+
+
+def test_a_trained_head_is_merged_untied(tmp_path):
+    """The base ties its head to its embedding; a trained head is another one, and the embedding stays."""
+    found = merge(adapter(tmp_path, kind="head"))
+    assert found["adapter_effect"] > found["bound"] >= found["largest_difference"]
+    whole = load_file(tmp_path / "merged" / "model.safetensors")
+    assert not torch.equal(whole["lm_head.weight"], whole["model.embed_tokens.weight"])
+    base = load_file(models.find(TINY).path + "/model.safetensors")
+    assert torch.equal(whole["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_a_lora_over_a_tied_head_would_change_the_embedding_too_and_is_refused(tmp_path):
+    folder = adapter(tmp_path, "lora.r=4", "lora.target_modules=lm_head")
+    with pytest.raises(BadInput, match="16 bits explain .*; nothing was written"):
+        merge(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, 2.0, float("nan")])
+def test_a_wrong_merge_is_refused_and_leaves_nothing(wrong, tmp_path, monkeypatch):
+    """Another scale than the adapter runs with: none of it, half, twice; and numbers that are none."""
+    import peft.tuners.lora.layer as layer
+
+    folder = adapter(tmp_path, *LORAS["lora"])
+    honest = layer.Linear.get_delta_weight
+    monkeypatch.setattr(layer.Linear, "get_delta_weight", lambda *a: wrong * honest(*a))
+    with pytest.raises(BadInput, match="16 bits explain|cannot be merged: NaNs") as caught:
+        merge(folder)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_an_adapter_that_16_bits_would_swallow_is_refused(tmp_path):
+    folder = adapter(tmp_path, "lora.r=4", "lora.alpha=0.0001")
+    with pytest.raises(BadInput, match="16 bits would swallow it"):
+        merge(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("prompt_tuning", "a learnt prompt is input and has nothing to merge .* use it with peft or cria chat"),
+        ("side_network", "a side network runs beside the base and has nothing to merge .* use it with cria chat"),
+        ("none", "is a whole model already"),
+    ],
+)
+def test_what_cannot_be_merged_says_what_to_do_instead(kind, said, tmp_path):
+    with pytest.raises(BadInput, match=said):
+        merge(adapter(tmp_path, kind=kind))
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_another_kind_of_peft_adapter_is_named(tmp_path):
+    folder = adapter(tmp_path, *LORAS["lora"])
+    for name in ("manifest.json", "recipe.toml"):
+        (folder / name).unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+    with pytest.raises(BadInput, match="is a IA3 adapter, and only LoRA is merged here"):
+        merge(folder)
