@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import artifact, durable
-from cria_tricks.errors import BadInput, first_line, usable_path
+from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.models import is_hub_id
 
 TAG = "v0.1.0"
@@ -163,5 +163,6 @@ def _in_one_line(error: Exception) -> str:
     cures = {401: "is the token right? hf auth whoami tells", 403: "may this login write there?"}
     status = getattr(getattr(error, "response", None), "status_code", 0)
     cure = f"; {cures[status]}" if status in cures else ""
-    cause = error.__cause__ if error.__cause__ is not None else error
-    return f"{first_line(cause if isinstance(cause, Exception) else error)}{cure}; nothing was tagged"
+    said = [error, error.__cause__] if type(error) is RuntimeError else [error]  # an upload's thread: see its cause
+    words = ": ".join(" ".join(str(each).split()) for each in said if each)
+    return f"{words or type(error).__name__}{cure}; nothing was tagged"

@@ -1,0 +1,245 @@
+"""Publishing: said first, done when asked, against a stand-in of the hub; and no token anywhere."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from cria_tricks import durable
+from cria_tricks.artifact import verify
+from cria_tricks.catalogue import SMOLLM2
+from cria_tricks.errors import BadInput, redacted
+from cria_tricks.publish import prepare
+from tests.hub import TOKEN, Hub, Repo
+
+
+@pytest.fixture
+def adapter(trained, tmp_path) -> Path:
+    """An adapter whose base others can have."""
+    folder = Path(shutil.copytree(trained / "adapter", tmp_path / "run" / "adapter"))
+    for name in ("adapter_config.json", "README.md"):
+        (folder / name).write_text((folder / name).read_text().replace("random:tiny", SMOLLM2))
+    return sealed(folder)
+
+
+def sealed(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    durable._write_manifest(folder)
+    return folder
+
+
+@pytest.fixture
+def hub():
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def publish(hub, run_cria, monkeypatch, tmp_path):
+    """Run the command with only the stand-in to ask; its exit code, stdout and stderr."""
+
+    def run(adapter: Path, *options: str, token: str | None = TOKEN) -> tuple[int, str, str]:
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        read_when_imported = {
+            "ENDPOINT": hub.url,
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_TOKEN_PATH": str(tmp_path / "none"),
+        }
+        for name, value in read_when_imported.items():
+            monkeypatch.setattr(constants, name, value)
+        done = run_cria("publish", adapter, "owner/name", *options)
+        assert TOKEN not in done[1] + done[2]
+        return done
+
+    return run
+
+
+def test_the_dry_run_says_everything_and_asks_nobody(hub, adapter, publish):
+    code, stdout, stderr = publish(adapter, "--tag", "v1.2.3", "--private")
+    assert code == 0, stderr
+    assert hub.asked == []
+    card = (adapter / "README.md").read_text()
+    assert card in stdout
+    assert "owner/name v1.2.3, private if it is new" in stdout
+    for name, about in durable.listed(adapter).items():
+        assert any(line.split() == [about["sha256"], f"{about['bytes']:,}", name] for line in stdout.splitlines()), name
+    assert "manifest.json" in stdout
+    assert "Nothing was sent" in stdout
+    assert "hf repos tag create owner/name v1.2.3" in stdout
+    assert "shows a path of this machine" in stdout
+    code, stdout, _ = publish(adapter, "--json")
+    found = json.loads(stdout)
+    assert (code, found["published"], found["tag"], found["private"]) == (0, False, "v0.1.0", False)
+    assert found["card"] == card
+    assert sum(file["bytes"] for file in found["files"]) == found["bytes"]
+    assert {file["path"] for file in found["files"]} == {path.name for path in adapter.iterdir()}
+    assert hub.asked == []
+
+
+def test_with_yes_the_whole_folder_is_there_under_its_tag(hub, adapter, publish, tmp_path):
+    (adapter / "NOTES.md").write_text("mine alone")
+    code, stdout, stderr = publish(adapter, "--tag", "v1.0.0", "--private", "--yes", "--json")
+    assert code == 0, stderr
+    done, repo = json.loads(stdout), hub.repos["owner/name"]
+    assert done["published"]
+    assert repo.private
+    assert repo.tags == {"v1.0.0": repo.commits[0]}
+    assert done["commit"] == repo.commits[0]
+    assert done["url"] == f"{hub.url}/owner/name/tree/v1.0.0"
+    there = tmp_path / "downloaded"
+    there.mkdir()
+    for name, content in repo.files.items():
+        (there / name).write_bytes(content)
+    assert verify(there).unlisted == (".gitattributes",)
+    assert (there / "adapter_model.safetensors").read_bytes() == (adapter / "adapter_model.safetensors").read_bytes()
+    assert len(hub.paths("PUT")) == 2, "the two large files went to the store"
+
+    before = json.dumps(repo.tags)
+    code, stdout, stderr = publish(adapter, "--tag", "v1.0.0", "--yes")
+    assert (code, stdout) == (2, "")
+    assert "--tag v1.0.0: owner/name has it already (v1.0.0); name a newer version" in stderr
+    assert json.dumps(repo.tags) == before
+    assert len(repo.commits) == 1
+    assert publish(adapter, "--tag", "v1.0.1", "--yes")[0] == 0
+    assert list(repo.tags) == ["v1.0.0", "v1.0.1"]
+
+
+def test_stopped_before_the_tag_the_same_command_goes_on(hub, adapter, publish):
+    honest = hub.answer
+    hub.answer = lambda method, path, *rest: (  # type: ignore[method-assign]
+        (503, {"error": "down"}) if "/tag/" in path else honest(method, path, *rest)
+    )
+    code, stdout, stderr = publish(adapter, "--yes")
+    assert (code, stdout) == (2, "")
+    assert "nothing was tagged" in stderr.splitlines()[-1]
+    assert hub.repos["owner/name"].tags == {}
+    hub.answer = honest  # type: ignore[method-assign]
+    sent = len(hub.paths("PUT"))
+    assert publish(adapter, "--yes")[0] == 0
+    assert list(hub.repos["owner/name"].tags) == ["v0.1.0"]
+    assert len(hub.paths("PUT")) == sent, "what is there is not sent again"
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (Repo(files={"pytorch_model.bin": b"x"}), "holds pytorch_model.bin, which is not of this adapter"),
+        (Repo(files={"tokenizer.model": b"x"}), "holds tokenizer.model, which is not of this adapter"),
+        (Repo(private=False), "--private: owner/name is there already and public"),
+    ],
+)
+def test_a_repository_with_something_else_in_it_is_left_alone(there, said, hub, adapter, publish):
+    hub.repos["owner/name"] = there
+    files = dict(there.files)
+    code, stdout, stderr = publish(adapter, "--private" if "private" in said else "--yes", "--yes")
+    assert (code, stdout) == (2, "")
+    assert said in stderr
+    assert (there.files, there.commits, there.tags) == (files, [], {})
+    assert hub.paths("POST") == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "answer", "said"),
+    [
+        ("/create", (403, {"error": f"the token {TOKEN} may not"}), "[hidden]"),
+        ("/preupload/main", (403, {"error": f"see https://me:{TOKEN}@example.org"}), "may this login write there?"),
+        ("/objects/batch", (400, {"error": f"Bearer {TOKEN}"}), "publish: owner/name: "),
+        ("/validate-yaml", (400, {"errors": [{"message": f"bad {TOKEN}"}], "warnings": []}), "Invalid metadata"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_without_the_token(ending, answer, said, hub, adapter, publish):
+    hub.instead[ending] = answer
+    code, stdout, stderr = publish(adapter, "--yes")
+    assert (code, stdout) == (2, "")
+    assert said in stderr.splitlines()[-1]
+    assert stderr.splitlines()[-1].startswith("error: publish: ")
+    assert "Traceback" not in stderr
+
+
+def test_the_real_command_with_variables_alone(hub, adapter, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-m", "cria_tricks.cli", "publish", str(adapter), "owner/name", "--yes"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"published: {hub.url}/owner/name/tree/v0.1.0 (commit ")
+    assert "Traceback" not in done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    assert {path.name for path in adapter.iterdir()} <= set(hub.repos["owner/name"].files)
+
+
+def test_a_wrong_token_nobody_logged_in_and_nobody_there(hub, adapter, publish):
+    code, _, stderr = publish(adapter, "--yes", token=None)
+    assert (code, hub.asked) == (2, [])
+    assert "nobody is logged in to the hub; run hf auth login" in stderr
+    wrong = "hf_" + "wrong" * 7
+    code, _, stderr = publish(adapter, "--yes", token=wrong)
+    assert code == 2
+    assert "is the token right?" in stderr
+    assert wrong not in stderr
+    hub.url = "http://127.0.0.1:9"
+    code, _, stderr = publish(adapter, "--yes")
+    assert code == 2
+    assert stderr.startswith("error: publish: owner/name: ")
+    assert stderr.count("\n") == 1
+
+
+def test_a_file_that_holds_a_token_is_never_sent(hub, adapter, publish):
+    (adapter / "README.md").write_text(f"HF_TOKEN={TOKEN}\n")
+    code, stdout, stderr = publish(sealed(adapter), "--yes")
+    assert (code, stdout, hub.asked) == (2, "", [])
+    assert "README.md holds a token of the hub; revoke it" in stderr
+
+
+def test_a_base_that_nobody_else_has_is_noted_and_then_refused(hub, trained, publish):
+    code, stdout, _ = publish(trained / "adapter")
+    assert code == 0
+    assert "note: its base is random:tiny, which is not on the hub" in stdout
+    code, stdout, stderr = publish(trained / "adapter", "--yes")
+    assert (code, stdout, hub.asked) == (2, "", [])
+    assert "its base is random:tiny, which is not on the hub" in stderr
+
+
+@pytest.mark.parametrize("repo", ["name", "a/b/c", "../name", "owner/", "https://huggingface.co/owner/name", "o/n\n"])
+def test_what_is_no_repository(repo, adapter):
+    with pytest.raises(BadInput, match="is no name of a repository on the hub; write OWNER/NAME"):
+        prepare(adapter, repo)
+
+
+@pytest.mark.parametrize("tag", ["1.0.0", "v1", "v1.0.0-rc", "latest", "v1.0.0\n", "../v1.0.0"])
+def test_what_is_no_version(tag, adapter):
+    with pytest.raises(BadInput, match="is no version; write it as v0.1.0"):
+        prepare(adapter, "owner/name", tag)
+
+
+def test_training_with_a_token_in_the_environment_writes_it_nowhere(trained, run_cria, tmp_path, monkeypatch):
+    """Report, card, provenance, recipe, checkpoints, and all that was said."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    recipe = ["train", trained / "recipe.toml", "--json"]
+    code, stdout, stderr = run_cria(*recipe, "--out", tmp_path / "run")
+    assert code == 0, stderr
+    wrong = run_cria(*recipe, "--set", f"model=https://me:{TOKEN}@huggingface.co/x", "--out", tmp_path / "none")
+    assert wrong[0] == 2
+    assert "[hidden]" in wrong[2]
+    assert TOKEN not in stdout + stderr + wrong[1] + wrong[2]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"report.json", "report.md", "provenance.json", "recipe.toml", "run.json"} <= {path.name for path in files}
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+def test_redacted(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "not-in-the-usual-form")
+    assert redacted("a not-in-the-usual-form b") == "a [hidden] b"
+    assert redacted(f"Bearer {TOKEN}.") == "Bearer [hidden]."
+    assert redacted("https://me:pass@host/x and git@host") == "https://[hidden]@host/x and git@host"
+    assert redacted("see hf_hub_download and owner/hf_x") == "see hf_hub_download and owner/hf_x"
+    assert TOKEN not in str(BadInput(f"x {TOKEN}"))
