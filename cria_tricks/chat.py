@@ -38,10 +38,13 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
     folder, device = usable_path("adapter", folder), device or this_device()
     dtype = dtype or (torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32)
     config, base = base_of(folder)
-    data_only: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            base.path if base else folder, dtype=dtype, **data_only, **flash_decoding.for_chat(device)
+            base.path if base else folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **flash_decoding.for_chat(device),
         )
         if config and config.name == SIDE_NETWORK:
             add_side_network(model, json.loads(config.read_text())["blocks"])
