@@ -11,7 +11,7 @@ from cria_tricks import models
 from cria_tricks.adapters import add_side_network
 from cria_tricks.artifact import CONFIGS, SIDE_NETWORK, load_side_network
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
-from cria_tricks.hardware import this_device
+from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import quiet_libraries
 from cria_tricks.tricks import flash_decoding
 
@@ -33,7 +33,7 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
 
     quiet_libraries()
     folder, device = usable_path("adapter", folder), this_device()
-    dtype = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
+    dtype = _dtype(device)
     config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
     if config:
         try:
@@ -61,6 +61,29 @@ def open_folder(folder: str | Path) -> tuple[Any, Any]:
             f"{folder}: cannot be loaded: {first_line(error)}; is it whole? cria verify {folder} tells"
         ) from None
     return model.to(device.kind).eval(), tokenizer
+
+
+def open_base(name: str) -> Any:
+    """Load the model that a name stands for, as :func:`open_folder` loads one.
+
+    Raises:
+        BadInput: if it cannot be had.
+    """
+    from transformers import AutoModelForCausalLM
+
+    quiet_libraries()
+    device, weights = this_device(), models.find(name)
+    options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
+    try:
+        return AutoModelForCausalLM.from_pretrained(weights.path, **options).to(device.kind).eval()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise BadInput(f"model {name}: cannot be loaded: {first_line(error)}") from None
+
+
+def _dtype(device: Device) -> torch.dtype:
+    return torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
 
 
 def answer(
