@@ -80,13 +80,13 @@ def train_two_steps(recipe: Recipe, plan: Plan, weights: Weights) -> Steps:
     return Steps(peak, reserved, sum(lengths) - len(lengths), run.attention_kernel)
 
 
-def stamp(recipe: Recipe) -> dict[str, Any]:
-    """When, on what, with which versions and settings."""
-    return {
+def stamp(recipe: Recipe | None = None) -> dict[str, Any]:
+    """When, on what, with which versions, and with which settings if all cases share some."""
+    settings = {"recipe": recipe.model_dump(mode="json")} if recipe else {}
+    return settings | {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": this_device().name,
         "versions": versions(),
-        "recipe": recipe.model_dump(mode="json"),
     }
 
 

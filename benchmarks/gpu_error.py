@@ -18,10 +18,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.memory.estimate import WORKSPACE_CONFIG, estimate
-
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE_CONFIG  # read once, at the process's first product
-
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +29,7 @@ from cria_tricks.catalogue import CONFIGS
 from cria_tricks.errors import OutOfMemory, is_out_of_memory
 from cria_tricks.hardware import profile, this_device
 from cria_tricks.memory.dry_run import dry_run
+from cria_tricks.memory.estimate import WORKSPACE_CONFIG, estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
@@ -61,8 +58,8 @@ chunked_loss=true lean_preparation=true optimizer=adamw_8bit gradient_accumulati
 peft=head precision=fp16 attention=sdpa
 peft=prompt_tuning precision=fp16 attention=sdpa quantization=nf4 gradient_checkpointing=true
 peft=side_network precision=fp16 attention=sdpa gradient_checkpointing=true
-precision=fp16 attention=sdpa gradient_checkpointing=true chunked_loss=true optimizer=adamw_8bit
-precision=fp16 attention=sdpa gradient_checkpointing=true chunked_loss=true optimizer=adamw_8bit paged_optimizer=true
+precision=fp16 attention=sdpa gradient_checkpointing=true optimizer=adamw_8bit
+precision=fp16 attention=sdpa gradient_checkpointing=true optimizer=adamw_8bit paged_optimizer=true
 """.strip().split("\n")
 """A set a line, as on the command line, without ``tricks.``."""
 TOKENS = (512, 2048)
@@ -142,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", action="append", type=int, help=f"of a row; {TOKENS} when left out")
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACE_CONFIG  # read once, at the process's first product
     on_card = torch.cuda.is_available()
     if chosen.shape != "tiny" and not on_card:
         parser.error("a CUDA GPU is needed for this shape; --shape tiny runs anywhere")
@@ -157,8 +155,8 @@ def main() -> None:
                 if (words, tokens) in done:
                     continue
                 cases.append(run(chosen.shape, words, tokens))
-                extra = {"cublas_workspace_config": WORKSPACE_CONFIG, **summary(cases)}
-                write(name, stamp(Recipe(model=f"random:{chosen.shape}")) | extra | {"runs": cases}, chosen.results)
+                extra = {"shape": chosen.shape, "cublas_workspace_config": WORKSPACE_CONFIG, **summary(cases)}
+                write(name, stamp() | extra | {"runs": cases}, chosen.results)
                 said = {way: f"{cases[-1].get(f'{way}_error', float('nan')):+.2%}" for way in ("by_hand", "dry_run")}
                 console.print(f"{tokens} tokens, {words}: {said}", highlight=False)
         show(cases, console)

@@ -1,7 +1,9 @@
 """What trains: LoRA, a prompt, a head or a side network over a loaded model. The one place that calls peft for them."""
 
+import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,6 +68,32 @@ def add_side_network(model: Any, blocks: int) -> Any:
         layers[number] = side_network.SideBlock(layers[number], model.config.hidden_size, beside)
         layers[number].join.to(next(beside.parameters()).device)
     return model
+
+
+@contextlib.contextmanager
+def without_adapter(model: Any) -> Iterator[Any]:
+    """Switch an adapter or a side network off for a while, so that the weights need not be loaded twice.
+
+    Args:
+        model: a ``PeftModel``, or one with a side network.
+
+    Yields:
+        The model below, as it was before it was adapted.
+    """
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            yield model.get_base_model()  # peft's own generate() would still put a learnt prompt before the rows
+        return
+    layers = model.base_model.layers
+    sides = {number: layer for number, layer in enumerate(layers) if isinstance(layer, side_network.SideBlock)}
+    assert sides, "a whole model has nothing to switch off"
+    try:
+        for number, side in sides.items():
+            layers[number] = side.block
+        yield model
+    finally:
+        for number, side in sides.items():
+            layers[number] = side
 
 
 def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:

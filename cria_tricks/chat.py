@@ -36,7 +36,7 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
 
     quiet_libraries()
     folder, device = usable_path("adapter", folder), device or this_device()
-    dtype = dtype or (torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32)
+    dtype = dtype or _dtype(device)
     config, base = base_of(folder)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -82,6 +82,32 @@ def base_of(folder: Path) -> tuple[Path | None, models.Weights | None]:
         return config, models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{config}: names no base model that can be found: {error}") from None
+
+
+def open_base(name: str) -> Any:
+    """Load the model that a name stands for, as :func:`open_folder` loads one.
+
+    Raises:
+        BadInput: if it cannot be had.
+    """
+    from transformers import AutoModelForCausalLM
+
+    quiet_libraries()
+    device, weights = this_device(), models.find(name)
+    options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            weights.path, trust_remote_code=False, use_safetensors=True, **options
+        )
+        return model.to(device.kind).eval()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise BadInput(f"model {name}: cannot be loaded: {first_line(error)}") from None
+
+
+def _dtype(device: Device) -> torch.dtype:
+    return torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
 
 
 def answer(

@@ -241,6 +241,41 @@ def chat(
             return
 
 
+@app.command("eval")
+def evaluate(
+    adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
+    data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
+    base: Annotated[bool, typer.Option("--base", help="Also the model without the adapter.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Also the data's own answers.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    as_json: Json = False,
+) -> None:
+    """Answer held-out rows and score format, citations, grounding and refusals. After a stop, it goes on."""
+    from cria_tricks.kwanzaa.evaluate import Settings
+    from cria_tricks.kwanzaa.evaluate import evaluate as run
+    from cria_tricks.kwanzaa.report import scores_table
+
+    settings = Settings(batch_size, max_new_tokens)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run(
+            adapter, data, base=base, reference=reference, out=out, limit=limit, settings=settings, console=aside
+        )
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    head, *rows = scores_table(found)
+    table = Table(title=f"{found['rows']} rows, mean and 95 % interval", title_justify="left")
+    for column in head:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table, highlight=False)
+    screen.print(f"to read: {Path(found['out']) / 'eval.md'}", markup=False, highlight=False)
+
+
 @app.command()
 def verify(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],

@@ -14,21 +14,26 @@ from rich.progress import (
 from transformers import TrainerCallback
 
 
+def new_bar(console: Console) -> Progress:
+    """A bar with counts and times, and a ``note`` at its end; nothing where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
 class ShowProgress(TrainerCallback):
     """Draws a bar for the training steps and one for each evaluation, inside ``with progress.bar:``."""
 
     def __init__(self, console: Console, eval_batches: int):
         self.console, self.eval_batches = console, eval_batches
-        self.bar = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        self.bar = new_bar(console)
         self.evaluating: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):

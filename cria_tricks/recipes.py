@@ -34,6 +34,8 @@ def kwanzaa(device: Device | None = None) -> Recipe:
     run's. The mirror ``unsloth/Llama-3.2-1B-Instruct`` asks for no licence click;
     ``--set model=meta-llama/Llama-3.2-1B-Instruct`` takes the gated original.
     """
+    device = device or this_device()
+    card = device.kind == "cuda"
     return Recipe(
         name="kwanzaa",
         model="llama-3.2-1b",
@@ -48,7 +50,9 @@ def kwanzaa(device: Device | None = None) -> Recipe:
             optimizer="adamw_8bit",
             paged_optimizer=True,
             attention="sdpa",
+            expand_kv=card and device.capability < (8, 0),  # newer cards' flash kernel takes shared heads as they are
             chunked_loss=True,
+            lean_preparation=card,
         ),
         train=Train(epochs=3, save_steps=7),
     )

@@ -341,7 +341,7 @@ def test_help_names_the_commands():
         [sys.executable, "-m", "cria_tricks.cli", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
-    for command in ("train", "tricks", "explain", "doctor", "hardware", "chat", "verify", "merge", "publish"):
+    for command in ("train", "tricks", "explain", "doctor", "hardware", "chat", "eval", "verify", "merge", "publish"):
         assert command in done.stdout
 
 

@@ -100,6 +100,23 @@ def test_nothing_below_the_trainer_imports_it():
         ), name
 
 
+def test_only_the_command_line_imports_the_evaluation():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "kwanzaa" and path.name != "cli.py":
+            assert not any(name.startswith("cria_tricks.kwanzaa") for name in _imports(path)), path
+
+
+@pytest.mark.parametrize("name", ["contract", "reply", "prompt", "text", "scores"])
+def test_scorers_read_text_and_import_nothing_heavy(name: str):
+    allowed = {"pydantic", "cria_tricks", *sys.stdlib_module_names}
+    names = _imports(PACKAGE / "kwanzaa" / f"{name}.py")
+    assert {imported.partition(".")[0] for imported in names} <= allowed
+    own = {imported for imported in names if imported.startswith("cria_tricks.")}
+    assert own <= {"cria_tricks.data.chat", "cria_tricks.errors"} | {
+        f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".reply", ".prompt")
+    }
+
+
 def test_a_plan_is_made_without_the_heavy_libraries():
     code = (
         "import sys, cria_tricks; from cria_tricks.tricks import resolve; resolve(cria_tricks.recipes.smoke());"

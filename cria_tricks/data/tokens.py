@@ -98,12 +98,12 @@ def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int, overflow: s
 
 
 def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
-    ids = _template(chat.messages, tokenizer, chat.where)
+    ids = template(chat.messages, tokenizer, chat.where)
     labels = [IGNORED] * len(ids)
     for turn, message in enumerate(chat.messages):
         if message["role"] == "assistant":
-            prefix = _template(chat.messages[:turn], tokenizer, chat.where, add_generation_prompt=True)
-            until = _template(chat.messages[: turn + 1], tokenizer, chat.where)
+            prefix = template(chat.messages[:turn], tokenizer, chat.where, add_generation_prompt=True)
+            until = template(chat.messages[: turn + 1], tokenizer, chat.where)
             if ids[: len(prefix)] != prefix or ids[: len(until)] != until:
                 raise BadInput(
                     f"{chat.where}: this model's chat template rewrites earlier turns, so the assistant's tokens "
@@ -125,7 +125,21 @@ def _completion(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
     return prompt + completion, [IGNORED] * len(prompt) + completion
 
 
-def _template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **options: Any) -> list[int]:
+def template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **options: Any) -> list[int]:
+    """Write turns as the model's chat template does, the same on every day.
+
+    Args:
+        messages: role and content of each.
+        tokenizer: with a chat template.
+        where: the row's place, for errors.
+        **options: for the template, e.g. ``add_generation_prompt``.
+
+    Returns:
+        Token ids.
+
+    Raises:
+        BadInput: if there is no template, or it cannot write these turns.
+    """
     if not tokenizer.chat_template:
         raise BadInput(
             f"{where}: this model's tokenizer has no chat template, so it is no chat model; use an -Instruct "

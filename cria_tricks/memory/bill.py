@@ -163,19 +163,16 @@ def _show_suggestions(found: dict[str, Any], screen: Console) -> None:
 
 
 def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
-    for key, title, before, after in (
-        ("alone", "each toggle alone, over what it needs", "without", "with it"),
-        ("removed", "each toggle taken away from the whole", "without", "with all"),
+    for key, title, beside, before, after in (
+        ("alone", "each toggle alone, over what it needs", "beside", "without", "with it"),
+        ("removed", "each toggle taken away from the whole, with what cannot stay", "and", "without", "with all"),
     ):
         table = Table(title=title, title_justify="left")
-        table.add_column("toggle", no_wrap=True)
-        table.add_column("beside" if key == "alone" else "goes with it")
-        for column in (before, after, "saves", "time"):
-            table.add_column(column, justify="right", no_wrap=True)
+        for column in ("toggle", before, after, "saves", "time"):
+            table.add_column(column, justify="left" if column == "toggle" else "right", no_wrap=True)
         for entry in found[key]:
             table.add_row(
-                entry["set"],
-                ", ".join(entry["beside"]),
+                "\n".join([entry["set"], *(f"[dim]  {beside} {other}[/]" for other in entry["beside"])]),
                 human(entry["before_bytes"]),
                 human(entry["after_bytes"]),
                 human(entry["saved_bytes"]),

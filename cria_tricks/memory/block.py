@@ -147,7 +147,10 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     width, a = memory.shape.width, memory.operand
     joined = memory.all_tokens * width * a
     join = dict(zip(JOINED, (joined, width * width * a if a < FP32 else 0), strict=True))
-    return [*operations(beside), Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
+    # The gradient of the sum of both waits for the frozen block, whose turn comes after the copy's.
+    waits = memory.all_tokens * width * memory.stream
+    copied = [replace(operation, backward=operation.backward + waits) for operation in operations(beside)]
+    return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
 def _norm(memory: "MemoryEstimate", name: str) -> Operation:

@@ -3,7 +3,7 @@ r"""The bill by hand: what a recipe costs in bytes, from the widths of the model
 A recipe is folded over the same tricks that switch it on. It begins as plain fp32 full fine-tuning; each trick changes
 what it changes: how weights are stored, what trains, what a block keeps. Then the moments of a step are added up:
 
-- the loss, where everything kept meets the logits;
+- the end of the forward pass, where everything kept meets the logits, and the loss, where their gradients come;
 - the deepest point of the last block, where all other blocks still wait;
 - the deepest point of the first block, where the gradients of all others have come;
 - the gradient of the embedding, at the very end;
@@ -228,18 +228,24 @@ def estimate(
 def moments(memory: MemoryEstimate) -> list[Moment]:
     """Everything that is alive at the moments of a step of which one is the peak."""
     operations = block.learning(memory)
-    point = block.deepest(memory, operations)
     fixed, gradients = _fixed(memory), _gradients(memory)
-    before, last = replace(gradients, bytes=0), block.deepest(memory, operations, learns=True)
-    head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
-    begun = replace(gradients, bytes=head + last.learnt, why="fp32, of the head and of what is behind the open point")
-    if memory.accumulates:
-        before, last, begun = gradients, point, gradients
+    if memory.accumulates:  # those of earlier micro-batches wait
+        point = block.deepest(memory, operations)
+        before = behind = nearly = gradients
+    else:
+        point = block.deepest(memory, operations, learns=True)
+        head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
+        to_come = sum(operation.learns for operation in operations) - point.learnt
+        before = replace(gradients, bytes=0)
+        behind = replace(gradients, bytes=head + point.learnt, why="fp32, of the head and of what is behind the point")
+        nearly = replace(gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point")
     all_blocks, others, one = _waiting(memory, operations)
     found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
+    if not memory.chunk:
+        found.append(Moment("log-softmax", (*fixed, before, all_blocks, *_log_softmax(memory))))
     if memory.learning_blocks:
-        found.append(Moment("last block", (*fixed, begun, others, *_inside(last))))
-        found.append(Moment("first block", (*fixed, gradients, one, *_inside(point))))
+        found.append(Moment("last block", (*fixed, behind, others, *_inside(point))))
+        found.append(Moment("first block", (*fixed, nearly, one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
         below = block.deepest(memory, block.operations(memory))
         found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(below))))
@@ -353,6 +359,18 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
         Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
         Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
         Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
+    )
+
+
+def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:
+    """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
+    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    cast = a < FP32 and (a != memory.others or memory.trains_head)
+    logits = 2 * FP32 + (a if a < FP32 else 0)
+    return (
+        Row("final norm", n * shape.width * (FP32 + a), "its input and output"),
+        Row("head in 16 bits", shape.embedding_weights * a * cast, "autocast's copy"),
+        Row("logits", n * shape.vocabulary * logits, "n V: as the head gave them, in fp32, log-softmax"),
     )
 
 

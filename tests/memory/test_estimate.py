@@ -115,6 +115,8 @@ SAMPLE = [
     ("tinyllama-1.1b", 2, "lora lora.dropout=0.1 sdpa chunked checkpoint", 1, 4096, CPU),
     ("qwen2.5-0.5b", 2, "lora nf4 double fp16 lean sdpa expand chunked", 4, 1024, T4),
     ("qwen2.5-0.5b", 2, "head fp16 sdpa", 1, 512, A100),
+    ("llama-3.2-3b", 1, "head fp16 sdpa", 4, 512, T4),
+    ("smollm2", 3, "side sdpa chunked checkpoint", 4, 1024, T4),
     ("llama-2-7b", 2, "lora lora.target_modules=q_proj,v_proj nf4 fp16 sdpa chunked checkpoint", 1, 4096, T4),
     ("mistral-7b", 2, "lora fp16 sdpa packing", 2, 1024, A100),
     ("mixtral-8x7b", 2, "lora lora.target_modules=q_proj,v_proj nf4 fp16 sdpa chunked checkpoint", 1, 512, T4),
@@ -197,7 +199,7 @@ def test_a_head_alone_is_a_copy_and_blocks_keep_nothing():
     assert memory.trained_weights == V * D
     assert row(memory, "blocks: waiting") == 0
     assert not memory.checkpointed, "there is nothing to make again"
-    assert [moment.name for moment in moments(memory)] == ["loss", "optimizer step"]
+    assert [moment.name for moment in moments(memory)] == ["loss", "log-softmax", "optimizer step"]
 
 
 def test_a_prompt_is_sixteen_vectors_and_rows_that_are_longer():

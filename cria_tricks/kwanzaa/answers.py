@@ -1,0 +1,101 @@
+"""The file in which answers are kept: every finished batch is written at once, and a second start goes on after it."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cria_tricks import durable
+from cria_tricks.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model made of one row.
+
+    Attributes:
+        text: its answer.
+        tokens: of the answer, with the one that ends it.
+        ended: whether it came to an end by itself, before the longest answer that was allowed.
+        loss: of the reference's tokens, summed, in nats.
+        trained: how many those are.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+    loss: float
+    trained: int
+
+
+class Answers:
+    """A system's answers on disk: a first line that says whose they are, then one line a row.
+
+    Args:
+        path: ``answers-SYSTEM.jsonl``.
+        about: what decides the answers: model, prompts, settings.
+
+    Attributes:
+        rows: what is there so far, by the row's number.
+
+    Raises:
+        BadInput: if the file holds answers of something else, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]):
+        self.path = path
+        self.rows: dict[int, Written] = {}
+        if not path.exists():
+            durable.write_file(path, json.dumps(dict(about)) + "\n")
+            return
+        whole = self._whole_lines()
+        self._refuse_another(whole[0] if whole else "", about)
+        try:
+            for line in whole[1:]:
+                entry = json.loads(line)
+                row = entry.pop("row")
+                self.rows[row] = Written(**entry)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            number = len(self.rows) + 2
+            raise BadInput(f"{path}:{number}: is damaged; remove the file, or name another --out") from None
+        durable.write_file(path, "".join(f"{line}\n" for line in whole))
+
+    def add(self, answered: Mapping[int, Written]) -> None:
+        """Write a batch, and have the system really write it.
+
+        Raises:
+            BadInput: if it cannot be written; what was there before is whole.
+        """
+        lines = "".join(json.dumps({"row": row, **asdict(written)}) + "\n" for row, written in answered.items())
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadInput(
+                f"{self.path}: cannot be written: {error.strerror}; make room, then give the same command again: it "
+                f"goes on after {len(self.rows)} answers"
+            ) from None
+        self.rows.update(answered)
+
+    def _whole_lines(self) -> list[str]:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"{self.path}: cannot be read: {error}; remove it, or name another --out") from None
+        return text.split("\n")[:-1]  # a process that was killed may have left a part of a line
+
+    def _refuse_another(self, header: str, about: Mapping[str, Any]) -> None:
+        try:
+            before = dict(json.loads(header))
+        except (ValueError, TypeError, RecursionError):
+            before = {}
+        other = [name for name in about if before.get(name) != about[name]]
+        if other:
+            raise BadInput(
+                f"{self.path}: holds answers that differ in {', '.join(other)}; name another folder with --out, or "
+                "remove the file"
+            )

@@ -1,0 +1,145 @@
+"""The answer contract, kwanzaa.answer.v1, as pydantic models.
+
+The fields, their types and their bounds are those of the public project's JSON schema. Fields that it does not name
+are allowed inside an object and forbidden at the top, as there. Two things are stricter here: a whole number is
+written as one (``1966``, not ``1966.0``), and the formats of addresses, times and identifiers are checked.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ABSENT: Any = None
+"""Default of a field that may be left out. A ``null`` that is there is of the wrong type."""
+
+Label = Annotated[str, Field(min_length=1, max_length=500)]
+Id = Annotated[str, Field(min_length=1, max_length=200)]
+Tag = Annotated[str, Field(max_length=100)]
+Note = Annotated[str, Field(max_length=1000)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Year = Annotated[int, Field(ge=1600, le=2100)]
+Address = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.\-]*:[^\s]+$")]
+Uuid = Annotated[str, Field(pattern=r"^(?i:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})$")]
+Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)$")]
+
+
+class Part(BaseModel):
+    """An object of the answer. Strict: ``"3"`` is no number, and ``1`` is no boolean."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+
+class Toggles(Part):
+    """What the user had switched on."""
+
+    require_citations: bool
+    primary_sources_only: bool
+    creative_mode: bool
+
+
+class Body(Part):
+    """The answer itself."""
+
+    text: Annotated[str, Field(min_length=1, max_length=10_000)]
+    confidence: Share = ABSENT
+    tone: Literal["neutral", "educational", "conversational", "formal", "creative"] = ABSENT
+    completeness: Literal["complete", "partial", "insufficient_data"] = ABSENT
+
+
+class Source(Part):
+    """A document that the answer cites."""
+
+    citation_label: Label
+    canonical_url: Address
+    source_org: Id
+    year: Year
+    content_type: Annotated[str, Field(min_length=1, max_length=100)]
+    license: Id
+    namespace: Annotated[str, Field(min_length=1, max_length=100)]
+    doc_id: Id
+    chunk_id: Id
+    tags: Annotated[list[Tag], Field(max_length=50)] = ABSENT
+    relevance_score: Share = ABSENT
+
+
+class Filters(Part):
+    """What the search was narrowed to."""
+
+    content_type: list[str] = ABSENT
+    year: int = ABSENT
+    year_gte: Year = ABSENT
+    year_lte: Year = ABSENT
+    source_org: list[str] = ABSENT
+    tags: list[str] = ABSENT
+
+
+class Result(Part):
+    """A document that the search found."""
+
+    rank: Annotated[int, Field(ge=1)]
+    score: Share
+    citation_label: Label
+    canonical_url: Address
+    doc_id: Id
+    chunk_id: Id
+    namespace: Annotated[str, Field(min_length=1, max_length=100)]
+    snippet: Annotated[str, Field(max_length=2000)] = ABSENT
+
+
+class RetrievalSummary(Part):
+    """What was searched, and what was found."""
+
+    query: Annotated[str, Field(min_length=1, max_length=1000)]
+    top_k: Annotated[int, Field(ge=1, le=100)]
+    namespaces: Annotated[list[Tag], Field(min_length=1, max_length=20)]
+    results: Annotated[list[Result], Field(max_length=100)]
+    filters: Filters = ABSENT
+    execution_time_ms: Annotated[int, Field(ge=0)] = ABSENT
+    embedding_model: str = ABSENT
+
+
+class Unknowns(Part):
+    """What the answer could not say."""
+
+    unsupported_claims: list[Note]
+    missing_context: list[Note]
+    clarifying_questions: list[Annotated[str, Field(max_length=500)]]
+    out_of_scope: list[Note] = ABSENT
+
+
+class Integrity(Part):
+    """What the answer says of its own citations."""
+
+    citation_required: bool = ABSENT
+    citations_provided: bool = ABSENT
+    retrieval_confidence: Literal["high", "medium", "low", "none"] = ABSENT
+    fallback_behavior: Literal["not_needed", "creative_generation", "refusal", "clarification_requested"] = ABSENT
+    safety_flags: list[Annotated[str, Field(max_length=200)]] = ABSENT
+
+
+class Provenance(Part):
+    """When and by what the answer was made."""
+
+    generated_at: Time
+    retrieval_run_id: Uuid = ABSENT
+    assistant_message_id: Uuid = ABSENT
+    session_id: Uuid = ABSENT
+    model_version: str = ABSENT
+    adapter_version: str = ABSENT
+
+
+class Answer(Part):
+    """A whole answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[str, Field(pattern=r"^kwanzaa\.answer\.v[0-9]+$")]
+    answer: Body
+    sources: Annotated[list[Source], Field(max_length=100)]
+    retrieval_summary: RetrievalSummary
+    unknowns: Unknowns
+    persona: Literal["educator", "researcher", "creator", "builder"] = ABSENT
+    model_mode: Literal["base_adapter_rag", "base_only", "adapter_only", "creative"] = ABSENT
+    toggles: Toggles = ABSENT
+    integrity: Integrity = ABSENT
+    provenance: Provenance = ABSENT

@@ -1,0 +1,200 @@
+"""Adapter, base and reference side by side on held-out rows: answers, four scores, loss, and how sure they are."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cria_tricks import durable
+from cria_tricks.artifact import CONFIGS
+from cria_tricks.console import Aside
+from cria_tricks.data import sources
+from cria_tricks.data.sources import Source
+from cria_tricks.errors import BadInput, usable_path
+from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.kwanzaa.prompt import Row, read_rows
+from cria_tricks.kwanzaa.reply import read
+from cria_tricks.kwanzaa.report import markdown
+from cria_tricks.kwanzaa.results import Scored, summarise
+
+OUT = Path("runs/eval")
+"""Where results go without an adapter to stand beside."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are made.
+
+    Attributes:
+        batch_size: rows that are answered together.
+        max_new_tokens: longest answer, in tokens.
+    """
+
+    batch_size: int = 8
+    max_new_tokens: int = 2048
+
+
+def evaluate(
+    adapter: str | Path | None = None,
+    data: str = "kwanzaa",
+    *,
+    base: bool = False,
+    reference: bool = False,
+    out: str | Path | None = None,
+    limit: int | None = None,
+    settings: Settings | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Answer held-out rows, score the answers, and write ``eval.json`` and ``eval.md``.
+
+    Answers are kept in ``answers-SYSTEM.jsonl``. The same call after a stop goes on after the last whole batch.
+
+    Args:
+        adapter: the folder of an adapter or of a whole model; with ``reference`` it may be left out, and then no
+            model is loaded.
+        data: what the recipe's ``data.eval`` takes.
+        base: answer with the model below the adapter, too.
+        reference: score the data's own answers, too.
+        out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without one.
+        limit: only the first so many rows.
+        settings: how answers are made.
+        console: where progress is shown; standard error when left out.
+
+    Returns:
+        What ``eval.json`` holds.
+
+    Raises:
+        BadInput: naming what is wrong and what would be right.
+        OutOfMemory: if a batch does not fit.
+    """
+    settings, console = settings or Settings(), console or Aside()
+    folder = _adapter_folder(adapter, base, reference)
+    source = _find(data)
+    rows = read_rows(source.rows[:limit])
+    place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
+    if place.exists() and not place.is_dir():
+        raise BadInput(f"--out {place}: is a file; name a folder")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {place}: cannot be made: {error.strerror}; name another folder") from None
+    about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
+    with durable.only_writer(place):
+        systems: dict[str, list[Scored]] = {}
+        if folder:
+            answered, more = _answers(folder, base, source, len(rows), place, settings, console)
+            systems = {name: _scored(rows, written) for name, written in answered.items()}
+            about |= {"adapter": str(folder), **more}
+        if reference:
+            systems["reference"] = [Scored(row, row.reference, None) for row in rows]
+        found = summarise(systems, about)
+        durable.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        durable.write_file(place / "eval.md", markdown(found))
+    return found | {"out": str(place)}
+
+
+def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool) -> Path | None:
+    if adapter is None:
+        if base:
+            raise BadInput("--base: is the model below an adapter; name the adapter's folder")
+        if not reference:
+            raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
+        return None
+    folder = usable_path("adapter", adapter)
+    if not any((folder / name).is_file() for name in (*CONFIGS, "config.json")):
+        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
+    return folder
+
+
+def _find(data: str) -> Source:
+    try:
+        return sources.find(data, "eval")
+    except BadInput as error:
+        raise BadInput(str(error).replace("--set data.eval=", "--data ").replace("data.eval=", "--data ")) from None
+
+
+def _scored(rows: Sequence[Row], written: Mapping[int, Written]) -> list[Scored]:
+    return [Scored(row, read(written[number].text), written[number]) for number, row in enumerate(rows)]
+
+
+def _answers(
+    folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
+) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
+    """The answers of the adapter, and of its base if asked for; and what they were made with."""
+    from cria_tricks.chat import open_folder
+    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
+    from cria_tricks.report import versions
+
+    below = _base_name(folder) if base else ""
+    console.print(f"loading {folder}, writing to {place}")
+    model, tokenizer = open_folder(folder)
+    prompts = prompt_ids(source.rows, tokenizer)
+    with_what = {
+        "base": below or _base_name(folder, must=False),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    found = {}
+    for system in ("adapter", "base") if base else ("adapter",):
+        about = {
+            "system": system,
+            "adapter": fingerprint(folder) if system == "adapter" else "",
+            **with_what,
+            "prompts": hash_of(prompts),
+            "references": hash_of([chat.messages[-1]["content"] for chat in source.rows]),
+        }
+        answers = Answers(place / f"answers-{system}.jsonl", about)
+        if any(row not in answers.rows for row in range(rows)):
+            with _asked(model, system, below) as asked:
+                answer_rows(
+                    asked,
+                    tokenizer,
+                    source.rows[:rows],
+                    prompts[:rows],
+                    answers,
+                    batch_size=settings.batch_size,
+                    max_new_tokens=settings.max_new_tokens,
+                    console=console,
+                    system=system,
+                )
+        found[system] = answers.rows
+    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
+
+
+@contextlib.contextmanager
+def _asked(model: Any, system: str, below: str) -> Iterator[Any]:
+    """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
+    from cria_tricks.adapters import without_adapter
+    from cria_tricks.chat import open_base
+    from cria_tricks.tricks.side_network import SideBlock
+
+    if system == "adapter":
+        yield model
+    elif hasattr(model, "peft_config") or any(isinstance(module, SideBlock) for module in model.modules()):
+        with without_adapter(model) as plain:
+            yield plain
+    else:
+        model.to("meta")  # two whole models may not fit beside each other
+        yield open_base(below)
+
+
+def _base_name(folder: Path, must: bool = True) -> str:
+    """What an adapter, or a whole model that ``cria train`` wrote, was trained from."""
+    from cria_tricks.recipe import from_toml
+
+    for name in CONFIGS:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return str(json.loads((folder / name).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if (folder / "recipe.toml").is_file():
+        return from_toml(str(folder / "recipe.toml")).model
+    if must:
+        raise BadInput(
+            f"--base: {folder} holds a whole model and no recipe.toml that names what it was trained from; evaluate "
+            "that model by itself, as another ADAPTER"
+        )
+    return ""

@@ -1,0 +1,156 @@
+"""Answers on held-out rows: batched, greedy, bounded; and the loss of the answers that the data gives."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.chat import Chat
+from cria_tricks.data.tokens import template, tokenize, trained
+from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
+from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.losses import full_loss_sum
+from cria_tricks.progress import new_bar
+
+
+def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
+    """The rows without their last turn, as token ids that end where the answer begins.
+
+    Raises:
+        BadInput: if the tokenizer's chat template cannot write them.
+    """
+    prompts = [template(chat.messages[:-1], tokenizer, chat.where, add_generation_prompt=True) for chat in chats]
+    if not all(prompts):
+        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
+    return prompts
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of what decides a folder's answers: all of its files but the card and the manifest."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in ("README.md", "manifest.json"):
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_of(found)
+
+
+def hash_of(data: Any) -> str:
+    """The sha256 of plain JSON data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def answer_rows(
+    model: Any,
+    tokenizer: Any,
+    chats: Sequence[Chat],
+    prompts: Sequence[list[int]],
+    answers: Answers,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    console: Console,
+    system: str,
+) -> None:
+    """Answer all rows that are not answered yet, and measure the loss of their references.
+
+    Rows of about one length go together, the shortest first, so that batches hold little padding.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: its own.
+        chats: the rows.
+        prompts: their :func:`prompt_ids`.
+        answers: where each batch is written when it is done.
+        batch_size: rows at a time; 1 at a time for the loss, which takes all logits.
+        max_new_tokens: longest answer.
+        console: where progress is shown.
+        system: what it is called there.
+
+    Raises:
+        OutOfMemory: naming a way out; the batches before are written.
+    """
+    order = sorted(set(range(len(chats))) - answers.rows.keys(), key=lambda row: (len(prompts[row]), row))
+    done = len(chats) - len(order)
+    bar = new_bar(console)
+    try:
+        with bar:
+            task = bar.add_task(system, total=len(chats), completed=done, note="answers")
+            for begin in range(0, len(order), batch_size):
+                batch = order[begin : begin + batch_size]
+                texts = answer_batch(model, tokenizer, [prompts[row] for row in batch], max_new_tokens)
+                losses = [reference_loss(model, tokenizer, chats[row]) for row in batch]
+                answers.add({r: Written(*t, *loss) for r, t, loss in zip(batch, texts, losses, strict=True)})
+                bar.advance(task, len(batch))
+                if not console.is_terminal:
+                    console.print(f"{system} {done + begin + len(batch):>4}/{len(chats)} rows")
+    except KeyboardInterrupt:
+        console.print(f"{len(answers.rows)} answers are in {answers.path}; the same command goes on after them")
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"out of memory with {batch_size} rows at a time; {len(answers.rows)} answers are in {answers.path}, and "
+            "the same command with a smaller --batch-size goes on after them"
+        ) from None
+
+
+def answer_batch(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
+) -> list[tuple[str, int, bool]]:
+    """Answer prompts together, greedily.
+
+    Padding stands at the left, where new tokens need not jump over it. The mask hides it, and positions are counted
+    from each row's first real token, so in exact arithmetic a row's answer does not depend on its neighbours.
+
+    Returns:
+        For each its text, how many tokens it has, and whether it ended by itself.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
+        # Before a learnt prompt peft drops the positions, and padding would shift those of every token.
+        return [answer_batch(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
+    longest = max(map(len, prompts))
+    ends = _end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask_BT = torch.tensor(
+        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+    )
+    with torch.no_grad():
+        out_BT = model.generate(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=model.config.use_cache,
+            pad_token_id=pad,
+            eos_token_id=ends,
+        )
+    found = []
+    for new in out_BT[:, longest:].tolist():
+        end = next((place for place, token in enumerate(new) if token in ends), None)
+        answer = new if end is None else new[: end + 1]
+        found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), end is not None))
+    return found
+
+
+def reference_loss(model: Any, tokenizer: Any, chat: Chat) -> tuple[float, int]:
+    """The loss of the data's own answer, summed over its tokens, and their number. No row is cut."""
+    (row,) = tokenize([chat], tokenizer, sys.maxsize).rows
+    batch = {name: tensor.to(model.device) for name, tensor in PadToLongest(0)([row]).items()}
+    with torch.no_grad():
+        return full_loss_sum(model, batch).item(), trained(row)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    named = model.generation_config.eos_token_id
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *ends]))

@@ -1,0 +1,138 @@
+"""``cria eval`` as a user meets it: what it writes, what it prints, what it refuses, and going on after a stop."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cria_tricks import cli
+from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
+
+SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-tokens", "4"]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """One LoRA step of the tiny model, as ``cria train`` leaves it."""
+    from cria_tricks.recipe import Recipe, with_settings
+    from cria_tricks.run import train
+
+    few = tmp_path_factory.mktemp("rows") / "few.jsonl"
+    few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))
+    settings = [s for s in QUICK if s != "--set"] + [f"data.train={few}", f"data.eval={few}", "train.max_steps=1"]
+    out = tmp_path_factory.mktemp("run") / "tiny"
+    return train(with_settings(Recipe(), settings), out)["adapter"]
+
+
+def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
+    out = tmp_path / "eval"
+    code, stdout, stderr = run_cria("eval", adapter, "--base", "--reference", *SHORT, "--out", out, "--json")
+    assert code == 0, stderr
+    found = json.loads(stdout)
+    assert found == {**json.loads((out / "eval.json").read_text()), "out": str(out)}
+    assert list(found["systems"]) == ["adapter", "base", "reference"]
+    assert (found["rows"], found["rows_in_data"], found["base"]) == (3, 8, "random:tiny")
+    for scorer in ("format", "citations", "grounding", "refusal"):
+        assert found["systems"]["reference"][scorer] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    loss = {name: found["systems"][name]["loss"]["value"] for name in ("adapter", "base")}
+    difference = found["differences"]["loss"]
+    assert difference["value"] == pytest.approx(loss["adapter"] - loss["base"])
+    assert loss["adapter"] != loss["base"], "the adapter was on for one and off for the other"
+    assert difference["low"] <= difference["value"] <= difference["high"]
+    assert "loss" not in found["systems"]["reference"]
+    assert [len(rows) for rows in found["answers"].values()] == [3, 3, 3]
+    assert "adapter    2/3 rows" in stderr
+    text = (out / "eval.md").read_text()
+    assert f"{loss['adapter']:.3f}" in text
+    assert all(example["query"] in text for example in found["examples"])
+    assert len(found["examples"]) == 3
+
+    before = (out / "answers-base.jsonl").read_text()
+    again = run_cria("eval", adapter, "--base", "--reference", *SHORT, "--out", out, "--json")
+    assert json.loads(again[1]) == found, "nothing is answered twice, and the draws are seeded"
+    assert "rows" not in again[2]
+    assert (out / "answers-base.jsonl").read_text() == before
+    code, _, stderr = run_cria("eval", adapter, *SHORT[:-1], "5", "--out", out)
+    assert (code, stderr.splitlines()[-1].count("error: ")) == (2, 1)
+    assert "answers-adapter.jsonl: holds answers that differ in max_new_tokens; name another folder" in stderr
+
+
+def test_the_loss_below_the_adapter_is_the_base_models(adapter, run_cria, tmp_path):
+    from cria_tricks import models
+    from cria_tricks.chat import open_base, open_folder
+    from cria_tricks.data.chat import read_jsonl
+    from cria_tricks.kwanzaa.generate import reference_loss
+
+    code, stdout, stderr = run_cria("eval", adapter, "--base", *SHORT, "--out", tmp_path, "--json")
+    assert code == 0, stderr
+    _, tokenizer = open_folder(adapter)
+    plain = open_base(models.find("random:tiny").name)
+    losses = [reference_loss(plain, tokenizer, chat) for chat in read_jsonl(ROWS)[:3]]
+    expected = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+    assert json.loads(stdout)["systems"]["base"]["loss"]["value"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_out_it_stands_beside_the_adapter_and_prints_a_table(adapter, run_cria, monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.setattr(cli.screen, "_width", 160)
+    code, stdout, stderr = run_cria("eval", adapter, *SHORT)
+    assert code == 0, stderr
+    beside = Path(adapter).parent / "eval"
+    assert (beside / "eval.md").is_file()
+    assert str(beside / "eval.md") in stdout
+    assert "format compliance" in stdout
+
+
+def test_a_whole_model_is_held_against_what_it_was_trained_from(run_cria, few_rows, tmp_path):  # noqa: F811
+    sets = ["--set", "model=random:tiny", "--set", "train.max_steps=1", "--set", "data.max_length=320"]
+    code, _, stderr = run_cria("train", "baseline", *sets, *few_rows, "--out", tmp_path / "run")
+    assert code == 0, stderr
+    folder = tmp_path / "run" / "model"
+    code, stdout, stderr = run_cria("eval", folder, "--base", *SHORT, "--json")
+    assert code == 0, stderr
+    assert json.loads(stdout)["differences"]["loss"]["value"] < 0, "it learnt something"
+    (folder / "recipe.toml").unlink()
+    code, _, stderr = run_cria("eval", folder, "--base", *SHORT)
+    assert code == 2
+    assert "holds a whole model and no recipe.toml that names what it was trained from" in stderr
+
+
+def test_the_reference_alone_loads_nothing_heavy(tmp_path):
+    code = (
+        f"import sys; sys.argv = ['cria', 'eval', '--reference', '--data', {str(ROWS)!r}, '--json']\n"
+        "from cria_tricks.cli import main\n"
+        "main()\n"
+        "print([m for m in ('transformers', 'peft', 'bitsandbytes') if m in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stderr == "[]\n"
+    assert json.loads(done.stdout)["systems"]["reference"]["confusion"]["refused_rightly"] == 2
+    assert (tmp_path / "runs" / "eval" / "eval.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["eval"], "name the folder of an adapter, or give --reference"),
+        (["eval", "--base", "--reference"], "--base: is the model below an adapter; name the adapter's folder"),
+        (["eval", "none"], "none: holds neither adapter_config.json nor config.json"),
+        (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
+        (["eval", "--reference", "--data", "pairs.jsonl"], "pairs.jsonl:1: to be evaluated, a row needs messages"),
+        (["eval", "--reference", "--data", "prose.jsonl"], "prose.jsonl:1: the assistant's turn is no answer of the"),
+        (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
+        (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
+        (["eval", "--reference", "--limit", "0"], "Invalid value for '--limit'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "prose.jsonl").write_text(json.dumps(chat) + "\n")
+    code, stdout, stderr = run_cria(*arguments)
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert stderr.startswith("error: ")
+    assert said in stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "prose.jsonl"]

@@ -1,0 +1,60 @@
+"""The benchmarks of the bill hold together, and the table that is committed is this code's."""
+
+import json
+
+import pytest
+
+from benchmarks import dry_run_error, estimate_error, gpu_error
+from benchmarks.common import HERE
+from cria_tricks.hardware import T4
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
+
+
+def test_the_cases_are_many_and_all_different():
+    """At least 200, models x batch 1-4 x 256-8192 tokens x toggle sets."""
+    cases = list(estimate_error.cases())
+    assert len(cases) == len({str(case) for case in cases}) >= 200
+    for model, many in estimate_error.MODELS.items():
+        mine = [case for case in cases if case.model == model]
+        assert len(mine) == many
+        assert {case.batch for case in mine} == {1, 2, 3, 4}
+        assert {case.tokens for case in mine} >= {256, 8192}
+    assert {case.tricks for case in cases if case.card == "t4"} == set(estimate_error.SETS)
+
+
+def test_the_committed_table_is_what_the_estimate_says_now_and_within_its_bounds():
+    """Worst 5 %, median 1.5 %, never more than 1 % under; ``make bench-estimate`` writes it anew."""
+    found = json.loads((HERE / "results" / "cpu" / "estimate_error.json").read_text())
+    by_name = {run["case"]: run for run in found["runs"]}
+    now = [estimate_error.compare(case, _counted(by_name[str(case)])) for case in estimate_error.cases()]
+    assert now == [by_name[run["case"]] for run in now]
+    summary = estimate_error.summary(now)
+    assert summary == {key: found[key] for key in summary}
+    assert abs(summary["worst"]) <= 0.05
+    assert summary["median_size"] <= 0.015
+    assert summary["worst_under"] >= -0.01
+
+
+def _counted(run):
+    return {key: run[key] for key in ("dry_run_bytes", "dry_run_seconds")}
+
+
+def test_the_dry_run_was_within_one_per_cent_of_real_steps():
+    found = json.loads((HERE / "results" / "cpu" / "dry_run_error.json").read_text())
+    assert len(found["cases"]) >= 20
+    for case in found["cases"]:
+        assert case["error"] == case["dry_run"] / case["real"] - 1
+        assert abs(case["error"]) <= 0.01
+
+
+@pytest.mark.parametrize("words", gpu_error.SETS)
+def test_every_set_of_the_comparison_on_a_card_can_run_on_a_t4(words):
+    settings = [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]
+    assert resolve(with_settings(Recipe(), settings), T4).device is T4
+
+
+def test_the_comparison_on_a_card_has_enough_sets():
+    assert len(set(gpu_error.SETS)) == len(gpu_error.SETS) >= 16
+    assert len(gpu_error.TOKENS) >= 2
+    assert len(dry_run_error.SETS[1:-1].split("\n")) >= 20
