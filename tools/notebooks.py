@@ -6,6 +6,7 @@ never edited: what is changed there is lost. A lesson says in its header what it
 """
 
 import argparse
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -15,34 +16,36 @@ import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS, NOTEBOOKS = ROOT / "lessons", ROOT / "notebooks"
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 BRANCH = "main"
 BEFORE_INSTALL = "before-install"
 """The tag of cells that need nothing installed, such as a look for the GPU."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]} | {"numpy"})
 _INSTALL = r"""
-# Installs cria_tricks where it is missing, and with it only what is missing: every package that is here keeps its
-# version, torch and transformers before all, or pip stops and says which one is in the way.
+# Installs cria_tricks where it is missing, and with it only what is missing. What it needs and is here already keeps
+# its version, torch and transformers before all; if that cannot be, pip stops and says what is in the way.
+import contextlib
 import importlib.metadata
 import importlib.util
-import re
 import subprocess
 import sys
 import tempfile
 
+KEPT = "NAMES"
 if importlib.util.find_spec("cria_tricks") is None:
-    names = {found.name for found in importlib.metadata.distributions() if found.name}
-    here = {name: importlib.metadata.version(name) for name in sorted(names)}  # of two, the one that is imported
-    readable = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[\w.]+)?")  # by pip
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
-        held.writelines(f"{name}=={version}\n" for name, version in here.items() if readable.fullmatch(version))
+        for name in KEPT.split():
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                held.write(f"{name}=={importlib.metadata.version(name)}\n")
         held.flush()
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", held.name]
         subprocess.run([*pip, "cria_tricks @ git+REPOSITORY@BRANCH"], check=True)
     importlib.invalidate_caches()
 """
-INSTALL = _INSTALL.strip().replace("REPOSITORY", REPOSITORY).replace("BRANCH", BRANCH)
+INSTALL = _INSTALL.strip().replace("NAMES", " ".join(KEPT)).replace("REPOSITORY", REPOSITORY).replace("BRANCH", BRANCH)
 
 
 def lessons() -> list[Path]:
