@@ -27,16 +27,18 @@ else:
     print("No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. Without one it goes on, at smoke size.")
 
 # %% [markdown]
-# Three things you may set. Leave them empty and nothing leaves this machine.
+# What you may set. Leave it as it is, and nothing leaves this machine.
 #
 # - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
-# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent.
+# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
+#   one that is there already is refused, never written over.
 # - `TIME_BUDGET`: training ends in time, saved and usable. Running again goes on.
 
 # %% tags=["before-install"]
 MIRROR = ""  # @param {type:"string"}
 PUBLISH_AS = ""  # @param {type:"string"}
+VERSION = "v0.1.0"  # @param {type:"string"}
 TIME_BUDGET = "80m"  # @param {type:"string"}
 
 # %% tags=["hide-input"]
@@ -212,7 +214,7 @@ plt.show()
 
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-cria("eval", ADAPTER, "--base", "--reference", "--out", RUN / "eval", *few)
+cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
 print((RUN / "eval" / "eval.md").read_text())
 
 # %% [markdown]
@@ -249,7 +251,8 @@ if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
     from google.colab import userdata
 
     os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
-cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", *(["--yes"] if PUBLISH_AS else []))
+really = ["--yes"] if PUBLISH_AS else []
+cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
 
 # %% [markdown]
 # Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it.
