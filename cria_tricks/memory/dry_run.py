@@ -130,8 +130,8 @@ def _shapes_known(kind: str) -> Iterator[None]:
         yield
     except DataDependentOutputException:
         raise BadInput(
-            f"--dry-run: in transformers {__version__} shapes inside a {kind} model depend on numbers, and a dry run has "
-            "none; leave --dry-run out, or take a newer transformers"
+            f"--dry-run: in transformers {__version__} shapes inside a {kind} model depend on numbers, and a dry run "
+            "has none; leave --dry-run out, or take a newer transformers"
         ) from None
 
 
