@@ -215,7 +215,21 @@ plt.show()
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
 cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
-print((RUN / "eval" / "eval.md").read_text())
+told = (RUN / "eval" / "eval.md").read_text()
+print(told[told.rindex("\n## ") :])  # its last section: answers to read
+
+# %%
+scores = json.loads((RUN / "eval" / "eval.json").read_text())["systems"]
+four, systems = ("format", "citations", "grounding", "refusal"), ("base", "adapter", "reference")
+figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+for place, (system, colour) in enumerate(zip(systems, (RED, BLUE, "lightgray"), strict=True)):
+    heights = [scores[system][name]["value"] or 0 for name in four]
+    axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
+axes.set_xticks(range(4), four)
+axes.set(ylabel="mean over rows", ylim=(0, 1.05), title="Figure 3: before, after, and the data's own answers")
+axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+plt.show()
+assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
 
 # %% [markdown]
 # ## 4. What it costs

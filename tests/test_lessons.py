@@ -1,5 +1,6 @@
 """Lessons run from top to bottom: as plain scripts in a fresh process, and as notebooks in a real kernel."""
 
+import json
 import os
 import re
 import shutil
@@ -48,6 +49,8 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
     ]
     assert [path.name for path in (alone / "work").iterdir()] == ["kwanzaa-run"]  # the failures left nothing
     weights = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert {"base", "adapter", "reference"} <= json.loads((run / "eval" / "eval.json").read_text())["systems"].keys()
+    assert "Nothing was sent" in done.stdout
 
     shutil.rmtree(run)  # the machine is gone; the drive is not
     book = nbformat.read(notebooks.NOTEBOOKS / "17_kwanzaa.ipynb", as_version=4)
@@ -59,7 +62,7 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
     assert f"going on from {mirror / 'checkpoints' / 'checkpoint-2'}" in said
     assert "step    1/2" not in said
     assert said.count(": not yet") == 3
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == weights
 
 
