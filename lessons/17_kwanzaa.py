@@ -60,6 +60,7 @@ COLAB = "google.colab" in sys.modules
 RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()
 ADAPTER = RUN / "adapter"
 CRIA = [sys.executable, "-m", "cria_tricks.cli"]
+PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
 BLUE, RED = "#2a6f97", "#c1440e"
 if COLAB and MIRROR.startswith("/content/drive"):
     from google.colab import drive
@@ -71,7 +72,7 @@ def cria(*arguments: object, right: int = 0) -> str:
     """Run a `cria` command and show what it says, as it comes. Another exit code than the right one stops here."""
     words = [str(argument) for argument in arguments]
     print("$ cria", shlex.join(words))
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "encoding": "utf-8"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "env": PLAIN}
     process, said = subprocess.Popen([*CRIA, *words], **pipe), ""
     try:
         for line in process.stdout:
@@ -87,7 +88,7 @@ def cria(*arguments: object, right: int = 0) -> str:
 
 def ask(*arguments: object) -> dict:
     """Run a `cria` command for its answer as data."""
-    done = subprocess.run([*CRIA, *map(str, arguments), "--json"], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([*CRIA, *map(str, arguments), "--json"], stdout=subprocess.PIPE, env=PLAIN, check=True)
     return json.loads(done.stdout)
 
 

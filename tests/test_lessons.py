@@ -61,6 +61,7 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert f"going on from {mirror / 'checkpoints' / 'checkpoint-2'}" in said
     assert "step    1/2" not in said
+    assert "\x1b" not in said, "a progress bar, drawn over and over"
     assert said.count(": not yet") == 3
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == weights
