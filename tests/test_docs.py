@@ -1,0 +1,72 @@
+"""What the written pages say is so: links lead somewhere, quoted messages are ours, computed figures are computed."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cria_tricks import recipes
+from cria_tricks.hardware.cards import find_card
+from cria_tricks.memory import bill
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.memory.toggles import Bench
+from cria_tricks.recipe import with_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+OF_OTHERS = ("ERROR: ResolutionImpossible", "No module named 'cria_tricks'")
+SYMPTOMS = [
+    " ".join(found.split())
+    for found in re.findall(r"^\*\*`(.+?)`", (ROOT / "docs/guide/colab.md").read_text(encoding="utf-8"), re.M | re.S)
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_link_to_another_page_leads_there(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("symptom", [found for found in SYMPTOMS if found not in OF_OTHERS])
+def test_a_quoted_message_is_one_of_ours(symptom):
+    parts = [part.strip(" ();:,.") for part in re.split(r"\.\.\.|; |data\.train", symptom)]
+    quoted = [part for part in parts if len(part) > 2]
+    assert quoted
+    for part in quoted:
+        assert any(part in message for message in _messages()), part
+
+
+def test_there_are_symptoms_to_look_up():
+    assert len(SYMPTOMS) > 20
+
+
+@pytest.mark.parametrize("row", ["T4, recipe as it is", "T4, `tricks.expand_kv=true`", "L4", "A10G", "A100"])
+def test_the_table_of_costs_is_what_the_estimate_gives(row):
+    text = (ROOT / "docs/guide/where_to_train.md").read_text(encoding="utf-8")
+    said = next(line for line in text.splitlines() if line.startswith(f"| {row} |")).split(" | ")[1:]
+    card = find_card(re.split(r"\W", row)[0])
+    recipe = recipes.kwanzaa(card.device)
+    if "expand_kv" in row:
+        recipe = with_settings(recipe, ["tricks.expand_kv=true"])
+    bench = Bench(find_shape(recipe.model), card.device)
+    found, minutes = bill.bill(bench, recipe), bill.prices(bench, recipe, 107)[0]["minutes"]
+    needed, seconds = found["needed_bytes"] / 2**30, found["seconds_per_step"]
+    assert said[:3] == [f"{needed:.1f} GiB", f"{seconds:.1f} s", f"{minutes:.1f} min"]
+    hour = float(said[3].removeprefix("$"))
+    assert said[4] == f"${minutes / 60 * hour:.2f} |"
+
+
+@cache
+def _messages() -> list[str]:
+    """Every text in the code, whatever it fills in left out."""
+    found = []
+    for path in [*(ROOT / "cria_tricks").rglob("*.py"), *(ROOT / "lessons").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+    return found

@@ -1,0 +1,90 @@
+"""Lessons run from top to bottom: as plain scripts in a fresh process, and as notebooks in a real kernel."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from cria_tricks.catalogue import CONFIGS
+from tools import notebooks
+
+CAPSTONE = notebooks.LESSONS / "17_kwanzaa.py"
+UNSET = 'MIRROR = ""'
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch) -> Path:
+    """A folder away from the repository, for a process that finds our package, no GPU and no network."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(notebooks.ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, str(tmp_path / "of-jupyter" / name))
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_machine(alone, monkeypatch):
+    mirror, run = alone / "drive" / "kwanzaa", alone / "work" / "kwanzaa-run"
+    lesson = CAPSTONE.read_text(encoding="utf-8")
+    assert lesson.count(UNSET) == 1
+    (alone / "lesson.py").write_text(_solved(lesson).replace(UNSET, f'MIRROR = "{mirror}"'), encoding="utf-8")
+    command = [sys.executable, str(alone / "lesson.py")]
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    done = subprocess.run(command, cwd=alone / "work", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "starting from the beginning" in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.endswith(": right")] == [
+        "1: right",
+        "2: right",
+        "3: right",
+    ]
+    assert [path.name for path in (alone / "work").iterdir()] == ["kwanzaa-run"]  # the failures left nothing
+    weights = (run / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert {"base", "adapter", "reference"} <= json.loads((run / "eval" / "eval.json").read_text())["systems"].keys()
+    assert "Nothing was sent" in done.stdout
+
+    shutil.rmtree(run)  # the machine is gone; the drive is not
+    book = nbformat.read(notebooks.NOTEBOOKS / "17_kwanzaa.ipynb", as_version=4)
+    settings = next(cell for cell in book.cells if UNSET in cell.source)
+    settings.source = settings.source.replace(UNSET, f'MIRROR = "{mirror}"')
+    NotebookClient(book, timeout=300, resources={"metadata": {"path": str(alone / "work")}}).execute()
+    outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert f"going on from {mirror / 'checkpoints' / 'checkpoint-2'}" in said
+    assert "step    1/2" not in said
+    assert "\x1b" not in said, "a progress bar, drawn over and over"
+    assert said.count(": not yet") == 3
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == weights
+
+
+def test_the_capstones_checks_tell_right_from_wrong(capsys):
+    code = [cell.source for cell in jupytext.read(CAPSTONE).cells if cell.cell_type == "code"]
+    tools = next(cell for cell in code if "def lora_numbers" in cell)
+    checks = next(cell for cell in code if "def check(" in cell)
+    wrong = {
+        "bytes_at_rank_32": 6_000_000,
+        "checkpoint_bytes": lambda numbers, bits: 4 * numbers,
+        "rows_in_12_hours": 107,
+    }
+    exec(tools + "\n\n" + checks, {"CONFIGS": CONFIGS, "seconds": 10.0, **wrong})
+    assert re.findall(r"^\d: no, not", capsys.readouterr().out, re.M) == ["1: no, not", "2: no, not", "3: no, not"]
+
+
+def _solved(lesson: str) -> str:
+    """The lesson with its own solutions behind the exercises."""
+    solutions = re.search(r"<summary>Solutions</summary>.*?```python\n(.*?)# ```", lesson, re.S)
+    assert solutions
+    code = re.sub(r"^# ?", "", solutions[1], flags=re.M)
+    exercise = lesson.index('# %% tags=["exercise"]')
+    place = lesson.index("# %%", exercise + 1)
+    return lesson[:place] + code + "\n" + lesson[place:]

@@ -1,0 +1,125 @@
+"""Notebooks are made of lessons, one way, and none is out of date."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tools import notebooks
+
+LESSON = """\
+# ---
+# jupyter:
+#   accelerator: GPU
+# ---
+
+# %% [markdown]
+# # 01. A lesson
+
+# %% tags=["before-install"]
+print("a look at the machine")
+
+# %%
+print("the rest")
+"""
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of one lesson, its notebook made."""
+    monkeypatch.setattr(notebooks, "LESSONS", tmp_path / "lessons")
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "lessons" / "01_one.py").write_text(LESSON)
+    notebooks.write()
+    return tmp_path
+
+
+def test_no_notebook_of_ours_is_out_of_date():
+    assert notebooks.lessons()
+    assert notebooks.stale() == [], "run make notebooks"
+
+
+def test_a_notebook_is_out_of_date_when_its_lesson_changed_and_when_it_was_edited(course):
+    lesson, book = course / "lessons" / "01_one.py", course / "notebooks" / "01_one.ipynb"
+    assert notebooks.stale() == []
+    lesson.write_text(LESSON.replace("the rest", "the rests"))
+    assert notebooks.stale() == ["01_one.ipynb"]
+    notebooks.write()
+    assert notebooks.stale() == []
+    book.write_text(book.read_text().replace("the rests", "all of it"))
+    assert notebooks.stale() == ["01_one.ipynb"]
+
+
+def test_a_missing_notebook_and_one_without_a_lesson_are_out_of_date(course):
+    (course / "notebooks" / "01_one.ipynb").rename(course / "notebooks" / "02_two.ipynb")
+    assert notebooks.stale() == ["01_one.ipynb", "02_two.ipynb"]
+    notebooks.write()
+    assert [path.name for path in (course / "notebooks").iterdir()] == ["01_one.ipynb"]
+
+
+def test_check_changes_nothing_and_ends_with_one(course, monkeypatch):
+    (course / "lessons" / "01_one.py").write_text(LESSON + "\nprint('more')\n")
+    before = (course / "notebooks" / "01_one.ipynb").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["notebooks", "--check"])
+    with pytest.raises(SystemExit, match=r"out of date: 01_one.ipynb; run make notebooks"):
+        notebooks.main()
+    assert (course / "notebooks" / "01_one.ipynb").read_bytes() == before
+
+
+def test_the_install_cell_comes_after_what_needs_no_install(course):
+    book = nbformat.reads((course / "notebooks" / "01_one.ipynb").read_text(), as_version=4)
+    badge, title, look, install, rest = [cell.source for cell in book.cells]
+    assert "colab-badge.svg" in badge
+    assert (title, look, rest) == ("# 01. A lesson", 'print("a look at the machine")', 'print("the rest")')
+    assert install == notebooks.INSTALL
+
+
+@pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)
+def test_a_notebook_is_clean_and_opens_in_colab(lesson):
+    book = nbformat.reads(notebooks.make(lesson), as_version=4)
+    nbformat.validate(book)
+    path = f"/cria-tricks/cria_tricks/blob/main/notebooks/{lesson.stem}.ipynb"
+    assert f"(https://colab.research.google.com/github{path})" in book.cells[0].source
+    assert len({cell.id for cell in book.cells}) == len(book.cells)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert code
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+def test_the_capstone_asks_colab_for_a_t4():
+    book = nbformat.reads((notebooks.NOTEBOOKS / "17_kwanzaa.ipynb").read_text(), as_version=4)
+    assert book.metadata.accelerator == "GPU"
+    assert book.metadata.colab.gpuType == "T4"
+
+
+def test_the_same_lesson_gives_the_same_bytes(course):
+    lesson = course / "lessons" / "01_one.py"
+    assert notebooks.make(lesson) == notebooks.make(lesson)
+
+
+def test_what_is_there_is_not_installed_again(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: pytest.fail("pip was called"))
+    exec(notebooks.INSTALL, {})
+
+
+def test_installing_holds_what_is_there_and_leaves_out_what_is_not(monkeypatch):
+    asked = {}
+
+    def pip(command, check):
+        asked["words"] = command
+        asked["held"] = Path(command[command.index("--constraint") + 1]).read_text().splitlines()
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", pip)
+    exec(notebooks.INSTALL.replace("bitsandbytes", "no-such-package"), {})
+    there = [name for name in notebooks.KEPT if name != "bitsandbytes"]
+    assert {"torch", "transformers", "peft", "numpy"} <= set(there)
+    assert asked["held"] == [f"{name}=={importlib.metadata.version(name)}" for name in there]
+    assert asked["words"][:4] == [sys.executable, "-m", "pip", "install"]
+    assert asked["words"][-1] == f"cria_tricks @ git+{notebooks.REPOSITORY}@main"
+    assert "--upgrade" not in asked["words"]

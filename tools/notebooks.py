@@ -1,0 +1,118 @@
+"""lessons/NN_name.py -> notebooks/NN_name.ipynb for Colab, one way: ``make notebooks``.
+
+A notebook is its lesson with a badge on top and, before the first code, a cell that installs what is missing. It has
+no outputs, and nothing in it depends on when or where it was made, so the same lesson gives the same bytes. It is
+never edited: what is changed there is lost. A lesson says in its header what it needs (``accelerator: GPU``).
+"""
+
+import argparse
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS, NOTEBOOKS = ROOT / "lessons", ROOT / "notebooks"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+BRANCH = "main"
+BEFORE_INSTALL = "before-install"
+"""The tag of cells that need nothing installed, such as a look for the GPU."""
+
+BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]} | {"numpy"})
+_INSTALL = r"""
+# Installs cria_tricks where it is missing, and with it only what is missing. What it needs and is here already keeps
+# its version, torch and transformers before all; if that cannot be, pip stops and says what is in the way.
+import contextlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import tempfile
+
+KEPT = "NAMES"
+if importlib.util.find_spec("cria_tricks") is None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
+        for name in KEPT.split():
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                held.write(f"{name}=={importlib.metadata.version(name)}\n")
+        held.flush()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", held.name]
+        subprocess.run([*pip, "cria_tricks @ git+REPOSITORY@BRANCH"], check=True)
+    importlib.invalidate_caches()
+"""
+INSTALL = _INSTALL.strip().replace("NAMES", " ".join(KEPT)).replace("REPOSITORY", REPOSITORY).replace("BRANCH", BRANCH)
+
+
+def lessons() -> list[Path]:
+    """The lessons, in their order."""
+    return sorted(LESSONS.glob("[0-9][0-9]_*.py"))
+
+
+def colab_address(name: str) -> str:
+    """Where Colab opens a notebook of ours."""
+    owner_and_name = REPOSITORY.partition("github.com/")[2]
+    return f"https://colab.research.google.com/github/{owner_and_name}/blob/{BRANCH}/notebooks/{name}.ipynb"
+
+
+def make(lesson: Path) -> str:
+    """The text of a lesson's notebook."""
+    book = jupytext.read(lesson, fmt="py:percent")
+    cells = book.cells
+    badge = nbformat.v4.new_markdown_cell(f"[![Open in Colab]({BADGE})]({colab_address(lesson.stem)})")
+    install = nbformat.v4.new_code_cell(INSTALL)
+    place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
+    book.cells = [badge, *cells[:place], install, *cells[place:]]
+    for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
+        cell["id"] = f"{lesson.stem.replace('_', '-')[:50]}-{number:03d}"
+    needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
+    book.metadata = nbformat.from_dict(
+        {
+            **needs,
+            "colab": {"provenance": [], "toc_visible": True, **({"gpuType": "T4"} if needs else {})},
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    book.nbformat, book.nbformat_minor = 4, 5
+    nbformat.validate(book)
+    return nbformat.writes(book, version=nbformat.NO_CONVERT) + "\n"
+
+
+def stale() -> list[str]:
+    """Notebooks that are missing, differ from their lesson, or have none."""
+    wanted = {f"{lesson.stem}.ipynb": make(lesson) for lesson in lessons()}
+    there = {path.name: path.read_text(encoding="utf-8") for path in NOTEBOOKS.glob("*.ipynb")}
+    return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+
+
+def write() -> None:
+    """Write every notebook, and remove those without a lesson."""
+    NOTEBOOKS.mkdir(exist_ok=True)
+    for lesson in lessons():
+        (NOTEBOOKS / f"{lesson.stem}.ipynb").write_text(make(lesson), encoding="utf-8")
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        if not (LESSONS / f"{path.stem}.py").exists():
+            path.unlink()
+
+
+def _early(cell: nbformat.NotebookNode) -> bool:
+    return BEFORE_INSTALL in cell.metadata.get("tags", [])
+
+
+def main() -> None:
+    """Write the notebooks, or with ``--check`` say which are out of date."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if one is out of date")
+    if not parser.parse_args().check:
+        write()
+    elif out_of_date := stale():
+        sys.exit(f"out of date: {', '.join(out_of_date)}; run make notebooks")
+
+
+if __name__ == "__main__":
+    main()
