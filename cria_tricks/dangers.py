@@ -64,9 +64,12 @@ def program(folder: Path, but: Collection[str] = ()) -> str:
         try:
             with path.open("rb") as file:
                 start = file.read(8)
-            if start.startswith(_ARCHIVES) or (start[:1] == b"\x80" and start[1:2] <= b"\x05" and len(start) > 1):
+            # A safetensors file begins with the length of its header, which may look like a pickle's first bytes.
+            tensors = path.suffix.lower() == ".safetensors"
+            why = _no_safetensors(path) if tensors else ""
+            if (why or not tensors) and _begins_like_a_program(start):
                 return f"{name} is a pickle or an archive by its first bytes, whatever its name says"
-            if path.suffix.lower() == ".safetensors" and (why := _no_safetensors(path)):
+            if why:
                 return f"{name} is no safetensors file: {why}"
             if name.endswith(("config.json", "index.json")) and (why := _asks_for(path)):
                 return f"{name}: {why}"
@@ -80,6 +83,10 @@ def _everything(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
         folders.sort()
         yield from (Path(place) / name for name in sorted([*folders, *files]))
+
+
+def _begins_like_a_program(start: bytes) -> bool:
+    return start.startswith(_ARCHIVES) or (start[:1] == b"\x80" and start[1:2] <= b"\x05" and len(start) > 1)
 
 
 def _no_safetensors(path: Path) -> str:

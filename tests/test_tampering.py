@@ -153,6 +153,15 @@ def test_a_pickle_of_the_oldest_kind_is_no_safetensors_file(foreign, tmp_path):
         refuse_unsafe(foreign)
 
 
+def test_a_header_whose_length_looks_like_a_pickle_is_a_header(foreign):
+    """0x0480 bytes: the file begins as pickles of protocol 4 do."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(0x0480)
+    content = len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
+    assert content.startswith(b"\x80\x04")
+    (foreign / "adapter_model.safetensors").write_bytes(content)
+    refuse_unsafe(foreign)
+
+
 def test_a_safetensors_file_with_something_behind_its_end_is_none(foreign):
     with (foreign / "adapter_model.safetensors").open("ab") as file:
         file.write(b"PK\x03\x04")
