@@ -9,7 +9,7 @@ import pytest
 from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, read
 from tests.kwanzaa.made import answer
 
-LEFT_OUT = object()
+LEFT_OUT = "left out"
 BROKEN = {
     "missing field": [
         ("version", LEFT_OUT), ("answer", LEFT_OUT), ("sources", LEFT_OUT), ("retrieval_summary", LEFT_OUT),
