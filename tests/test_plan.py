@@ -33,7 +33,7 @@ def test_all_off_is_plain_fp32():
 
 def test_the_capstone_on_a_t4():
     capstone = resolve(recipes.kwanzaa(T4), T4)
-    assert capstone.model == {"dtype": "float16", "attn_implementation": "sdpa"}
+    assert capstone.model == {"dtype": "float16", "attn_implementation": "sdpa_expanded"}
     assert capstone.quantization == {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -43,9 +43,18 @@ def test_the_capstone_on_a_t4():
     assert capstone.training["fp16"] is True
     assert capstone.training["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     assert capstone.optimizer == {"bits": 8, "paged": True}
-    assert capstone.after_load == ("prepare_for_kbit_training", "add_adapter")
+    assert capstone.after_load == ("add_adapter", "adapter_inputs_uncast")
     assert capstone.warnings == ()
     json.dumps(capstone.to_dict())
+
+
+def test_the_capstone_repeats_keys_only_where_a_card_needs_it():
+    newer = Device("cuda", "Ampere", (8, 0), real_bf16=True, memory_bytes=T4.memory_bytes)
+    tricks = {device: recipes.kwanzaa(device).tricks for device in (T4, newer)}
+    assert (tricks[T4].expand_kv, tricks[newer].expand_kv) == (True, False)
+    assert tricks[T4].lean_preparation
+    assert tricks[newer].lean_preparation
+    assert resolve(recipes.kwanzaa(newer), newer).warnings == ()
 
 
 def test_full_fine_tuning_in_16_bits_keeps_fp32_master_weights():
