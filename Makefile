@@ -45,7 +45,7 @@ bench-overhead: $(READY)
 bench-packing: $(READY)
 	$(VENV)/bin/python -m benchmarks.packing
 
-# The estimate by hand against the dry run, 204 cases: most of an hour on two cores. What is in the result file already
+# The estimate by hand against the dry run, 204 cases: 40 minutes on one core. What is in the result file already
 # is not counted again.
 bench-estimate: $(READY)
 	$(VENV)/bin/python -m benchmarks.estimate_error

@@ -35,6 +35,11 @@ def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
     return TokenRows(rows, cut=0, dropped=0)
 
 
+def settings_of(words: str) -> list[str]:
+    """A toggle set as settings: words of the command line, where ``tricks.`` may be left out."""
+    return [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]
+
+
 class Steps(NamedTuple):
     """What real steps held.
 

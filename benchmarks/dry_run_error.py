@@ -1,6 +1,6 @@
 """How wrong the dry run is: its peak bytes beside those of real CPU steps of SmolLM2, one toggle set after another.
 
-    python -m benchmarks.dry_run_error                 # 24 sets at 128 tokens: 15 minutes on two cores
+    python -m benchmarks.dry_run_error                 # 24 sets at 128 tokens: 20 minutes on one core
     python -m benchmarks.dry_run_error --tokens 512
 
 A real step is two optimizer steps of the trainer, all storages counted from the first on. Every set has freshly loaded
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.common import stamp, train_two_steps, write
+from benchmarks.common import settings_of, stamp, train_two_steps, write
 from cria_tricks import models
 from cria_tricks.memory.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
@@ -49,13 +49,13 @@ peft=side_network
 train.batch_size=2 peft=lora attention=sdpa precision=bf16
 train.batch_size=2 peft=lora quantization=nf4 precision=bf16 lean_preparation=true double_quantization=true \
 gradient_checkpointing=true chunked_loss=true optimizer=adamw_8bit attention=sdpa gradient_accumulation=2
-"""
+"""[1:-1].split("\n")
 """A set a line, as on the command line, without ``tricks.``."""
 
 
-def compare(words: list[str], tokens: int) -> dict[str, Any]:
+def compare(words: str, tokens: int) -> dict[str, Any]:
     """Train two steps on nothing and two for real."""
-    settings = [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words]
+    settings = settings_of(words)
     recipe = with_settings(Recipe(model="smollm2"), [*settings, f"data.max_length={tokens}"])
     plan, weights = resolve(recipe), models.find(recipe.model)
     real = train_two_steps(recipe, plan, weights)
@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
     console, cases = Console(), []
-    for line in SETS[1:-1].split("\n"):
-        cases.append(compare(line.split(), chosen.tokens))
+    for line in SETS:
+        cases.append(compare(line, chosen.tokens))
         console.print(f"{cases[-1]['error']:+.5%}  {line or 'all off'}", highlight=False)
     errors = [abs(case["error"]) for case in cases]
     recipe = with_settings(Recipe(model="smollm2"), [f"data.max_length={chosen.tokens}"])

@@ -1,6 +1,6 @@
 """How far the estimate by hand is off: against the dry run, on whole models, over batches, lengths and toggle sets.
 
-    python -m benchmarks.estimate_error                             # all 204 cases: most of an hour on two cores
+    python -m benchmarks.estimate_error                             # all 204 cases: 40 minutes on one core
     python -m benchmarks.estimate_error --only llama-3.2-1b         # one model's
     python -m benchmarks.estimate_error --show                      # the table of what is there
 

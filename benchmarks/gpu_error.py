@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_error                          # under a T4's rules: 22 toggle sets at 512 and 2,048 tokens
     python -m benchmarks.gpu_error --only 3 --only 14       # some of the sets, by their number
-    python -m benchmarks.gpu_error --shape tiny             # anywhere, in a minute: does it run?
+    python -m benchmarks.gpu_error --shape tiny             # anywhere: does it run?
 
 Llama-3.2-1B's shape with random weights: bytes do not depend on what is in them. ``CUBLAS_WORKSPACE_CONFIG`` is pinned
 to what a T4's default is, and the workspaces are billed, as torch takes them from the allocator that is read here. A
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.common import lengths_of_a_batch, path_of, stamp, train_two_steps, write
+from benchmarks.common import lengths_of_a_batch, path_of, settings_of, stamp, train_two_steps, write
 from cria_tricks import models
 from cria_tricks.catalogue import CONFIGS
 from cria_tricks.errors import OutOfMemory, is_out_of_memory
@@ -67,8 +67,7 @@ TOKENS = (512, 2048)
 
 def run(shape: str, words: str, tokens: int) -> dict[str, Any]:
     """Count one case twice, then run it."""
-    settings = [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]
-    recipe = with_settings(Recipe(model=f"random:{shape}"), [*settings, f"data.max_length={tokens}"])
+    recipe = with_settings(Recipe(model=f"random:{shape}"), [*settings_of(words), f"data.max_length={tokens}"])
     plan, weights = resolve(recipe), models.find(recipe.model)
     lengths = lengths_of_a_batch(recipe, plan)
     trained, rows = sum(lengths) - len(lengths), recipe.train.batch_size

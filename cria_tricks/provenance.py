@@ -1,12 +1,12 @@
 """Where an adapter comes from: everything that decided its numbers, as plain data for provenance.json and the card."""
 
-import hashlib
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import cria_tricks
+from cria_tricks import durable
 from cria_tricks.data.sources import Source
 from cria_tricks.models import Weights
 
@@ -66,7 +66,7 @@ def base(weights: Weights) -> dict[str, Any]:
     if not folder.is_dir():
         return {"name": weights.name, "kind": "hub", "revision": _cached_commit(weights.path)}
     kind = "random" if weights.name.startswith("random:") else "folder" if weights.path == weights.name else "wheel"
-    files = {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+    files = {path.name: durable.entry(path)["sha256"] for path in sorted(folder.glob("*.safetensors"))}
     return {"name": weights.name, "kind": kind, "weights": files}
 
 
@@ -99,8 +99,3 @@ def _cached_commit(hub_id: str) -> str | None:
 
     found = try_to_load_from_cache(hub_id, "config.json")  # .../snapshots/COMMIT/config.json
     return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

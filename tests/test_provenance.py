@@ -109,7 +109,8 @@ def test_the_commit_is_this_checkouts_and_an_installed_package_has_none(tmp_path
     git(copied, "commit", "-qm", "x")
     (copied / ".gitignore").write_text("__pycache__\n")
     assert told(copied) == {"commit": git(copied, "rev-parse", "HEAD"), "changed": False}
-    (copied / "cria_tricks" / "units.py").write_text("# changed\n")
+    with (copied / "cria_tricks" / "units.py").open("a") as file:
+        file.write("# changed\n")
     assert told(copied)["changed"] is True
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cria_tricks import durable
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
@@ -33,12 +34,9 @@ def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
 
 def fingerprint(folder: Path) -> str:
     """A hash of what decides a folder's answers: all of its files but the card and the manifest."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name not in ("README.md", "manifest.json"):
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hash_of(found)
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    deciding = (path for path in files if path.name not in ("README.md", durable.MANIFEST))
+    return hash_of({path.name: durable.entry(path)["sha256"] for path in deciding})
 
 
 def hash_of(data: Any) -> str:
