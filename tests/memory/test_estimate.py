@@ -3,6 +3,7 @@
 from types import ModuleType
 
 import pytest
+import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.memory import block
@@ -131,6 +132,8 @@ SAMPLE = [
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):
     """Never more than 1 % under, at most 5 % over. All of it: ``make bench-estimate``."""
+    if model == "mixtral-8x7b" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        pytest.skip("this transformers shapes the gradients of experts by numbers")
     case = {"model": model, "device": device, "num_hidden_layers": blocks}
     by_hand, by_dry_run = bill(toggles, batch, tokens, **case).peak_bytes, counted(toggles, batch, tokens, **case)
     error = by_hand / by_dry_run - 1
