@@ -7,7 +7,7 @@ from typing import Any
 from cria_tricks import provenance
 from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.models import is_hub_id
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.units import human
 
 _LICENCES = {SMOLLM2: "apache-2.0"}
@@ -66,7 +66,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "## Use",
             "",
             "```python",
-            _use(base, recipe.tricks.peft) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            _use(base, recipe.tricks) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
             "```",
             "",
             "## Recipe",
@@ -105,7 +105,7 @@ def merged_card(name: str, base: str, dtype: str, check: Mapping[str, Any]) -> s
             "## Use",
             "",
             "```python",
-            _use(base, "none") + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            _use(base, Tricks()) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
             "```",
             "",
             *_licence_note(base),
@@ -194,7 +194,8 @@ def _switched(tricks: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]) or "none"
 
 
-def _use(base: str, peft: str) -> str:
+def _use(base: str, tricks: Tricks) -> str:
+    peft = tricks.peft
     if peft == "side_network":
         return f'from cria_tricks.chat import open_folder\n\nmodel, tokenizer = open_folder("{HERE}")\n'
     if peft == "none":
@@ -202,12 +203,25 @@ def _use(base: str, peft: str) -> str:
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n'
         )
+    if tricks.quantization == "none":
+        imports, config, chosen = "", "", ""
+    else:
+        imports, chosen = ", BitsAndBytesConfig", ", quantization_config=rounded"
+        config = "# It learnt beside rounded matrices, and its loss is another beside the published ones.\n"
+        config += f"rounded = BitsAndBytesConfig({_bits(tricks)})\n"
     return (
         "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
+        f"from transformers import AutoModelForCausalLM, AutoTokenizer{imports}\n\n{config}"
+        f'base = AutoModelForCausalLM.from_pretrained("{base}"{chosen})\n'
         f'model = PeftModel.from_pretrained(base, "{HERE}")\n'
     )
+
+
+def _bits(tricks: Tricks) -> str:
+    if tricks.quantization == "int8":
+        return "load_in_8bit=True"
+    twice = ", bnb_4bit_use_double_quant=True" if tricks.double_quantization else ""
+    return f'load_in_4bit=True, bnb_4bit_quant_type="{tricks.quantization}"{twice}'
 
 
 def _table(first: str, second: str, rows: Sequence[tuple[str, str]]) -> list[str]:

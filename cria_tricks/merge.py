@@ -1,4 +1,7 @@
-r"""A LoRA adapter merged into its unquantised base: one model in 16 bits, held against the unmerged one.
+r"""A LoRA adapter merged into its base: one model in 16 bits, held against the unmerged one.
+
+The base is what it was in training: matrices that were quantised then are rounded the same way and unpacked, because
+the adapter has learnt to make up for that rounding too.
 
 W' = W + s B A (DoRA: with each output feature brought to its learnt length) is computed in fp32 and rounded once to
 16 bits. A number so rounded is off by at most u times its size, u = 2^-8 in bf16 and 2^-11 in fp16. How far that moves

@@ -271,7 +271,8 @@ really = ["--yes"] if PUBLISH_AS else []
 cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
 
 # %% [markdown]
-# Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it.
+# Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it, over a base that is
+# rounded as it was here; the card has the lines.
 #
 # ## 6. Where it breaks
 # Two failures on purpose. Both end in one line that says what to do, and both leave what was there untouched.

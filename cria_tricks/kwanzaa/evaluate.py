@@ -125,7 +125,7 @@ def _answers(
     folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """The answers of the adapter, and of its base if asked for; and what they were made with."""
-    from cria_tricks.chat import open_folder
+    from cria_tricks.chat import open_folder, quantization_of
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
     from cria_tricks.report import versions
 
@@ -133,8 +133,10 @@ def _answers(
     console.print(f"loading {folder}, writing to {place}")
     model, tokenizer = open_folder(folder)
     prompts = prompt_ids(source.rows, tokenizer)
+    rounded = quantization_of(folder)
     with_what = {
         "base": below or _base_name(folder, must=False),
+        "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "max_new_tokens": settings.max_new_tokens,

@@ -39,7 +39,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     systems = found["systems"]
     names = list(systems)
     kinds = dict.fromkeys(kind for system in systems.values() for kind in system["violations"])
-    with_what = [f"{key} {found[key]}" for key in ("base", "dtype", "device", "max_new_tokens") if found.get(key)]
+    with_what = [
+        f"{key} {found[key]}" for key in ("base", "quantization", "dtype", "device", "max_new_tokens") if found.get(key)
+    ]
     versions = [f"{name} {version}" for name, version in found.get("versions", {}).items()]
     lines = [
         "# Evaluation",
@@ -53,8 +55,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         "Mean over the rows; in brackets the middle 95 % of 10,000 bootstrap draws of the rows.",
         "",
         *_table(*scores_table(found)),
-        "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`. The loss is that of unquantised weights "
-        "on whole rows, so it is not the training report's, and the lower the better.",
+        "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`. The loss is on whole rows, "
+        "none of them cut, so it is not quite the training report's; the lower the better.",
         "",
         "## Counts",
         "",

@@ -1,0 +1,83 @@
+"""An adapter is used over the base that it learnt beside: rounded, if that was rounded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cria_tricks import models
+from cria_tricks.card import HERE
+from cria_tricks.chat import open_folder, quantization_of
+from cria_tricks.data.chat import read_jsonl
+from cria_tricks.kwanzaa.generate import reference_loss
+from cria_tricks.merge import CPU, merge
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+
+ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
+KINDS = {
+    "nf4": ("quantization=nf4", "peft=lora"),
+    "double": ("quantization=nf4", "double_quantization=true", "peft=lora"),
+    "fp4": ("quantization=fp4", "peft=lora"),
+    "side": ("quantization=nf4", "peft=side_network"),
+}
+
+
+def trained(tmp_path, *toggles: str) -> tuple[Path, dict]:
+    """An adapter that has moved far, and the report of its training; no row is cut."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))
+    settings = [
+        "model=random:tiny", "train.max_steps=3", "train.learning_rate=0.01", "train.warmup_ratio=0", "lora.r=4",
+        f"data.train={few}", f"data.eval={few}", *(f"tricks.{toggle}" for toggle in toggles),
+    ]  # fmt: skip
+    report = train(with_settings(Recipe(name="rounded"), settings), tmp_path / "run")
+    return tmp_path / "run" / "adapter", report
+
+
+def loss_of(model, tokenizer, rows: Path) -> float:
+    losses = [reference_loss(model, tokenizer, chat) for chat in read_jsonl(rows)]
+    return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path):
+    folder, report = trained(tmp_path, *KINDS[kind])
+    model, tokenizer = open_folder(folder, CPU, torch.float32)
+    assert loss_of(model, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=2e-4)
+    (folder / "manifest.json").unlink()
+    (folder / "recipe.toml").unlink()  # as an adapter of somebody else, who does not say
+    other, _ = open_folder(folder, CPU, torch.float32)
+    apart = abs(loss_of(other, tokenizer, tmp_path / "few.jsonl") - report["eval_loss_after"])
+    assert apart > 2e-3, "over the published matrices it is another model"
+
+
+def test_the_merged_model_is_the_trained_one(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder, report = trained(tmp_path, *KINDS["double"])
+    merge(folder)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32).eval()
+    _, tokenizer = open_folder(folder, CPU, torch.float32)
+    assert not hasattr(whole.config, "quantization_config")
+    assert loss_of(whole, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=5e-3)
+
+
+def test_the_card_loads_it_so_with_plain_peft(tmp_path):
+    folder, report = trained(tmp_path, *KINDS["double"])
+    text = (folder / "README.md").read_text()
+    assert 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)' in text
+    code = text.split("```python\n")[1].split("```")[0]
+    code = code.replace('"random:tiny"', repr(models.find("random:tiny").path)).replace(f'"{HERE}"', repr(str(folder)))
+    found: dict = {}
+    exec(code, found)
+    assert loss_of(found["model"].eval(), found["tokenizer"], tmp_path / "few.jsonl") == pytest.approx(
+        report["eval_loss_after"], abs=0.02
+    )  # its products are in fp16 or fp32, as bitsandbytes chooses
+
+
+def test_what_was_rounded_is_read_from_the_recipe(tmp_path):
+    assert quantization_of(tmp_path).quantization == "none"
+    (tmp_path / "recipe.toml").write_text('[tricks]\nquantization = "int8"\npeft = "lora"\n')
+    assert quantization_of(tmp_path).quantization == "int8"
+    assert quantization_of(tmp_path).peft == "none"
