@@ -11,7 +11,7 @@ from cria_tricks.chat import open_folder, quantization_of
 from cria_tricks.data.chat import read_jsonl
 from cria_tricks.kwanzaa.generate import reference_loss
 from cria_tricks.merge import CPU, merge
-from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.run import train
 
 ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
@@ -41,15 +41,16 @@ def loss_of(model, tokenizer, rows: Path) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path):
+def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path, monkeypatch):
     folder, report = trained(tmp_path, *KINDS[kind])
     model, tokenizer = open_folder(folder, CPU, torch.float32)
     assert loss_of(model, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=2e-4)
-    (folder / "manifest.json").unlink()
-    (folder / "recipe.toml").unlink()  # as an adapter of somebody else, who does not say
+    monkeypatch.setattr("cria_tricks.chat.quantization_of", lambda folder: Tricks())
     other, _ = open_folder(folder, CPU, torch.float32)
-    apart = abs(loss_of(other, tokenizer, tmp_path / "few.jsonl") - report["eval_loss_after"])
-    assert apart > 2e-3, "over the published matrices it is another model"
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        apart = (model(ids).logits - other(ids).logits).abs().max()
+    assert apart > 1e-2, "over the published matrices it is another model"
 
 
 def test_the_merged_model_is_the_trained_one(tmp_path):
