@@ -23,7 +23,7 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
 
     An adapter that learnt beside quantised matrices has learnt to make up for their rounding too, so it gets the same
     rounded numbers, unpacked: over the base as it was published the loss is another (``kwanzaa_small`` on the 27 real
-    rows: 0.618 instead of 0.489).
+    rows: 0.618 instead of 0.489). What int8 rounds in every product, the activations, stays as it is.
 
     Args:
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
@@ -43,8 +43,8 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
     folder, device = usable_path("adapter", folder), device or this_device()
     dtype = dtype or _dtype(device)
     config, base = base_of(folder)
+    rounded = _rounding(folder, device)
     try:
-        rounded = _rounding(folder, device)
         model = AutoModelForCausalLM.from_pretrained(
             base.path if base else folder,
             dtype=dtype,
@@ -62,8 +62,6 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
         elif base:
             model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except BadInput:
-        raise
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
         if is_out_of_memory(error):
             raise

@@ -23,6 +23,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import packing, resolve
 from cria_tricks.tricks.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
+from tests.memory.cases import skip_experts_shaped_by_numbers
 
 BLOCKS, TOKENS = 3, 32
 
@@ -139,8 +140,7 @@ def test_shapes_that_depend_on_numbers_are_said_in_one_line(monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_goes_through(name):
     """Of each model one block, in full, with LoRA and with all of QLoRA; weights as many as its shape has."""
-    if name == "mixtral-8x7b" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-        pytest.skip("this transformers shapes the gradients of experts by numbers")
+    skip_experts_shaped_by_numbers(name)
     raw = {**FAMILIES[name], "num_hidden_layers": 1}
     config, shape = AutoConfig.for_model(**raw), shape_of(raw, name)
     targets = "lora.target_modules=q_proj,k_proj,v_proj,o_proj"  # an expert is no linear

@@ -3,14 +3,13 @@
 from types import ModuleType
 
 import pytest
-import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.memory import block
 from cria_tricks.memory.estimate import CONTEXT, WORKSPACES, MemoryEstimate, moments
 from cria_tricks.tricks import TRICKS, trick_name
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
-from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe
+from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
 
 MIB = 2**20
 SETS = (
@@ -132,8 +131,7 @@ SAMPLE = [
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):
     """Never more than 1 % under, at most 5 % over. All of it: ``make bench-estimate``."""
-    if model == "mixtral-8x7b" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-        pytest.skip("this transformers shapes the gradients of experts by numbers")
+    skip_experts_shaped_by_numbers(model)
     case = {"model": model, "device": device, "num_hidden_layers": blocks}
     by_hand, by_dry_run = bill(toggles, batch, tokens, **case).peak_bytes, counted(toggles, batch, tokens, **case)
     error = by_hand / by_dry_run - 1
