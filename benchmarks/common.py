@@ -1,15 +1,13 @@
 """What the benchmarks share: rows of the real lengths, and result files that say where they come from."""
 
-import datetime
-import gc
 import json
-import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from cria_tricks.cases import free_memory
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.hardware import this_device
@@ -18,10 +16,25 @@ from cria_tricks.measure import Meter
 from cria_tricks.models import Weights
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
-from cria_tricks.report import versions
+from cria_tricks.results import folder_of
 from cria_tricks.trainer import fit
 
 HERE = Path(__file__).parent
+
+
+GROWTH = {
+    "kept": "peft=lora precision=best attention=best",
+    "checkpointed": "peft=lora precision=best attention=best gradient_checkpointing=true",
+    "lean": "peft=lora precision=best attention=best gradient_checkpointing=true chunked_loss=true quantization=nf4 "
+    "double_quantization=true lean_preparation=true optimizer=adamw_8bit",
+}
+"""Toggles whose growth is counted and measured: everything kept, blocks computed again, and nearly all."""
+
+
+def real_lengths(rows: int, tokens: int) -> list[int]:
+    """Lengths of the first real rows, which have at most 2,048 tokens, brought to ``tokens``."""
+    lengths = json.loads((HERE / "kwanzaa_lengths.json").read_text())["train"][:rows]
+    return [max(2, length * tokens // 2048) for length, _ in lengths]
 
 
 def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
@@ -33,11 +46,6 @@ def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
         ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
     return TokenRows(rows, cut=0, dropped=0)
-
-
-def settings_of(words: str) -> list[str]:
-    """A toggle set as settings: words of the command line, where ``tricks.`` may be left out."""
-    return [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]
 
 
 class Steps(NamedTuple):
@@ -77,29 +85,16 @@ def train_two_steps(recipe: Recipe, plan: Plan, weights: Weights) -> Steps:
         with tempfile.TemporaryDirectory() as folder:
             run = fit(load(plan, weights), plan, settings, rows, [], Checkpoints(Path(folder)), pad_id=2, meter=meter)
     finally:
-        gc.collect()
-        if plan.device.kind == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
     peak = max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
     reserved = meter.phases["train"].get("reserved_bytes")
     return Steps(peak, reserved, sum(lengths) - len(lengths), run.attention_kernel)
 
 
-def stamp(recipe: Recipe | None = None) -> dict[str, Any]:
-    """When, on what, with which versions, and with which settings if all cases share some."""
-    settings = {"recipe": recipe.model_dump(mode="json")} if recipe else {}
-    return settings | {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": this_device().name,
-        "versions": versions(),
-    }
-
-
 def path_of(case: str, results: Path | None = None) -> Path:
     """Name ``results/DEVICE/CASE.json``, where DEVICE is ``cpu`` or the card's name."""
     device = this_device()
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower().removeprefix("nvidia")).strip("-")
-    return (results or HERE / "results") / ("cpu" if device.kind == "cpu" else name) / f"{case}.json"
+    return (results or HERE / "results") / folder_of(device.kind, device.name) / f"{case}.json"
 
 
 def write(case: str, result: dict[str, Any], results: Path | None = None) -> Path:

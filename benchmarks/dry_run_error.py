@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.common import settings_of, stamp, train_two_steps, write
+from benchmarks.common import train_two_steps, write
 from cria_tricks import models
+from cria_tricks.cases import settings_of, stamp
 from cria_tricks.memory.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import path_of, stamp, write
+from benchmarks.common import path_of, write
+from cria_tricks.cases import stamp
 from cria_tricks.hardware.cards import find_card
 from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_config, find_shape

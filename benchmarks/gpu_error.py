@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.common import lengths_of_a_batch, path_of, settings_of, stamp, train_two_steps, write
+from benchmarks.common import lengths_of_a_batch, path_of, train_two_steps, write
 from cria_tricks import models
+from cria_tricks.cases import settings_of, stamp
 from cria_tricks.catalogue import CONFIGS
 from cria_tricks.errors import OutOfMemory, is_out_of_memory
 from cria_tricks.hardware import profile, this_device

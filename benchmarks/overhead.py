@@ -9,94 +9,30 @@ no evaluation and no checkpoint. Who goes first changes from pair to pair.
 """
 
 import argparse
-import gc
 import importlib.metadata
-import itertools
 import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from bitsandbytes.optim import GlobalOptimManager
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainerCallback, set_seed
 
-from benchmarks.common import stamp, write
-from benchmarks.peers import bare_loop, trl_sft
+from benchmarks.common import write
+from benchmarks.peers import trl_sft
+from benchmarks.peers.job import Job
 from cria_tricks import models, recipes
-from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.cases import stamp
 from cria_tricks.data import sources
-from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.load import load, load_tokenizer
+from cria_tricks.load import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.trainer import fit
-from cria_tricks.tricks import resolve
 
 
-class Clock(TrainerCallback):
-    """When each optimizer step ended, the device's work included."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def mark(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.mark()
-
-
-class Job:
-    """One training job, and the three ways to do it.
-
-    Args:
-        recipe: what to train; its ``train.max_steps`` says how long.
-    """
-
-    def __init__(self, recipe: Recipe):
-        self.settings, self.plan = recipe.train, resolve(recipe)
-        self.weights = models.find(recipe.model)
-        self.tokenizer = load_tokenizer(self.weights)
-        chats = sources.find(recipe.data.train, "train").rows
-        rows = tokenize(chats, self.tokenizer, recipe.data.max_length).rows
-        accumulation = recipe.tricks.gradient_accumulation
-        wanted = recipe.train.max_steps * accumulation * recipe.train.batch_size
-        self.rows = list(itertools.islice(itertools.cycle(rows), wanted))
-        pad = PadToLongest(self.tokenizer.pad_token_id)
-        windows = bare_loop.windows(self.rows, self.settings, accumulation, pad)
-        self.tokens = [bare_loop.trained_tokens(window) for window in windows]
-
-    def time(self, way: str) -> dict[str, Any]:
-        """Do the job on a freshly loaded model.
-
-        Raises:
-            RuntimeError: if it trained another number of tokens, and so was another job.
-        """
-        GlobalOptimManager.get_instance().initialize()  # what an earlier run registered is not for this one
-        set_seed(self.settings.seed)
-        loaded, clock = load(self.plan, self.weights), Clock()
-        job, pad_id = (loaded, self.plan, self.settings, self.rows), self.tokenizer.pad_token_id
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            if way == "ours":
-                steps = fit(*job, [], Checkpoints(folder), pad_id=pad_id, callbacks=[clock]).training
-                losses, tokens = [s["loss"] for s in steps], sum(s["trained_tokens"] for s in steps)
-            elif way == "bare":
-                losses, tokens = bare_loop.train(*job, pad_id=pad_id, after_step=clock.mark)
-            else:
-                losses, tokens = trl_sft.train(*job, folder, tokenizer=self.tokenizer, callback=clock)
-        if tokens != sum(self.tokens) or len(losses) != len(self.tokens):
-            raise RuntimeError(f"{way} trained {tokens} tokens in {len(losses)} steps, not {self.tokens}")
-        seconds = clock.ends[-1] - clock.ends[0]
-        del loaded, job
-        gc.collect()
-        return {"seconds": seconds, "trained_tokens_per_second": sum(self.tokens[1:]) / seconds, "losses": losses}
+def real_job(recipe: Recipe) -> Job:
+    """The job of a recipe on its own rows."""
+    tokenizer = load_tokenizer(models.find(recipe.model))
+    chats = sources.find(recipe.data.train, "train").rows
+    return Job(recipe, tokenize(chats, tokenizer, recipe.data.max_length).rows, tokenizer)
 
 
 def compare(job: Job, pairs: int, console: Console) -> dict[str, Any]:
@@ -156,7 +92,7 @@ def main() -> None:
     console = Console()
     if not trl_sft.installed():
         console.print("TRL is not installed, so it is not measured; pip install 'cria_tricks[peers]'", markup=False)
-    result = stamp(recipe) | compare(Job(recipe), chosen.pairs, console)
+    result = stamp(recipe) | compare(real_job(recipe), chosen.pairs, console)
     if trl_sft.installed():
         result["versions"]["trl"] = importlib.metadata.version("trl")
     path = write("overhead", result, chosen.results)

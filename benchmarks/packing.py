@@ -21,8 +21,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import rows_of_the_real_lengths, stamp, write
+from benchmarks.common import rows_of_the_real_lengths, write
 from cria_tricks import models
+from cria_tricks.cases import stamp
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import load, quiet_libraries
 from cria_tricks.measure import Meter

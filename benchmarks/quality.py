@@ -12,18 +12,17 @@ stopped and begun again. Writes ``benchmarks/results/DEVICE/quality.json``.
 import argparse
 import gc
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import path_of, stamp, write
+from benchmarks.common import path_of, write
+from cria_tricks import tables
+from cria_tricks.cases import stamp
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import train
-from cria_tricks.units import human
 
 BASE = (
     "name=quality",
@@ -80,31 +79,6 @@ def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
     }
 
 
-def show(runs: list[dict[str, Any]]) -> Table:
-    """One row a case: mean and spread over the seeds, and the difference from fp32 seed by seed."""
-    drawn = Table(title="held-out loss after 20 steps, mean per trained token")
-    for column in ("case", "seeds", "loss", "spread", "against fp32", "from ... to", "peak", "trained weights"):
-        drawn.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
-    plain = {r["seed"]: r["eval_loss_after"] for r in runs if r["case"] == "fp32"}
-    for case in CASES:
-        mine = [r for r in runs if r["case"] == case]
-        if not mine:
-            continue
-        losses = [r["eval_loss_after"] for r in mine]
-        apart = [r["eval_loss_after"] - plain[r["seed"]] for r in mine if r["seed"] in plain]
-        drawn.add_row(
-            case,
-            str(len(mine)),
-            f"{statistics.mean(losses):.4f}",
-            f"{max(losses) - min(losses):.4f}",
-            f"{statistics.mean(apart):+.4f}" if apart else "",
-            f"{min(apart):+.4f} to {max(apart):+.4f}" if apart else "",
-            human(max(r["peak_bytes"] for r in mine)),
-            f"{mine[0]['trainable']:,}",
-        )
-    return drawn
-
-
 def main() -> None:
     """Run what is missing, and show all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -115,7 +89,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()
     path, console = path_of("quality", chosen.results), Console()
-    console.width = max(console.width, 110)  # a table with broken cells cannot be read
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
     rows = "kwanzaa_train.jsonl" if chosen.data else Recipe().data.train
     if not chosen.show and (others := {r["data"] for r in runs if rows not in r["data"]}):
@@ -127,7 +100,7 @@ def main() -> None:
                 runs.append(run(case, seed, chosen.data))
                 write("quality", stamp(with_settings(Recipe(), BASE)) | {"runs": runs}, chosen.results)
                 console.print(f"{case}, seed {seed}: {runs[-1]['eval_loss_after']:.4f}", highlight=False)
-    console.print(show(runs))
+    console.print(tables.quality(runs), markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

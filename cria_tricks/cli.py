@@ -115,6 +115,22 @@ def plan(
 
 
 @app.command()
+def report(
+    file: Annotated[Path, typer.Argument(help="What pytest --benchmark-only --benchmark-json FILE wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
+    as_json: Json = False,
+) -> None:
+    """Draw a benchmark run of yours beside the committed ones: the same figures and tables, one device more."""
+    from cria_tricks import beside
+
+    cases = beside.report(file, out)
+    if as_json:
+        print(json.dumps([case.model_dump(mode="json") for case in cases], indent=2, allow_nan=False))
+        return
+    screen.print(f"{len(cases)} cases of {cases[0].device}: {out / 'report.md'}", highlight=False, markup=False)
+
+
+@app.command()
 def tricks(as_json: Json = False) -> None:
     """List the techniques: what each saves, costs and claims, where it is taught, and whether it works here."""
     from cria_tricks import doctor, explain

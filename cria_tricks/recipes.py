@@ -16,7 +16,7 @@ def smoke(device: Device | None = None) -> Recipe:
         data=Data(train="nguzo_saba", eval="nguzo_saba", max_length=1024),
         tricks=Tricks(
             gradient_accumulation=4,
-            precision=_best_precision(device),
+            precision=best_precision(device),
             quantization="nf4",
             double_quantization=True,
             peft="lora",
@@ -43,7 +43,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
         tricks=Tricks(
             gradient_accumulation=8,
             gradient_checkpointing=True,
-            precision=_best_precision(device),
+            precision=best_precision(device),
             quantization="nf4",
             double_quantization=True,
             peft="lora",
@@ -95,7 +95,7 @@ def get(name_or_file: str, device: Device | None = None) -> Recipe:
     raise BadInput(f"unknown recipe {name_or_file}: {hint}")
 
 
-def _best_precision(device: Device | None) -> str:
+def best_precision(device: Device | None) -> str:
     """bf16 where the hardware really has it, fp16 on other GPUs, fp32 on other CPUs."""
     device = device or this_device()
     if device.real_bf16:

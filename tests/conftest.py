@@ -9,11 +9,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_ignore_collect(config):
+    """Not even read the tests when only benchmarks are wanted."""
+    return config.option.benchmark_only or None
+
+
 def pytest_configure(config):
-    """Everything but ``-m gpu`` runs on the CPU, on a machine with a card too; side by side with a core each."""
+    """Tests run on the CPU, on a machine with a card too, but for ``-m gpu``; side by side with a core each."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if "gpu" not in (config.option.markexpr or ""):
+    if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
 
 

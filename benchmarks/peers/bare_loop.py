@@ -79,12 +79,17 @@ def train(
     return torch.stack(losses).tolist(), tokens
 
 
+def order(rows: int, settings: Train) -> list[int]:
+    """The order in which the Trainer's sampler draws so many rows."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(settings.seed)).tolist()
+
+
 def windows(
     rows: Sequence[dict[str, list[int]]], settings: Train, accumulation: int, collate: PadToLongest
 ) -> Iterator[list[Batch]]:
     """The micro-batches of each optimizer step, in the order in which the Trainer's sampler draws the rows."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    micro = [order[at : at + settings.batch_size] for at in range(0, len(order), settings.batch_size)]
+    drawn = order(len(rows), settings)
+    micro = [drawn[at : at + settings.batch_size] for at in range(0, len(drawn), settings.batch_size)]
     for at in range(0, len(micro), accumulation):
         yield [collate([rows[i] for i in batch]) for batch in micro[at : at + accumulation]]
 

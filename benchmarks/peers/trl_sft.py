@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on the same job, as close to ours as its settings go.
+"""TRL's SFTTrainer on the same job, as close to ours as its settings go, or with flags of its own.
 
 Two differences stay, because TRL 1.16 has no switch for them: its loss never builds the full logits, whatever
 ``tricks.chunked_loss`` says, and it also computes the entropy and the top-1 accuracy of every token. One is undone
@@ -6,8 +6,9 @@ here: it rounds the adapters of a quantised model to bf16, and they get their fp
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
@@ -33,6 +34,7 @@ def train(
     *,
     tokenizer: Any,
     callback: TrainerCallback,
+    flags: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[float], int]:
     """Train a loaded model in place, once through the rows.
 
@@ -44,6 +46,7 @@ def train(
         folder: TRL wants one, and writes nothing there.
         tokenizer: the model's; it only pads.
         callback: what keeps the time.
+        flags: arguments of ``SFTConfig`` that are to differ from ours.
 
     Returns:
         The loss of every optimizer step, and how many tokens were trained.
@@ -54,32 +57,33 @@ def train(
     on_cpu = plan.device.kind == "cpu"
     accumulation = plan.training["gradient_accumulation_steps"]
     steps = steps_per_epoch(settings, accumulation, len(rows))
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        use_cpu=on_cpu,
-        optim=OPTIMIZERS[plan.optimizer["bits"], plan.optimizer["paged"]],
-        per_device_train_batch_size=settings.batch_size,
-        gradient_accumulation_steps=accumulation,
-        max_steps=steps,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=int(steps * settings.warmup_ratio),
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        fp16=plan.training.get("fp16", False),
-        bf16=plan.training.get("bf16", False),  # TRL's default is true
-        gradient_checkpointing=plan.training.get("gradient_checkpointing", False),  # TRL's default is true
-        gradient_checkpointing_kwargs=plan.training.get("gradient_checkpointing_kwargs"),
-        max_length=None,  # the rows are cut already
-        packing=False,
-        padding_free=False,
-        logging_steps=1,
-        save_strategy="no",
-        seed=settings.seed,
-        dataloader_pin_memory=not on_cpu,
-        disable_tqdm=True,
-        report_to="none",
-    )
+    ours: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": on_cpu,
+        "optim": OPTIMIZERS[plan.optimizer["bits"], plan.optimizer["paged"]],
+        "per_device_train_batch_size": settings.batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": steps,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": int(steps * settings.warmup_ratio),
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "fp16": plan.training.get("fp16", False),
+        "bf16": plan.training.get("bf16", False),  # TRL's default is true
+        "gradient_checkpointing": plan.training.get("gradient_checkpointing", False),  # TRL's default is true
+        "gradient_checkpointing_kwargs": plan.training.get("gradient_checkpointing_kwargs"),
+        "max_length": None,  # the rows are cut already
+        "packing": False,
+        "padding_free": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": settings.seed,
+        "dataloader_pin_memory": not on_cpu,
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    arguments = SFTConfig(**{**ours, **flags})
     masters = {name: p.data for name, p in loaded.model.named_parameters() if p.requires_grad}
     trainer = SFTTrainer(
         model=loaded.model,

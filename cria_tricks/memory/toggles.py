@@ -19,24 +19,23 @@ from cria_tricks.tricks import resolve
 from cria_tricks.units import human
 
 LADDER = (
-    "peft",
     "precision",
-    "attention",
-    "expand_kv",
-    "quantization",
-    "double_quantization",
-    "lean_preparation",
+    "gradient_accumulation",
     "gradient_checkpointing",
     "activation_offload",
-    "chunked_loss",
-    "packing",
-    "gradient_accumulation",
+    "peft",
+    "quantization",
+    "double_quantization",
     "optimizer",
     "paged_optimizer",
+    "attention",
+    "expand_kv",
+    "packing",
+    "chunked_loss",
+    "lean_preparation",
     "compile",
 )
-"""The fields of ``recipe.tricks`` in an order in which each finds what it needs: what trains, how it is computed and
-stored, what is kept, the end of the step."""
+"""The fields of ``recipe.tricks`` in the order of the lessons, in which each also finds what it needs."""
 
 NEEDS = {
     "expand_kv": ("attention",),
@@ -158,13 +157,17 @@ def removed(bench: Bench, recipe: Recipe) -> list[Change]:
     """Each toggle taken away from the whole, with those that cannot do without it."""
     on, found, whole = switched_on(recipe), [], bench.bill(recipe)
     for field in on:
-        gone = {field}
-        gone |= {other for other in on if gone & set(NEEDS.get(other, ()))}
-        less = with_only(recipe, [other for other in on if other not in gone])
+        stays = without(recipe, field)
+        less = with_only(recipe, stays)
         if bench.works(less):
-            beside = tuple(_named(recipe, other) for other in on if other in gone - {field})
+            beside = tuple(_named(recipe, other) for other in on if other not in (*stays, field))
             found.append(Change(_named(recipe, field), beside, bench.bill(less), whole))
     return found
+
+
+def without(recipe: Recipe, field: str) -> list[str]:
+    """The fields that stay on when one is taken away: all but those that cannot do without it."""
+    return [other for other in switched_on(recipe) if other != field and field not in NEEDS.get(other, ())]
 
 
 def ladder(bench: Bench, recipe: Recipe) -> list[Setting]:

@@ -1,0 +1,84 @@
+"""Committed results -> figures and tables: draws, and never measures.
+
+    python -m benchmarks.plot                # docs/assets/benchmarks/*.svg, and the tables of README and docs
+    python -m benchmarks.plot --into FOLDER  # the same elsewhere, to compare
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of NAME -->``; only what is there is drawn.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cria_tricks import figures, results, tables
+from cria_tricks.figures import Drawing
+from cria_tricks.results import Case, study
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+ASSETS = Path("docs") / "assets" / "benchmarks"
+PAGES = (Path("README.md"), Path("docs") / "benchmarks.md")
+
+
+def drawings(cases: list[Case]) -> dict[str, Drawing]:
+    """All figures, by name."""
+    found: dict[str, Drawing] = {}
+    if ladder := study("ladder"):
+        found["ladder"] = figures.ladder(ladder["cases"])
+    if frontier := study("frontier"):
+        found["frontier"] = figures.frontier(frontier)
+    return found | figures.of_cases(cases, counted_growth())
+
+
+def blocks(cases: list[Case]) -> dict[str, str]:
+    """All tables, by name."""
+    found = tables.of_cases(cases, counted_growth())
+    found["published"] = tables.published(json.loads((HERE / "peers" / "published.json").read_text()))
+    if ladder := study("ladder"):
+        found["ladder"] = tables.ladder(ladder["cases"])
+    if frontier := study("frontier"):
+        found["frontier"] = tables.frontier(frontier)
+    if quality := study("quality"):
+        found["quality"] = tables.quality(quality["runs"])
+    return found
+
+
+def counted_growth() -> dict[str, Any]:
+    """The dry runs of growth."""
+    found = study("growth")
+    return found["cases"] if found else {}
+
+
+def with_blocks(text: str, found: Mapping[str, str]) -> str:
+    """A page with its tables as they should be."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end of \2 -->)",
+        lambda match: f"{match[1]}\n{found[match[2]]}\n\n{match[3]}" if match[2] in found else match[0],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> None:
+    """Draw everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=ROOT, help="the checkout when left out")
+    into = parser.parse_args().into
+    cases = results.read(HERE / "results")
+    for name, drawing in drawings(cases).items():
+        for theme in figures.THEMES:
+            path = into / ASSETS / f"{name}-{theme}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(figures.save(drawing, theme))
+    found = blocks(cases)
+    for page in PAGES:
+        path = into / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(with_blocks((ROOT / page).read_text(), found))
+
+
+if __name__ == "__main__":
+    main()
