@@ -348,7 +348,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
         return (
             Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
             Row("head in 16 bits", head, "cast once for all chunks"),
-            Row("adapters in 16 bits", copies, "autocast's, until the forward pass ends"),
+            Row("weights in 16 bits", copies, "autocast's copies of what trains, until the forward pass ends"),
             Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
             Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
@@ -367,9 +367,13 @@ def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     cast = a < FP32 and (a != memory.others or memory.trains_head)
     logits = 2 * FP32 + (a if a < FP32 else 0)
+    copied = shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
+    copied = copied if memory.trains_all else memory.trained_weights
+    copies = copied * a if a < FP32 and memory.checkpointed else 0  # else they are among what blocks keep
     return (
         Row("final norm", n * shape.width * (FP32 + a), "its input and output"),
         Row("head in 16 bits", shape.embedding_weights * a * cast, "autocast's copy"),
+        Row("weights in 16 bits", copies, "autocast's copies of what trains, until the forward pass ends"),
         Row("logits", n * shape.vocabulary * logits, "n V: as the head gave them, in fp32, log-softmax"),
     )
 

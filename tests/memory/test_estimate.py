@@ -104,6 +104,7 @@ def test_the_card_holds_two_workspaces_and_a_context_besides():
 SAMPLE = [
     ("smollm2", 2, "", 1, 512, T4),
     ("smollm2", 2, "fp16 sdpa checkpoint", 3, 512, T4),
+    ("smollm2", 30, "fp16 sdpa accumulate checkpoint", 1, 1024, T4),
     ("smollm2", 2, "sdpa 8bit accumulate", 4, 256, CPU),
     ("smollm2", 2, "side sdpa checkpoint", 1, 2048, T4),
     ("smollm2", 2, "side sdpa chunked side.blocks=1", 1, 1024, T4),
