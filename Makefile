@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu check lint types drill fuzz bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
+.PHONY: train test test-gpu site serve check lint types drill fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -18,6 +18,17 @@ test: $(READY)
 test-gpu: $(READY)
 	mkdir -p build
 	$(VENV)/bin/python -m pytest -m gpu -rA > build/test-gpu.txt; failed=$$?; cat build/test-gpu.txt; exit $$failed
+
+# The site into build/site, in some two minutes: every lesson is run in a kernel, what has not changed comes from
+# build/lessons. (The variable silences a notice about the theme's next version.)
+site: $(READY)
+	$(PIP) --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
+# The same, made again at every change. mkdocs 1.6 needs to be told to reload.
+serve: $(READY)
+	$(PIP) --editable '.[site]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs serve --livereload
 
 check: test lint types
 
@@ -36,7 +47,31 @@ drill: $(READY)
 fuzz: $(READY)
 	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
 
-# Our trainer, a bare PyTorch loop and TRL on one job, five times each: 17 minutes on the same, with 5 steps.
+# Every trick alone, stacked, beside peers, growing: bytes and seconds, into benchmarks/results/DEVICE/. On a CUDA card
+# Llama-3.2-1B's shape at full length; PROFILE=t4 holds the card to what a T4 can do.
+bench: $(READY)
+	$(PIP) --editable '.[peers]'
+	$(VENV)/bin/python -m pytest --benchmark-only --results=benchmarks/results $(if $(PROFILE),--profile $(PROFILE))
+	$(VENV)/bin/python -m benchmarks.plot
+
+# Figures and tables of README and docs/benchmarks.md from the committed results; measures nothing.
+figures: $(READY)
+	$(VENV)/bin/python -m benchmarks.plot
+
+# Llama-3.2-1B's ladder and its growth on a T4, on tensors without data: 20 minutes on one core.
+bench-by-dry-run: $(READY)
+	$(VENV)/bin/python -m benchmarks.by_dry_run
+
+# Bytes against speed, ours and TRL's, on the real rows (DATA=FILE): hours on two cores.
+bench-frontier: $(READY)
+	$(PIP) --editable '.[peers]'
+	$(VENV)/bin/python -m benchmarks.frontier $(if $(DATA),--data $(DATA))
+
+# The longest rows of Llama-3.2-1B and 3.1-8B in a T4's memory. Needs a CUDA card.
+bench-longest: $(READY)
+	$(VENV)/bin/python -m benchmarks.longest
+
+# Our trainer, a bare PyTorch loop and TRL on one job, five times each: 17 minutes on two Xeon cores, with 5 steps.
 bench-overhead: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m benchmarks.overhead

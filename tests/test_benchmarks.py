@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import dry_run_error, estimate_error, gpu_error
-from benchmarks.common import HERE, settings_of
+from benchmarks.common import HERE
+from cria_tricks.cases import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plot import with_blocks
 from cria_tricks import recipes
 from cria_tricks.hardware.cards import find_card
 from cria_tricks.memory import bill
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipe import with_settings
+from tools import pages
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "lessons")  # those are made
 OF_OTHERS = ("ERROR: ResolutionImpossible", "No module named 'cria_tricks'")
 SYMPTOMS = [
     " ".join(found.split())
@@ -27,7 +29,10 @@ SYMPTOMS = [
 def test_a_link_to_another_page_leads_there(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (page.parent / target).is_file(), target
+        place = (page.parent / target).resolve()
+        if place.parent == ROOT / "docs" / "lessons":  # made of it by `make site`
+            place = ROOT / "lessons" / f"{place.stem}.py"
+        assert place.is_file(), target
 
 
 @pytest.mark.parametrize("symptom", [found for found in SYMPTOMS if found not in OF_OTHERS])
@@ -57,6 +62,11 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
     assert said[:3] == [f"{needed:.1f} GiB", f"{seconds:.1f} s", f"{minutes:.1f} min"]
     hour = float(said[3].removeprefix("$"))
     assert said[4] == f"${minutes / 60 * hour:.2f} |"
+
+
+def test_the_map_is_what_the_estimate_gives():
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    assert with_blocks(text, {"map": pages.the_map()}) == text, "run: make site"
 
 
 @cache

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from cria_tricks import course
 from cria_tricks.catalogue import CONFIGS
 from tools import notebooks
 
@@ -63,21 +64,75 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
     assert "step    1/2" not in said
     assert "\x1b" not in said, "a progress bar, drawn over and over"
     assert said.count(": not yet") == 3
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert sum("image/svg+xml" in output.get("data", {}) for output in outputs) == 3
     assert (run / "adapter" / "adapter_model.safetensors").read_bytes() == weights
+
+
+LESSONS = [path for path in notebooks.lessons() if path != CAPSTONE]
+WRONG = json.loads(Path(__file__).with_name("wrong_answers.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_runs_as_a_script_and_its_checks_tell_right_from_wrong(lesson, alone):
+    """In a fresh process, in an empty folder, without a network; and it leaves nothing there."""
+    wrong = WRONG[lesson.stem]
+    (alone / "wrong.json").write_text(json.dumps(wrong), encoding="utf-8")
+    command = [
+        sys.executable,
+        Path(__file__).with_name("lesson.py"),
+        lesson,
+        alone / "wrong.json",
+        alone / "found.json",
+    ]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=alone / "work", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((alone / "found.json").read_text(encoding="utf-8"))
+    assert found.pop("as it stands") == [[1, "not yet"], [2, "not yet"], [3, "not yet"]]
+    assert found.pop("solutions") == [[1, "right"], [2, "right"], [3, "right"]]
+    assert len(found) == 3
+    for exercise, checks in found.items():
+        assert [int(exercise), "no"] in checks, f"exercise {exercise} takes {wrong[exercise]}"
+    assert not list((alone / "work").iterdir())
+
+
+@pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)
+def test_a_lesson_has_the_skeleton(lesson):
+    cells = jupytext.read(lesson).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    number = int(lesson.stem[:2])
+    assert text.startswith(f"# {number}. ")
+    assert "> **Promise.**" in text
+    assert "> **Card.**" in text
+    assert re.findall(r"^## (?:\d\. )?(\w+(?: \w+)*)", text, re.M) == [
+        "The bill",
+        "From scratch",
+        "Prove it",
+        "What it costs",
+        "The production switch",
+        "Where it breaks",
+        "Exercises",
+        "In one breath",
+        "Sources",
+    ]
+    shown = [cell for cell in cells if cell.cell_type == "code" and "hide-input" not in cell.metadata.get("tags", [])]
+    code = [line for cell in shown for line in cell.source.splitlines() if line.strip()]
+    words = len(text.split("## In one breath")[0].split())
+    assert 800 <= words <= 1600, words
+    assert len(code) <= 200, len(code)
 
 
 def test_the_capstones_checks_tell_right_from_wrong(capsys):
     code = [cell.source for cell in jupytext.read(CAPSTONE).cells if cell.cell_type == "code"]
     tools = next(cell for cell in code if "def lora_numbers" in cell)
-    checks = next(cell for cell in code if "def check(" in cell)
+    checks = next(cell for cell in code if "course.check(" in cell)
     wrong = {
         "bytes_at_rank_32": 6_000_000,
         "checkpoint_bytes": lambda numbers, bits: 4 * numbers,
         "rows_in_12_hours": 107,
     }
-    exec(tools + "\n\n" + checks, {"CONFIGS": CONFIGS, "seconds": 10.0, **wrong})
-    assert re.findall(r"^\d: no, not", capsys.readouterr().out, re.M) == ["1: no, not", "2: no, not", "3: no, not"]
+    exec(tools + "\n\n" + checks, {"CONFIGS": CONFIGS, "course": course, "seconds": 10.0, **wrong})
+    assert re.findall(r"^\d: no: not", capsys.readouterr().out, re.M) == ["1: no: not", "2: no: not", "3: no: not"]
 
 
 def _solved(lesson: str) -> str:

@@ -17,7 +17,7 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS, NOTEBOOKS = ROOT / "lessons", ROOT / "notebooks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-REPOSITORY = PROJECT["urls"]["Repository"]
+REPOSITORY, SITE = PROJECT["urls"]["Repository"], PROJECT["urls"]["Documentation"]
 BRANCH = "main"
 BEFORE_INSTALL = "before-install"
 """The tag of cells that need nothing installed, such as a look for the GPU."""
@@ -67,6 +67,9 @@ def make(lesson: Path) -> str:
     install = nbformat.v4.new_code_cell(INSTALL)
     place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
     book.cells = [badge, *cells[:place], install, *cells[place:]]
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _absolute(cell.source)
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
         cell["id"] = f"{lesson.stem.replace('_', '-')[:50]}-{number:03d}"
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
@@ -98,6 +101,12 @@ def write() -> None:
     for path in NOTEBOOKS.glob("*.ipynb"):
         if not (LESSONS / f"{path.stem}.py").exists():
             path.unlink()
+
+
+def _absolute(text: str) -> str:
+    """Links to other lessons and to pages, as they are from Colab."""
+    text = re.sub(r"\]\((\d\d_\w+)\.py(#[\w-]+)?\)", lambda m: f"]({colab_address(m[1])}{m[2] or ''})", text)
+    return re.sub(r"\]\(\.\./docs/([\w/]+)\.md(#[\w-]+)?\)", rf"]({SITE}\1.html\2)", text)
 
 
 def _early(cell: nbformat.NotebookNode) -> bool:

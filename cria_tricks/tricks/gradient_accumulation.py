@@ -1,11 +1,12 @@
 r"""Gradient accumulation: k small batches, one optimizer step.
 
 Saves    activations and logits: those of k B rows -> those of B rows                [bytes]
-Costs    k smaller, less busy forward and backward passes instead of one; as many FLOPs, and with B = 1 no padding
+Costs    k smaller, less busy forward and backward passes instead of one; as many FLOPs, and with B = 1 no padding. One
+         gradient that waits between micro-batches: 4 bytes a trained weight
 Claim    exact, also with ragged lengths and a partial last window, when the loss is divided by the
          window's trained tokens and not averaged micro-batch by micro-batch
 Needs    nothing; composes with every other trick
-Breaks   batch statistics (there are none here); a mean of means (transformers issue 34191): on the 107 Kwanzaa rows,
+Breaks   batch statistics (there are none here); a mean of means (transformers 34191): on the 107 Kwanzaa rows,
          8 a step, it gives 14 % of the gradient to the wrong rows, in the worst window 21 %
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2.2 (micro-batches); transformers PR 34198
 Ours     15 lines: a window's sum over a window's tokens. The switch leaves the window to transformers' Trainer,

@@ -1,7 +1,7 @@
 r"""LLM.int8(): frozen weights in one byte, columns with outliers computed in 16 bits.
 
 Saves    frozen linear weights: 4 or 2 bytes -> 1 byte an element                    [bytes]
-Costs    quantising activations on the fly, in every product
+Costs    quantising activations in every product; bitsandbytes pins each product's input, checkpointed or not
 Claim    approximate: outside the outlier columns a number moves by at most half of absmax / 127, a row's or a column's
 Needs    CUDA of compute capability 7.5 (a T4 has it), or a CPU; something else to train (peft)
 Breaks   training the quantised weights themselves: they have no gradient

@@ -1,7 +1,8 @@
 r"""LoRA: freeze W, learn a product of two thin matrices beside it.
 
 Saves    gradients and optimizer states of all but r (D_in + D_out) weights a matrix [bytes]
-Costs    two thin products more for every adapted matrix; DoRA also B A itself and the norms of W + B A, every time
+Costs    two thin products more for every adapted matrix, against one wide one less: a frozen W needs no gradient. DoRA
+         also B A itself and the norms of W + B A, every time
 Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
 Needs    nothing; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)

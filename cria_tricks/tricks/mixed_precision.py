@@ -1,7 +1,8 @@
 r"""Mixed precision: multiply in 16 bits, keep what is trained in 32.
 
 Saves    activations and frozen weights: 4 bytes -> 2 bytes an element               [bytes]
-Costs    fp16: a loss scale, and now and then a skipped step; bf16: 8 significant bits to fp16's 11
+Costs    trained weights: a 16-bit copy of each waits for the backward pass. Eager attention's probabilities wait in
+         fp32 and in 16 bits. fp16: a loss scale, and now and then a skipped step; bf16: 8 significant bits to fp16's 11
 Claim    approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits
 Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says yes and emulates it slowly
 Breaks   trained weights in fp16 ("Attempting to unscale FP16 gradients"): adapters stay in fp32

@@ -7,8 +7,9 @@ Claim    approximate: each weight moves to the nearest of 16 levels of its block
 Needs    compute capability 6.0, or a CPU; something else to train (peft)
 Breaks   training the quantised weights; merging an adapter into them rounds it
 Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (NormalFloat, double quantization) and app. E (the levels)
-Ours     levels, blocks, packing and double quantization in plain torch, byte for byte bitsandbytes', which unpacks and
-         multiplies in one kernel. fp4 (plain 4-bit floats) is the comparison
+Ours     levels, blocks, packing and double quantization in plain torch, byte for byte bitsandbytes' but for a weight
+         within 2e-7 of the middle between two levels. For many rows it unpacks a whole matrix, for few it does both in
+         one kernel. fp4 (plain 4-bit floats) is the comparison
 
 Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64 with one absmax each; two codes a byte.
 """

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cria_tricks.counting import Traffic
 from cria_tricks.hardware import cost, products, traffic
 from cria_tricks.hardware.cards import CARDS, FLAVORS, find_card
 from cria_tricks.memory.shape import find_shape
@@ -10,7 +11,6 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
-from tests.counting import Traffic
 from tests.hardware import models
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -3,10 +3,10 @@
 import pytest
 
 from cria_tricks.catalogue import CONFIGS
+from cria_tricks.counting import flops
 from cria_tricks.hardware import products
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from tests.counting import flops
 from tests.hardware import models
 
 ROWS, TOKENS, MASKED = 2, 24, 6

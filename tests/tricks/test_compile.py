@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
+from cria_tricks.counting import SavedBytes, peak_bytes
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
@@ -15,7 +16,6 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import compile, resolve
 from cria_tricks.tricks.compile import fused
 from cria_tricks.tricks.packing import pack
-from tests.counting import SavedBytes, peak_bytes
 from tests.helpers import difference, prepare, train, trained_weights
 from tests.tolerances import COMPILED, COMPILED_MODEL
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 import cria_tricks.trainer
+from cria_tricks.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.data import sources
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED, tokenize
 from cria_tricks.tricks.gradient_accumulation import accumulated, trained_tokens
-from tests.counting import SavedBytes, flops, peak_bytes
 from tests.helpers import difference, train
 from tests.tolerances import ACCUMULATED_GRADIENT
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import TrainerCallback, TrainingArguments
 
 import cria_tricks.arguments
+from cria_tricks.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
-from tests.counting import SavedBytes, flops, peak_bytes
 from tests.helpers import prepare, train
 
 B, T, D, H, R, L = 2, 64, 8, 16, 2, 5  # batch, tokens, width, inner width, rank, blocks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cria_tricks.counting import SavedBytes
 from cria_tricks.tricks.head_only import HeadOnly
-from tests.counting import SavedBytes
 from tests.helpers import prepare, train, trained_weights
 
 IDS = torch.arange(3, 31).view(2, 14)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.counting import SavedBytes
+from cria_tricks.counting import SavedBytes
 from tests.helpers import prepare, train, trained_weights
 from tests.tolerances import LEAN_LOSS
 

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cria_tricks import artifact, models
+from cria_tricks.counting import SavedBytes
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.lora import LoraLinear, trained_weights
-from tests.counting import SavedBytes
 from tests.helpers import prepare, train
 from tests.helpers import trained_weights as copies
 from tests.tolerances import LORA

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cria_tricks.counting import SavedBytes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.mixed_precision import LossScale, half_linear
-from tests.counting import SavedBytes
 from tests.helpers import prepare, train
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

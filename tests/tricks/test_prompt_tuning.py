@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from cria_tricks import artifact
+from cria_tricks.counting import flops
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.prompt_tuning import with_prompt
-from tests.counting import flops
 from tests.helpers import prepare, train, trained_weights
 
 PROMPT = ["tricks.peft=prompt_tuning", "prompt.tokens=5"]

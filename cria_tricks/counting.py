@@ -22,12 +22,14 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     Attributes:
         now: bytes kept now.
         peak: the most that were kept.
+        history: bytes kept after every change, from the first on.
     """
 
     def __init__(self, besides: Iterable[torch.Tensor] = ()):
         super().__init__(self._keep, lambda kept: kept.tensor)
         self.besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
         self.now = self.peak = 0
+        self.history: list[int] = []
         self._kept: Counter[int] = Counter()
 
     def __enter__(self) -> "SavedBytes":
@@ -47,6 +49,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         if 0 in (before, self._kept[key]):  # the first one of this storage, or the last
             self.now += size * change
             self.peak = max(self.peak, self.now)
+            self.history.append(self.now)
 
 
 class _Kept:
@@ -77,7 +80,7 @@ class Traffic(TorchDispatchMode):
 
     Attributes:
         products: of matrix products.
-        others: of everything else that is no view.
+        others: of everything else that is no view, attention's kernels apart.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,71 @@
+"""The built site, served, and a browser to look at it with."""
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "build" / "site"
+AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --hide-scrollbars"
+)
+
+
+def missing(what: str) -> None:
+    """Skip, or fail where nothing may be missing: CI sets CRIA_SITE=required."""
+    (pytest.fail if os.environ.get("CRIA_SITE") == "required" else pytest.skip)(what)
+
+
+def pages() -> list[str]:
+    """Addresses of all pages of the site, as far as it is built."""
+    return sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html") if path.name != "404.html")
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    if not (SITE / "index.html").exists():
+        missing("no site; run: make site")
+    return SITE
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A server that says nothing."""
+
+    def log_message(self, *args):
+        """Nothing."""
+
+
+@pytest.fixture(scope="session")
+def host(site) -> Iterator[str]:
+    """The site's address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory) -> Iterator[object]:
+    """Debian's Chromium."""
+    if not shutil.which("chromedriver"):
+        missing("no browser; install chromium and chromium-driver")
+    if not AXE.exists():
+        missing("no axe-core; run: npm ci --prefix tests/site")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
+        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()

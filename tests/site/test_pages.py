@@ -1,0 +1,55 @@
+"""A lesson becomes a page: what it prints and draws, links as they are on the site; and nothing when a cell fails."""
+
+import pytest
+
+from tools import notebooks, pages
+
+LESSON = """\
+# %% [markdown]
+# # 1. A lesson
+# After [the bill](00_the_bill.py#3-prove-it), see [the map](../docs/map.md).
+
+# %%
+from pathlib import Path
+
+from cria_tricks import course
+
+print("here:", Path.cwd() / "a", "```")
+
+# %% tags=["hide-input"]
+course.show(lambda theme: course.figure()[0], "Figure 1. Nothing, in two colours.")
+"""
+
+
+@pytest.fixture
+def lesson(tmp_path, monkeypatch):
+    """A lesson of its own, away from what is kept."""
+    monkeypatch.setattr(pages, "KEPT", tmp_path / "kept")
+    path = tmp_path / "01_one.py"
+    path.write_text(LESSON)
+    return path
+
+
+def test_a_page(lesson):
+    book = pages.execute(lesson)
+    text, files = pages.page(lesson, book)
+    assert text.startswith('# 1. A lesson\n\n<p class="bar"><a href=')
+    assert "[the bill](00_the_bill.md#3-prove-it), see [the map](../map.md)" in text
+    assert "```` { .text .no-copy .output .stdout }\nhere: a ```\n````" in text, "where it ran is in it"
+    assert '<details class="code" markdown="1"><summary>Code</summary>' in text
+    assert list(files) == ["01_one-1-light.svg", "01_one-1-dark.svg"]
+    assert files["01_one-1-light.svg"] != files["01_one-1-dark.svg"]
+    assert 'src="01_one-1-light.svg"' in text
+    assert "Figure 1. Nothing, in two colours.</figcaption>" in text
+    assert notebooks.INSTALL.splitlines()[0] not in text
+    assert next(pages.KEPT.iterdir()).name.startswith("01_one-")
+    assert pages.page(lesson, pages.execute(lesson)) == (text, files), "what was kept gives another page"
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"), [("1 / 0", "ZeroDivisionError"), ("40 + 2", "a value nobody asked for")], ids=["error", "value"]
+)
+def test_a_failing_cell_stops_the_build(lesson, cell, says):
+    lesson.write_text(f"{LESSON}\n# %%\n{cell}\n")
+    with pytest.raises(pages.LessonError, match=says):
+        pages.page(lesson, pages.execute(lesson))

@@ -1,0 +1,244 @@
+"""lessons/NN_name.py -> docs/lessons/NN_name.md, with what each cell prints and draws: ``python -m tools.pages``.
+
+What is executed, in a real kernel, is the lesson's notebook as Colab has it; an error anywhere stops the build. What
+came out is kept in ``build/lessons/`` until the lesson, the package or a library changes. The pages are plain Markdown
+with images beside them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this
+file as a hook.
+"""
+
+import functools
+import hashlib
+import html
+import itertools
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import Preprocessor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads this file by its path
+
+from benchmarks.plot import with_blocks
+from cria_tricks import figures, recipes, tables
+from cria_tricks.course import DARK, LIGHT
+from cria_tricks.hardware import T4
+from cria_tricks.memory import toggles
+from cria_tricks.memory.estimate import MemoryEstimate, moments
+from cria_tricks.memory.shape import find_shape
+from tools import notebooks
+
+ROOT = notebooks.ROOT
+PAGES = ROOT / "docs" / "lessons"
+KEPT = ROOT / "build" / "lessons"
+SECONDS = 300
+"""After which a cell is stopped."""
+
+
+class LessonError(Exception):
+    """A cell failed."""
+
+
+def execute(lesson: Path) -> nbformat.NotebookNode:
+    """A lesson's notebook with its outputs, from the last run if nothing has changed since.
+
+    Raises:
+        LessonError: naming the lesson, with the end of what the cell said.
+    """
+    kept = KEPT / f"{lesson.stem}-{_key(lesson)}.ipynb"
+    if kept.exists():
+        return nbformat.read(kept, as_version=4)
+    book = nbformat.reads(notebooks.make(lesson), as_version=4)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's bars, without widgets
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(book, timeout=SECONDS, resources={"metadata": {"path": folder}}, coalesce_streams=True)
+        try:
+            client.execute(env=environment, stderr=subprocess.DEVNULL)
+        except (CellExecutionError, CellTimeoutError) as error:
+            raise LessonError(f"lessons/{lesson.name}: {_plain(str(error))[-3000:]}") from None
+        where = [folder, sysconfig.get_path("purelib"), str(ROOT)]
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+        for output in cell.get("outputs", ()):
+            if output.output_type == "stream":  # where it ran is nobody's business, and another place every time
+                output.text = functools.reduce(lambda text, place: text.replace(f"{place}/", ""), where, output.text)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for old in KEPT.glob(f"{lesson.stem}-*.ipynb"):
+        old.unlink()
+    nbformat.write(book, kept)
+    return book
+
+
+class ForTheSite(Preprocessor):
+    """Outputs as Markdown: texts in fences, figures as files of their own, one for each mode of the page."""
+
+    def __init__(self, stem: str):
+        super().__init__()
+        self.stem, self.figures = stem, 0
+
+    def preprocess_cell(self, cell: Any, resources: Any, index: int) -> Any:
+        """Turn one cell into what the page shows of it."""
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown":
+            cell.source = _markdown(cell.source)
+        elif cell.cell_type == "code":
+            parts = [part for output in cell.outputs if (part := self._output(output, resources))]
+            code = _fence(cell.source, "python")
+            if "hide-input" in tags:
+                code = f'<details class="code" markdown="1"><summary>Code</summary>\n\n{code}\n\n</details>'
+            cell = nbformat.v4.new_markdown_cell("\n\n".join([code, *parts]))
+        return cell, resources
+
+    def _output(self, output: Any, resources: Any) -> str:
+        if output.output_type == "stream":
+            text = _plain(output.text)
+            return _fence(text, f"{{ .text .no-copy .output .{output.name} }}") if text.strip() else ""
+        if output.output_type == "error":
+            raise LessonError(f"lessons/{self.stem}.py: {output.ename}: {output.evalue}")
+        if output.output_type == "execute_result":
+            raise LessonError(f"lessons/{self.stem}.py: a cell's last line has a value nobody asked for: {output.data}")
+        return self._figure(output.data, resources)
+
+    def _figure(self, data: Any, resources: Any) -> str:
+        self.figures += 1
+        name = f"{self.stem}-{self.figures}"
+        for mime, mode in ((LIGHT, "light"), (DARK, "dark")):
+            resources.setdefault("outputs", {})[f"{name}-{mode}.svg"] = data[mime].encode()
+        says = html.escape(data["text/plain"])
+        return f"<figure>{figures.picture(name, says)}<figcaption>{says}</figcaption></figure>"
+
+
+def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, bytes]]:
+    """A lesson's page, and the files beside it."""
+    resources: dict[str, Any] = {}
+    book.cells = [cell for cell in book.cells[1:] if cell.source != notebooks.INSTALL]  # nor the badge
+    book, resources = ForTheSite(lesson.stem).preprocess(book, resources)
+    text, resources = MarkdownExporter().from_notebook_node(book, resources)
+    bar = (
+        f'<p class="bar"><a href="{notebooks.colab_address(lesson.stem)}">Open in Colab</a> '
+        f'<a href="{notebooks.REPOSITORY}/blob/{notebooks.BRANCH}/lessons/{lesson.name}">Source</a></p>'
+    )
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    return re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{bar}\n\n", text, count=1), resources.get("outputs", {})
+
+
+def build() -> None:
+    """Execute what has changed, two at a time, and write all pages."""
+    fill_map()
+    lessons = notebooks.lessons()
+    with ThreadPoolExecutor(2) as pool:
+        books = list(pool.map(execute, lessons))
+    wanted: dict[str, bytes] = {}
+    for lesson, book in zip(lessons, books, strict=True):
+        text, files = page(lesson, book)
+        wanted |= {f"{lesson.stem}.md": text.encode(), **files}
+    for path in PAGES.glob("*"):
+        if path.name not in wanted:
+            path.unlink()
+    for name, content in wanted.items():
+        path = PAGES / name
+        if not path.exists() or path.read_bytes() != content:  # else `make serve` would build for ever
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+GROUPS = {
+    "weights": ("weights:",),
+    "gradients": ("gradients", "embedding"),
+    "optimizer: states, roots": ("optimizer",),
+    "what blocks keep": ("block",),
+    "logits and loss": ("final norm", "head in", "weights in", "hidden states", "logits", "capped"),
+}
+"""The rows of a bill that the map tells apart, by how their names begin."""
+
+
+def the_map() -> str:
+    """What each toggle of the capstone takes off each group of rows, and off the peak, in MiB."""
+    capstone = recipes.kwanzaa(T4)
+    rungs = toggles.ladder(toggles.Bench(find_shape(capstone.model), T4), capstone)
+    rows = []
+    for before, after in itertools.pairwise(rungs):
+        old, new = _largest(before.memory), _largest(after.memory)
+        changes = [f"{change:+,.0f}" if (change := (new[name] - old[name]) / 2**20) else "" for name in old]
+        rows.append((f"`{after.set[0]}`", *changes))
+    return tables.table(("switch", *GROUPS, "peak"), rows)
+
+
+def _largest(memory: MemoryEstimate) -> dict[str, int]:
+    """Each group at the moment of the step when it is largest; and the peak."""
+    starts = ("batch", *itertools.chain(*GROUPS.values()))
+    assert all(row.name.startswith(starts) for moment in moments(memory) for row in moment.rows)
+    found = {
+        group: max(sum(row.bytes for row in moment.rows if row.name.startswith(names)) for moment in moments(memory))
+        for group, names in GROUPS.items()
+    }
+    return found | {"peak": memory.peak_bytes}
+
+
+def fill_map() -> None:
+    """Write the map's table into its page."""
+    path = ROOT / "docs" / "map.md"
+    text = with_blocks(path.read_text(encoding="utf-8"), {"map": the_map()})
+    if text != path.read_text(encoding="utf-8"):
+        path.write_text(text, encoding="utf-8")
+
+
+def on_config(config: Any) -> Any:
+    """MkDocs: the addresses, which stand in pyproject.toml alone."""
+    urls = notebooks.PROJECT["urls"]
+    config.site_url = urls["Documentation"]
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": urls["Repository"], "name": "Source"}]
+    return config
+
+
+def on_pre_build(config: Any) -> None:
+    """MkDocs: the lessons' pages, before it looks for pages."""
+    from mkdocs.exceptions import PluginError
+
+    try:
+        build()
+    except LessonError as error:
+        raise PluginError(str(error)) from None
+
+
+def _key(lesson: Path) -> str:
+    found = hashlib.sha256(notebooks.make(lesson).encode())
+    of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
+    for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), Path(__file__)]):
+        found.update(path.read_bytes())
+    for name in ("torch", "transformers", "peft", "bitsandbytes", "matplotlib"):
+        found.update(f"{name} {version(name)}".encode())
+    return found.hexdigest()[:16]
+
+
+def _markdown(source: str) -> str:
+    """Links as they are from a page of the site, and Markdown inside of what folds."""
+    source = re.sub(
+        re.escape(notebooks.colab_address("@")).replace("@", r"(\d\d_\w+)") + r"(#[\w-]+)?", r"\1.md\2", source
+    )
+    source = re.sub(re.escape(notebooks.SITE) + r"([\w/]+)\.html", r"../\1.md", source)
+    return source.replace("<details>", '<details markdown="1">')
+
+
+def _fence(text: str, kind: str) -> str:
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"{ticks} {kind}\n{text.rstrip()}\n{ticks}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+if __name__ == "__main__":
+    build()
