@@ -239,9 +239,9 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
             label = "cria_tricks" if way == "ours" else f"TRL {result['trl']}"
             axes.scatter([], [], s=46, color=theme.series[number], marker=MARKERS[number], label=label)
         axes.set(xlabel="peak of a training step, GiB", ylabel="trained tokens per second")
+        axes.margins(0.15)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.margins(0.15)
         axes.grid()
         axes.legend(loc="lower right")
         return figure
@@ -255,14 +255,18 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
     def draw(theme: Theme) -> Figure:
         panels = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
         panels = [panel for panel in panels if panel[0]]
-        figure, all_axes = _figure(len(panels), height=3.6)
+        names = [curve.label.split(", ", 1) for curve in (*byte_curves, *second_curves)]
+        recipes, places = (list(dict.fromkeys(column)) for column in zip(*names, strict=True))
+        figure, all_axes = _figure(len(panels), height=3.6 + 0.17 * max(len(byte_curves), len(second_curves)))
         for axes, (curves, label, unit) in zip(all_axes, panels, strict=True):
-            for number, curve in enumerate(curves):
+            for curve in curves:
+                recipe, place = curve.label.split(", ", 1)
+                style = {"color": theme.series[recipes.index(recipe) % 4], "marker": MARKERS[places.index(place) % 4]}
                 power = f", grows like x^{curve.exponent:.2f}" if len(curve.xs) > 1 else ""
                 axes.plot(
                     curve.xs,
                     [y / unit for y in curve.ys],
-                    **_style(theme, number),
+                    **style,
                     markersize=4,
                     linewidth=1.4,
                     label=curve.label + power,
@@ -275,13 +279,16 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
-            ticks = sorted({x for curve in curves for x in curve.xs})
+            ticks: list[float] = []
+            for x in sorted({x for curve in curves for x in curve.xs}):
+                if not ticks or x > 1.5 * ticks[-1]:  # others would be written over each other
+                    ticks.append(x)
             axes.set_xticks(ticks, [_short(x) for x in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.set(xlabel=what, ylabel=label)
             axes.grid()
-            axes.legend(fontsize=7.5)
+            axes.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.17))
         return figure
 
     return draw
