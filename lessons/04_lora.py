@@ -458,8 +458,8 @@ for says, base, predicted in (("its own base", W, reached["LoRA"]), ("another", 
 # 2. **Build.** Somebody has fine-tuned all of a matrix, and you want an adapter of it. Fill in `extract`: from a
 #    difference and a rank, without training, return $A$ and $B$ such that $BA$ is as near as can be. (About three
 #    lines; the scale is 1. `torch.linalg.svd` gives $U$, the sizes, and $V^T$.)
-# 3. **Reach.** What is the highest rank at which this lesson's run still fits a T4, by our bill? At its peak a number
-#    costs 16 bytes, and `course.bill(recipe).fits` knows.
+# 3. **Reach.** What is the highest rank at which this lesson's run still fits a T4, by our bill? At this lesson's peak
+#    a number costs 16 bytes. Is the peak still there at high ranks? `course.bill(recipe)` knows.
 
 # %% tags=["exercise"]
 numbers_at_rank_8 = None
@@ -492,7 +492,11 @@ of_q_and_v = sum(shape.layers * 8 * sum(shape.linears[name]) for name in ("q_pro
 last_that_fits = bisect_left(range(1, 4096), True, key=too_large)
 course.check(1, numbers_at_rank_8, course.equal(of_q_and_v, "16 blocks; q_proj is 2048 to 2048, v_proj 2048 to 512"))
 course.check(2, extract, of_extract)
-course.check(3, highest_rank, course.equal(last_that_fits, "how many MiB are left, and how many does one rank take?"))
+course.check(
+    3,
+    highest_rank,
+    course.equal(last_that_fits, "how many MiB are left, how many does one rank take, and at which moment?"),
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -506,8 +510,13 @@ course.check(3, highest_rank, course.equal(last_that_fits, "how many MiB are lef
 #     return Vt[:rank], U[:, :rank] * found[:rank]
 #
 #
-# left = T4.memory_bytes - course.bill(after).needed_bytes
-# highest_rank = 16 + left // (16 * 704_512)  # 854; one rank is 704,512 numbers
+# # 16 bytes a number would let 854 in. But at such ranks the peak is an operation earlier, at the end of the forward
+# # pass: there autocast still holds a 16-bit copy of each number, two bytes more.
+# def fits(rank):
+#     return course.bill(with_settings(after, [f"lora.r={rank}"])).fits
+#
+#
+# highest_rank = max(rank for rank in range(1, 1000) if fits(rank))  # 799
 # ```
 #
 # </details>

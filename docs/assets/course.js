@@ -24,11 +24,11 @@
         if (scrolls) target.tabIndex = 0;
       });
     });
-    document.querySelectorAll("pre > code").forEach((code) => watch.observe(code));
+    document.querySelectorAll("pre > code, .md-typeset__scrollwrap").forEach((box) => watch.observe(box));
   }
+  window.addEventListener("load", keyboard); // by then the theme has laid its boxes around wide tables
   document.addEventListener("DOMContentLoaded", function () {
     math();
-    keyboard();
     mode();
     new MutationObserver(mode).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
   });

@@ -17,8 +17,8 @@ from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 BENCH = Bench(find_shape("llama-3.2-1b"), T4)
 WHOLE = recipe(EVERYTHING)
 ON = (
-    "peft", "precision", "attention", "expand_kv", "quantization", "double_quantization", "lean_preparation",
-    "gradient_checkpointing", "chunked_loss", "optimizer", "paged_optimizer",
+    "precision", "gradient_checkpointing", "peft", "quantization", "double_quantization", "optimizer",
+    "paged_optimizer", "attention", "expand_kv", "chunked_loss", "lean_preparation",
 )  # fmt: skip
 
 

@@ -31,9 +31,18 @@ def test_a_page(page, host, browser):
         assert serious(browser) == [], mode
         for name, width in WIDTHS.items():
             browser.set_window_size(width, 900)
-            too_wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert browser.execute_script(too_wide) <= 0, f"{mode}, {name}"
+            assert settles(browser, "document.documentElement.scrollWidth <= document.documentElement.clientWidth"), (
+                f"{mode}, {name}: scrolls sideways"
+            )
         browser.set_window_size(WIDTHS["screen"], 900)
+
+
+def settles(browser, condition):
+    """Whether something becomes true while the page is laid out anew."""
+    deadline = time.monotonic() + 10
+    while not (holds := browser.execute_script(f"return {condition}")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holds
 
 
 def serious(browser):
