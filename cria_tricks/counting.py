@@ -32,7 +32,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self.history: list[int] = []
         self._kept: Counter[int] = Counter()
 
-    def __enter__(self) -> "SavedBytes":
+    def __enter__(self) -> "SavedBytes":  # type: ignore[override]
         super().__enter__()
         return self
 

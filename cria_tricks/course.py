@@ -1,7 +1,7 @@
 """What the lessons share: the one job and its bill so far, figures for light and dark pages, checks of exercises."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -138,11 +138,11 @@ class Sketch:
         color = self.theme.quiet if quiet else self.theme.ink
         self.axes.text(x, y, words, ha=align, va="center", color=color, fontsize=9)
 
-    def arrow(self, start: Sequence[float], end: Sequence[float], *, color: int | None = None) -> None:
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], *, color: int | None = None) -> None:
         """An arrow between two points."""
         ink = self.theme.quiet if color is None else self.theme.series[color]
-        style = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
-        self.axes.add_patch(FancyArrowPatch(tuple(start), tuple(end), color=ink, linewidth=1.2, **style))
+        style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+        self.axes.add_patch(FancyArrowPatch(start, end, color=ink, linewidth=1.2, **style))
 
 
 def check(exercise: int, answer: Any, grade: Callable[[Any], Any]) -> None:

@@ -261,12 +261,13 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
         for axes, (curves, label, unit) in zip(all_axes, panels, strict=True):
             for curve in curves:
                 recipe, place = curve.label.split(", ", 1)
-                style = {"color": theme.series[recipes.index(recipe) % 4], "marker": MARKERS[places.index(place) % 4]}
+                colour, marker = theme.series[recipes.index(recipe) % 4], MARKERS[places.index(place) % 4]
                 power = f", grows like x^{curve.exponent:.2f}" if len(curve.xs) > 1 else ""
                 axes.plot(
                     curve.xs,
                     [y / unit for y in curve.ys],
-                    **style,
+                    color=colour,
+                    marker=marker,
                     markersize=4,
                     linewidth=1.4,
                     label=curve.label + power,
