@@ -1,6 +1,6 @@
 """What no machine here could hold, counted without a byte of it: Llama-3.2-1B's ladder on a T4, and how bytes grow.
 
-    python -m benchmarks.by_dry_run                  # both: 20 minutes on one core
+    python -m benchmarks.by_dry_run                  # both: 13 minutes on one core
     python -m benchmarks.by_dry_run --only ladder
 
 Every number is of a dry run (``memory/dry_run.py``): the real modules, loss and optimizer on tensors without data,

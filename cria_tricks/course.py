@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -35,8 +34,8 @@ def so_far(lesson: str) -> Recipe:
         lesson: its file's name, ``03_gradient_checkpointing``; its own toggles are on. ``00_the_bill`` has none: plain
             fp32 full fine-tuning of Llama-3.2-1B, one row of 2,048 tokens.
     """
-    on = [field for field in toggles.switched_on(CAPSTONE) if LESSON_OF[_switch(field)][:2] <= lesson[:2]]
-    return toggles.with_only(CAPSTONE, on)
+    lesson_of = {field: LESSON_OF[toggles.named(CAPSTONE, field)] for field in toggles.switched_on(CAPSTONE)}
+    return toggles.with_only(CAPSTONE, [field for field, taught in lesson_of.items() if taught[:2] <= lesson[:2]])
 
 
 def bill(recipe: Recipe) -> MemoryEstimate:
@@ -63,7 +62,7 @@ def staircase(lesson: str) -> Drawing:
     """The bills of the course until this lesson, one toggle after the other; its own are drawn strong."""
     reached = so_far(lesson)
     fields = toggles.switched_on(reached)
-    names = ["plain fp32", *(_switch(field) for field in fields)]
+    names = ["plain fp32", *(toggles.named(CAPSTONE, field) for field in fields)]
     peaks = [bill(toggles.with_only(reached, fields[:n])).needed_bytes / GIB for n in range(len(names))]
     own = [LESSON_OF.get(name, "00")[:2] == lesson[:2] for name in names]
 
@@ -83,13 +82,9 @@ def staircase(lesson: str) -> Drawing:
     return draw
 
 
-def figure(height: float = 3.0, width: float = 8.2) -> tuple[Figure, Axes]:
+def figure(height: float = 3.0) -> tuple[Figure, Axes]:
     """An empty figure of the course, inches."""
-    drawn = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
+    drawn, (axes,) = figures.panels(1, height)
     return drawn, axes
 
 
@@ -206,11 +201,6 @@ def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
     else:
         found = [case for case in results.read(results.COMMITTED) if case.bench == bench]
     print(tables.tricks(found) if found else f"no GPU here, and no committed results of {bench} beside this package")
-
-
-def _switch(field: str) -> str:
-    value = getattr(CAPSTONE.tricks, field)
-    return f"{field}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _rgb(color: str) -> tuple[float, ...]:

@@ -90,7 +90,7 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
     """Peak bytes of Llama-3.2-1B, one toggle after the other, beside what a T4 has."""
 
     def draw(theme: Theme) -> Figure:
-        figure, (axes,) = _figure(1, height=0.34 * len(rungs) + 1.0)
+        figure, (axes,) = panels(1, height=0.34 * len(rungs) + 1.0)
         peaks = [rung["peak_bytes"] / GIB for rung in rungs.values()]
         places = range(len(peaks))
         fits = [rung["fits"] for rung in rungs.values()]
@@ -196,7 +196,7 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
     measures = (("bytes, times those without", PEAK), ("seconds of a token, times those without", TOKEN))
 
     def draw(theme: Theme) -> Figure:
-        figure, all_axes = _figure(2, height=0.27 * len(labels) + 1.3, sharey=True)
+        figure, all_axes = panels(2, height=0.27 * len(labels) + 1.3, sharey=True)
         for axes, (title, measure) in zip(all_axes, measures, strict=True):
             for number, name in enumerate(series):
                 points = [
@@ -225,7 +225,7 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
     points = {name: entry for name, entry in result["points"].items() if entry["speeds"]}
 
     def draw(theme: Theme) -> Figure:
-        figure, (axes,) = _figure(1, height=4.2)
+        figure, (axes,) = panels(1, height=4.2)
         for number, way in enumerate(("ours", "trl")):
             mine = {name: entry for name, entry in points.items() if entry["way"] == way}
             for name, entry in mine.items():
@@ -253,12 +253,12 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
     """Bytes and seconds against one thing that grows, both in logarithms, each line with its exponent."""
 
     def draw(theme: Theme) -> Figure:
-        panels = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
-        panels = [panel for panel in panels if panel[0]]
+        measured = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
+        measured = [(curves, label, unit) for curves, label, unit in measured if curves]
         names = [curve.label.split(", ", 1) for curve in (*byte_curves, *second_curves)]
         recipes, places = (list(dict.fromkeys(column)) for column in zip(*names, strict=True))
-        figure, all_axes = _figure(len(panels), height=3.6 + 0.17 * max(len(byte_curves), len(second_curves)))
-        for axes, (curves, label, unit) in zip(all_axes, panels, strict=True):
+        figure, all_axes = panels(len(measured), height=3.6 + 0.17 * max(len(byte_curves), len(second_curves)))
+        for axes, (curves, label, unit) in zip(all_axes, measured, strict=True):
             for curve in curves:
                 recipe, place = curve.label.split(", ", 1)
                 colour, marker = theme.series[recipes.index(recipe) % 4], MARKERS[places.index(place) % 4]
@@ -307,7 +307,7 @@ def errors(cases: Iterable[Case]) -> Drawing:
     }
 
     def draw(theme: Theme) -> Figure:
-        figure, (axes,) = _figure(1, height=2.8)
+        figure, (axes,) = panels(1, height=2.8)
         for number, (device, values) in enumerate(found.items()):
             shares = [100 * (n + 0.5) / len(values) for n in range(len(values))]
             axes.plot(
@@ -323,10 +323,11 @@ def errors(cases: Iterable[Case]) -> Drawing:
     return draw
 
 
-def _figure(panels: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
+def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
+    """An empty figure of so many panels beside each other; inches."""
     figure = Figure(figsize=(8.2, height), layout="constrained")
     FigureCanvasAgg(figure)  # no screen, and no global state, needed
-    axes = list(numpy.atleast_1d(figure.subplots(1, panels, **arguments)))
+    axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.set_axisbelow(True)

@@ -148,8 +148,8 @@ def alone(bench: Bench, recipe: Recipe) -> list[Change]:
         needed = [other for other in NEEDS.get(field, ()) if other in on]
         before, after = with_only(recipe, needed), with_only(recipe, [*needed, field])
         if bench.works(after):
-            beside = tuple(_named(recipe, other) for other in needed)
-            found.append(Change(_named(recipe, field), beside, bench.bill(before), bench.bill(after)))
+            beside = tuple(named(recipe, other) for other in needed)
+            found.append(Change(named(recipe, field), beside, bench.bill(before), bench.bill(after)))
     return found
 
 
@@ -160,8 +160,8 @@ def removed(bench: Bench, recipe: Recipe) -> list[Change]:
         stays = without(recipe, field)
         less = with_only(recipe, stays)
         if bench.works(less):
-            beside = tuple(_named(recipe, other) for other in on if other not in (*stays, field))
-            found.append(Change(_named(recipe, field), beside, bench.bill(less), whole))
+            beside = tuple(named(recipe, other) for other in on if other not in (*stays, field))
+            found.append(Change(named(recipe, field), beside, bench.bill(less), whole))
     return found
 
 
@@ -174,7 +174,7 @@ def ladder(bench: Bench, recipe: Recipe) -> list[Setting]:
     """One toggle after the other, from plain fp32 full fine-tuning to the recipe."""
     on = switched_on(recipe)
     rungs = [bench.bill(with_only(recipe, []), "plain fp32, everything trained")]
-    return rungs + [bench.bill(with_only(recipe, on[: i + 1]), _named(recipe, field)) for i, field in enumerate(on)]
+    return rungs + [bench.bill(with_only(recipe, on[: i + 1]), named(recipe, field)) for i, field in enumerate(on)]
 
 
 def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
@@ -192,7 +192,7 @@ def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
                 continue
             if len(resolve(changed, bench.device).warnings) > len(warned):
                 continue  # it would have no effect
-            after = bench.bill(changed, f"tricks.{_named(changed, field)}")
+            after = bench.bill(changed, f"tricks.{named(changed, field)}")
             found.append(Change(after.set[0], (), before, after))
     helpful = [change for change in found if change.saved_bytes > 0]
     return sorted(helpful, key=lambda change: (round(change.slowdown or 1, 2), -change.saved_bytes))
@@ -225,7 +225,7 @@ def front(bench: Bench, recipe: Recipe) -> list[Setting]:
         changed = _with(recipe, tricks)
         if not bench.works(changed):
             continue
-        setting = bench.bill(changed, *(f"tricks.{_named(changed, field)}" for field in _differing(recipe, changed)))
+        setting = bench.bill(changed, *(f"tricks.{named(changed, field)}" for field in _differing(recipe, changed)))
         cost = (setting.memory.needed_bytes, setting.seconds or 0.0)
         if cost not in found or len(setting.set) < len(found[cost].set):
             found[cost] = setting
@@ -253,7 +253,8 @@ def _with(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
     return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=tricks)})
 
 
-def _named(recipe: Recipe, field: str) -> str:
+def named(recipe: Recipe, field: str) -> str:
+    """A toggle as ``--set`` takes it, but for its ``tricks.``: ``peft=lora``."""
     value = getattr(recipe.tricks, field)
     return f"{field}={str(value).lower() if isinstance(value, bool) else value}"
 
