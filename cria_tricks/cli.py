@@ -180,8 +180,16 @@ def explain(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what this machine is and which toggles work on it."""
+def doctor(
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Look for six failures of the libraries that raise nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine is and which toggles work on it. With --selftest exit code 1 if a check fails."""
+    if selftest:
+        _selftest(as_json)
+        return
     from cria_tricks import doctor
 
     found = doctor.examine()
@@ -211,6 +219,26 @@ def doctor(as_json: Json = False) -> None:
     for entry in found["toggles"]:
         table.add_row(entry["set"], _status(entry), entry["why"])
     screen.print(table)
+
+
+def _selftest(as_json: bool) -> None:
+    aside.print("looking for failures that raise nothing; it takes some ten seconds")
+    from cria_tricks import selftest
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = selftest.examine()
+    failing = [check for check in found["checks"] if not check["holds"]]
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        for check in found["checks"]:
+            line = f"{'holds' if check['holds'] else 'fails'}  {check['name']:<27}{check['found']}"
+            screen.print(line, highlight=False, markup=False)
+        for check in failing:
+            cause, cure = (f"  {name}: {check[name]}" for name in ("cause", "cure"))
+            screen.print("", f"{check['name']}: {check['asks']}", cause, cure, sep="\n", highlight=False, markup=False)
+    if failing:
+        raise typer.Exit(1)
 
 
 @app.command()
