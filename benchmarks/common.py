@@ -3,7 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from cria_tricks.cases import free_memory
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.hardware import this_device
+from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.load import load
 from cria_tricks.measure import Meter
 from cria_tricks.models import Weights
@@ -33,16 +34,14 @@ GROWTH = {
 
 def real_lengths(rows: int, tokens: int) -> list[int]:
     """Lengths of the first real rows, which have at most 2,048 tokens, brought to ``tokens``."""
-    lengths = json.loads((HERE / "kwanzaa_lengths.json").read_text())["train"][:rows]
-    return [max(2, length * tokens // 2048) for length, _ in lengths]
+    return [max(2, length * tokens // 2048) for length, _ in row_lengths("train")[:rows]]
 
 
-def rows_of_the_real_lengths(part: str, vocabulary: int) -> TokenRows:
+def rows_of_the_real_lengths(part: Literal["train", "eval"], vocabulary: int) -> TokenRows:
     """Random token ids, as many as the real rows have, the same share of them trained."""
     draw = torch.Generator().manual_seed(0)
-    lengths = json.loads((HERE / "kwanzaa_lengths.json").read_text())[part]
     rows = []
-    for length, trained in lengths:
+    for length, trained in row_lengths(part):
         ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
     return TokenRows(rows, cut=0, dropped=0)

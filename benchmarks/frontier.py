@@ -23,6 +23,7 @@ from cria_tricks import models, tables
 from cria_tricks.cases import settings_of, stamp
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
+from cria_tricks.hardware import this_device
 from cria_tricks.load import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.units import human
@@ -122,6 +123,8 @@ def main() -> None:
     if result["job"] != job:
         parser.error(f"{path} holds another job, {result['job']}; name another folder with --results")
     if not chosen.show:
+        if (here := this_device().name) != (there := result.get("device", here)):
+            parser.error(f"{path} was measured on {there}, this is {here}; name another folder with --results")
         run(result, path, chosen, console)
     console.print(tables.frontier(result), markup=False, highlight=False, soft_wrap=True)
 

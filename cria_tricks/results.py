@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from cria_tricks import durable
 from cria_tricks.errors import BadInput
 
-COMMITTED = Path(__file__).parents[1] / "benchmarks" / "results"
-"""Where a checkout keeps them: ``results/DEVICE/BENCH.NAME.json``."""
+_CHECKOUT = Path(__file__).parents[1] / "benchmarks" / "results"
+COMMITTED = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).with_name("committed")
+"""The project's own, ``DEVICE/BENCH.NAME.json``: those of the checkout, else those that came with the package."""
 
 CASE_FILE = re.compile(r"[a-z0-9_]+\.[a-z0-9_+-]+\.json")
 """Other files are studies, of more than one run."""

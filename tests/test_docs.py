@@ -1,7 +1,9 @@
 """What the written pages say is so: links lead somewhere, quoted messages are ours, computed figures are computed."""
 
 import ast
+import importlib.util
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +25,28 @@ SYMPTOMS = [
     " ".join(found.split())
     for found in re.findall(r"^\*\*`(.+?)`", (ROOT / "docs/guide/colab.md").read_text(encoding="utf-8"), re.M | re.S)
 ]
+
+OF_LIBRARIES = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate ...": "",
+    "Attempting to unscale FP16 gradients.": "torch/amp/grad_scaler.py",
+    "No inf checks were recorded for this optimizer.": "torch/amp/grad_scaler.py",
+    "element 0 of tensors does not require grad and does not have a grad_fn": "torch/lib/libtorch_cpu.so",
+    "A different number of tensors was saved during the original forward and recomputation": (
+        "torch/utils/checkpoint.py"
+    ),
+    "Recomputed values for the following tensors have different metadata than during the forward pass.": (
+        "torch/utils/checkpoint.py"
+    ),
+    "Only Tensors of floating point and complex dtype can require gradients": "torch/lib/libtorch_python.so",
+    "FlashAttention only supports Ampere GPUs or newer.": "",  # flash-attention's csrc/flash_attn/flash_api.cpp
+    "Paged optimizers are not supported on CPU. Falling back to non-paged optimizer behavior.": (
+        "bitsandbytes/optim/optimizer.py"
+    ),
+    "Target modules {...} not found in the base model.": "peft/tuners/tuners_utils.py",
+    "The model is quantized with gguf and is not serializable": "transformers/modeling_utils.py",
+    "TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'": "",  # Python's own
+}
+"""The messages among the symptoms, and what says them; nothing for those that only a card's code says."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -46,6 +70,23 @@ def test_a_quoted_message_is_one_of_ours(symptom):
 
 def test_there_are_symptoms_to_look_up():
     assert len(SYMPTOMS) > 20
+
+
+def test_every_message_among_the_symptoms_is_looked_up():
+    text = (ROOT / "docs/symptoms.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\*\*`(.+?)`", text, re.M) == list(OF_LIBRARIES)
+
+
+@pytest.mark.parametrize(("symptom", "file"), [found for found in OF_LIBRARIES.items() if found[1]])
+def test_a_message_among_the_symptoms_is_what_the_library_says(symptom, file):
+    path = Path(importlib.util.find_spec(file.split("/")[0]).origin).parents[1] / file
+    text = path.read_bytes()
+    if path.suffix == ".py":  # strings over several lines
+        text = re.sub(rb'"\s*\n\s*f?"', b"", text)
+    elif sys.platform == "darwin":
+        pytest.skip("compiled parts have other names there")
+    for part in re.split(r"\b0\b|\{\.\.\.\}|gguf", symptom):  # what is filled in
+        assert part.strip().encode() in text, part
 
 
 @pytest.mark.parametrize("row", ["T4", "T4, `tricks.expand_kv=false`", "L4", "A10G", "A100"])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import jupytext
@@ -14,17 +15,33 @@ import pytest
 from nbclient import NotebookClient
 
 from cria_tricks import course
+from cria_tricks.cases import settings_of
 from cria_tricks.catalogue import CONFIGS
+from cria_tricks.hardware import T4
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
 from tools import notebooks
 
 CAPSTONE = notebooks.LESSONS / "17_kwanzaa.py"
 UNSET = 'MIRROR = ""'
 
 
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory) -> Path:
+    """Our package as pip installs it, with no repository beside it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, notebooks.ROOT]
+    subprocess.run(pip, check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(folder / "package")
+    return folder / "package"
+
+
 @pytest.fixture
-def alone(tmp_path, monkeypatch) -> Path:
+def alone(tmp_path, monkeypatch, installed) -> Path:
     """A folder away from the repository, for a process that finds our package, no GPU and no network."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(notebooks.ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(name, str(tmp_path / "of-jupyter" / name))
@@ -87,7 +104,12 @@ def test_a_lesson_runs_as_a_script_and_its_checks_tell_right_from_wrong(lesson, 
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=alone / "work", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "no committed results" not in done.stdout
     found = json.loads((alone / "found.json").read_text(encoding="utf-8"))
+    for bench, *both in found.pop("on a GPU"):
+        assert (notebooks.ROOT / "benchmarks" / f"bench_{bench}.py").exists()
+        for words in both:
+            resolve(with_settings(Recipe(), settings_of(words, T4)), T4)  # raises what a T4 cannot run
     assert found.pop("as it stands") == [[1, "not yet"], [2, "not yet"], [3, "not yet"]]
     assert found.pop("solutions") == [[1, "right"], [2, "right"], [3, "right"]]
     assert len(found) == 3

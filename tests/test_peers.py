@@ -1,5 +1,7 @@
 """Our trainer and the others do the same job, and are weighed alike."""
 
+import json
+
 import pytest
 
 from benchmarks import frontier
@@ -68,3 +70,16 @@ def test_every_point_of_the_frontier_can_run_here():
         recipe = frontier.recipe_of(point, "random:tiny", 64, 2)
         assert recipe.tricks.gradient_accumulation * recipe.train.batch_size == 8, name
         assert not point.flags or point.way == "trl"
+
+
+def test_a_frontier_is_not_mixed_of_two_machines(tmp_path, capsys, monkeypatch):
+    job = {"model": "random:tiny", "tokens": 64, "steps": 2, "rows": "nguzo_saba"}
+    path = frontier.path_of("frontier", tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"job": job, "points": {}, "device": "another"}))
+    arguments = ["--model", "random:tiny", "--tokens", "64", "--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["frontier", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        frontier.main()
+    assert stopped.value.code == 2
+    assert "measured on another" in capsys.readouterr().err

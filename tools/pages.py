@@ -12,6 +12,7 @@ import html
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,7 +37,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import MemoryEstimate, moments
 from cria_tricks.memory.shape import find_shape
-from tools import notebooks
+from tools import fit, notebooks
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
@@ -55,10 +56,11 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
     Raises:
         LessonError: naming the lesson, with the end of what the cell said.
     """
-    kept = KEPT / f"{lesson.stem}-{_key(lesson)}.ipynb"
+    text = notebooks.make(lesson)
+    kept = KEPT / f"{lesson.stem}-{_key(text)}.ipynb"
     if kept.exists():
         return nbformat.read(kept, as_version=4)
-    book = nbformat.reads(notebooks.make(lesson), as_version=4)
+    book = nbformat.reads(text, as_version=4)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's bars, without widgets
     with tempfile.TemporaryDirectory() as folder:
@@ -136,6 +138,7 @@ def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, byte
 def build() -> None:
     """Execute what has changed, two at a time, and write all pages."""
     fill_map()
+    tabulate()
     lessons = notebooks.lessons()
     with ThreadPoolExecutor(2) as pool:
         books = list(pool.map(execute, lessons))
@@ -194,6 +197,17 @@ def fill_map() -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def tabulate() -> None:
+    """Write the tables of "Will it fit?", unless they are there and nothing has changed since."""
+    kept = KEPT.parent / "fit" / _key(Path(fit.__file__).read_text(encoding="utf-8"))
+    if kept.exists() and (fit.HERE / "index.json").exists():
+        return
+    subprocess.run([sys.executable, "-m", "tools.fit"], cwd=ROOT, check=True)
+    shutil.rmtree(kept.parent, ignore_errors=True)
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+
+
 def on_config(config: Any) -> Any:
     """MkDocs: the addresses, which stand in pyproject.toml alone."""
     urls = notebooks.PROJECT["urls"]
@@ -212,8 +226,9 @@ def on_pre_build(config: Any) -> None:
         raise PluginError(str(error)) from None
 
 
-def _key(lesson: Path) -> str:
-    found = hashlib.sha256(notebooks.make(lesson).encode())
+def _key(text: str) -> str:
+    """Changes with a text, the package, its results and the libraries."""
+    found = hashlib.sha256(text.encode())
     of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
     for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), Path(__file__)]):
         found.update(path.read_bytes())

@@ -19,6 +19,7 @@ import torch
 from cria_tricks.hardware import products, traffic
 from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.hardware.kernels import kernel_for
+from cria_tricks.memory.formula import chunks
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
@@ -121,16 +122,14 @@ def step(
     """
     rows, k = recipe.train.batch_size, recipe.tricks.gradient_accumulation
     tokens = tokens or recipe.data.max_length
-    work = [
-        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link)
-        for each in _micro_batch(recipe, shape, card, rows, tokens, trained_share)
-    ]
-    work += _once_a_step(recipe, shape, cards)
+    counted = work(recipe, shape, card, tokens, trained_share, cards)
     precision = recipe.tricks.precision
-    return Step(tuple(_part(each, card, precision) for each in work if any(each[1:4])), k * rows * tokens)
+    return Step(tuple(_part(each, card, precision) for each in counted if any(each[1:4])), k * rows * tokens)
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
+    """What one part of a step has to do: operations, and bytes over memory and link."""
+
     name: str
     flops: float
     bytes: float
@@ -138,14 +137,26 @@ class _Work(NamedTuple):
     why: str
 
 
-def _part(work: _Work, card: Card, precision: str) -> Part:
+def work(
+    recipe: Recipe, shape: Shape, card: Card, tokens: int, trained_share: float = 1.0, cards: int = 1
+) -> list[Work]:
+    """Count what the parts of one optimizer step have to do; arguments as for :func:`step`."""
+    k = recipe.tricks.gradient_accumulation
+    found = [
+        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link)
+        for each in _micro_batch(recipe, shape, card, recipe.train.batch_size, tokens, trained_share)
+    ]
+    return [*found, *_once_a_step(recipe, shape, cards)]
+
+
+def _part(work: Work, card: Card, precision: str) -> Part:
     ideal = max(work.flops / card.flops(precision), work.bytes / card.memory_rate) + work.link / card.link_rate
     return Part(work.name, round(work.flops), round(work.bytes), round(work.link), ideal / EFFICIENCY, work.why)
 
 
 def _micro_batch(
     recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int, trained_share: float
-) -> Iterator[_Work]:
+) -> Iterator[Work]:
     length = tokens + (recipe.prompt.tokens if recipe.tricks.peft == "prompt_tuning" else 0)
     n, blocks, wide = rows * length, products.blocks(recipe, shape), traffic.element_bytes(recipe)
     read = traffic.weights(recipe, shape, blocks)
@@ -154,29 +165,27 @@ def _micro_batch(
         ("blocks again", blocks.again, read[1], "checkpointing repeats the forward pass"),
         ("blocks backward", blocks.backward, read[2], "2 for a frozen weight, 4 for a trained one"),
     ):
-        yield _Work(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
+        yield Work(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
     thin = blocks.adapter
     why = "thin products, which mostly wait for memory"
-    yield _Work("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
+    yield Work("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
     yield _attention(recipe, shape, card, blocks, rows, length)
     forward, backward = traffic.between(recipe, shape)
     runs = blocks.passes
     moved = (runs["forward"] + runs["again"]) * forward + runs["backward"] * backward
-    yield _Work(
-        "between products", 0, n * moved, 0, "norms, rotary, activation, residual sums, casts: all of it memory"
-    )
+    yield Work("between products", 0, n * moved, 0, "norms, rotary, activation, residual sums, casts: all of it memory")
     yield _head(recipe, shape, blocks, n, rows * tokens * trained_share)
     if recipe.tricks.activation_offload:
         kept = runs["forward"] * traffic.saved(recipe, shape, checkpointed=products.checkpoints(recipe))
         kept += 0 if recipe.tricks.chunked_loss else traffic.LOGIT_SAVED * shape.vocabulary
-        yield _Work("offload", 0, 0, 2 * n * kept, "what the way back needs goes to the host and comes back")
+        yield Work("offload", 0, 0, 2 * n * kept, "what the way back needs goes to the host and comes back")
 
 
-def _once_a_step(recipe: Recipe, shape: Shape, cards: int) -> Iterator[_Work]:
+def _once_a_step(recipe: Recipe, shape: Shape, cards: int) -> Iterator[Work]:
     trained, each = products.trained_weights(recipe, shape), traffic.optimizer(recipe)
-    yield _Work("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
+    yield Work("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
     ring = 2 * (cards - 1) / cards * 4 * trained
-    yield _Work("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
+    yield Work("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: int) -> int:
@@ -204,7 +213,7 @@ def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
     return Run(flavor, hours * 60, hours * flavor.low, hours * flavor.high)
 
 
-def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int) -> _Work:
+def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int) -> Work:
     kernel, masked = attention_kernel(recipe, shape, card, rows, tokens)
     fused = kernel in ("flash", "memory-efficient")
     flops = products.attention(blocks, shape, rows, tokens, fused=fused)
@@ -213,9 +222,9 @@ def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks
         wide = traffic.element_bytes(recipe) * 2 * (shape.query_width + shape.kv_width)
         moved = rows * tokens * wide * (forward + 2 * backward)
         why = f"the {kernel} kernel" + (", with a mask" if masked else ", which leaves out what a token may not see")
-        return _Work("attention", flops * (1 if masked else 0.5), moved, 0, why)
+        return Work("attention", flops * (1 if masked else 0.5), moved, 0, why)
     moved = rows * shape.heads * tokens**2 * (forward * traffic.SCORE[0] + backward * traffic.SCORE[1])
-    return _Work("attention", flops, moved, 0, f"{kernel} attention holds all T x T scores, and passes over them")
+    return Work("attention", flops, moved, 0, f"{kernel} attention holds all T x T scores, and passes over them")
 
 
 def attention_kernel(recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int) -> tuple[str, bool]:
@@ -236,12 +245,12 @@ def attention_kernel(recipe: Recipe, shape: Shape, card: Card, rows: int, tokens
     return kernel_for(card.device, dtype, masked=masked, grouped=grouped), masked
 
 
-def _head(recipe: Recipe, shape: Shape, blocks: products.Blocks, positions: int, trained: float) -> _Work:
+def _head(recipe: Recipe, shape: Shape, blocks: products.Blocks, positions: int, trained: float) -> Work:
     counted, wide = products.head(recipe, shape, blocks.learns), traffic.element_bytes(recipe)
     chunked = recipe.tricks.chunked_loss
     n = trained if chunked else positions
-    chunks = -(-int(trained) // TOKENS_PER_CHUNK) if chunked else 0
+    many = chunks(trained, TOKENS_PER_CHUNK) if chunked else 0
     each = counted.elements * wide + traffic.LOGIT["chunked" if chunked else "full"] * shape.vocabulary
-    moved = n * each + traffic.head_weights(recipe, shape, chunks)
+    moved = n * each + traffic.head_weights(recipe, shape, many)
     why = "logits of trained tokens only" if chunked else "logits of every position"
-    return _Work("head and loss", n * counted.flops, moved, 0, why)
+    return Work("head and loss", n * counted.flops, moved, 0, why)

@@ -71,4 +71,5 @@ def kernel_for(device: Device, dtype: torch.dtype, *, masked: bool, grouped: boo
     """
     if device.capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and not masked:
         return "flash"
-    return "math" if grouped else "memory-efficient"
+    emulated = dtype == torch.bfloat16 and device.capability < (8, 0)
+    return "math" if grouped or emulated else "memory-efficient"

@@ -43,7 +43,7 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     peak = sum(row.bytes for row in rows)
     needed = peak + sum(row.bytes for row in around)
     capacity = bench.device.memory_bytes
-    tokens = memory.all_tokens * recipe.tricks.gradient_accumulation
+    tokens = recipe.train.batch_size * recipe.data.max_length * recipe.tricks.gradient_accumulation
     return {
         "model": bench.shape.name,
         "gpu": bench.device.name,

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from cria_tricks.memory.formula import largest
+
 if TYPE_CHECKING:
     from cria_tricks.memory.estimate import MemoryEstimate
 
@@ -47,8 +49,8 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Deepest:
-    """The point of a block at which most is alive.
+class Point:
+    """A point of a block. The one at which most is alive is its deepest.
 
     Attributes:
         operation: where it is, in words.
@@ -80,8 +82,8 @@ def pinned_bytes(operations: list[Operation]) -> int:
     return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
 
 
-def deepest(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> Deepest:
-    """Walk a block and find the most that is alive at once.
+def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> list[Point]:
+    """Walk a block, and see what is alive around each operation, forward and backward.
 
     Args:
         memory: the setting.
@@ -92,7 +94,7 @@ def deepest(memory: "MemoryEstimate", operations: list[Operation], *, learns: bo
     # output, unless int8 keeps it; and, where a block is made again, two gradients.
     many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
     beside = many * memory.all_tokens * memory.shape.width * memory.stream
-    points, tensors, pins = [], dict[str, int](), dict[str, int]()
+    found, tensors, pins = [], dict[str, int](), dict[str, int]()
     learnt = sum(operation.learns for operation in operations) if learns else 0
     for operation in operations:
         if memory.offloaded and not memory.checkpointed:
@@ -100,11 +102,11 @@ def deepest(memory: "MemoryEstimate", operations: list[Operation], *, learns: bo
         tensors |= operation.keeps
         pins |= operation.pins
         with_pins = sum((pins | tensors).values())
-        points.append(Deepest(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
+        found.append(Point(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
         alive = sum(tensors.values()) if memory.checkpointed else with_pins
-        points.append(Deepest(f"backward pass of {operation.name}", alive, operation.backward, learnt))
+        found.append(Point(f"backward pass of {operation.name}", alive, operation.backward, learnt))
         learnt -= operation.learns if learns else 0  # those of the operations after it are there already
-    return max(points, key=lambda point: point.bytes)
+    return found
 
 
 def operations(memory: "MemoryEstimate") -> list[Operation]:
@@ -218,13 +220,13 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         # (scaled), or once with the sum. A block that is made again ends where nothing more is kept: before B A x.
         ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
         beside = 0 if ends else made * (a + max(a, o))
-        forward = max(forward - (0 if shared else given * a), made * o + raised + beside)
+        forward = largest(forward - (0 if shared else given * a), made * o + raised + beside)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
-        backward = max(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
+        backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
         if memory.dora:  # both results, for the magnitudes' gradient
             keeps |= {f"{name}'s W x": made * o, f"{name}'s B A x": made * a}
-            forward = max(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
+            forward = largest(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
             backward += made * (o + a)
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, pins, forward + waits, residual + backward, learns)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory import block
 from cria_tricks.memory.block import FP32
+from cria_tricks.memory.formula import at_most
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 
@@ -225,33 +226,46 @@ def estimate(
     return memory
 
 
-def moments(memory: MemoryEstimate) -> list[Moment]:
-    """Everything that is alive at the moments of a step of which one is the peak."""
+def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment]:
+    """Everything that is alive at the moments of a step of which one is the peak.
+
+    Args:
+        memory: what is known about the step.
+        every_point: of a block all points, and not its deepest only.
+    """
     operations = block.learning(memory)
     fixed, gradients = _fixed(memory), _gradients(memory)
-    if memory.accumulates:  # those of earlier micro-batches wait
-        point = block.deepest(memory, operations)
-        before = behind = nearly = gradients
-    else:
-        point = block.deepest(memory, operations, learns=True)
-        head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
-        to_come = sum(operation.learns for operation in operations) - point.learnt
-        before = replace(gradients, bytes=0)
-        behind = replace(gradients, bytes=head + point.learnt, why="fp32, of the head and of what is behind the point")
-        nearly = replace(gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point")
+    head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
     all_blocks, others, one = _waiting(memory, operations)
+    # Gradients of earlier micro-batches wait from the beginning.
+    before = gradients if memory.accumulates else replace(gradients, bytes=0)
     found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
     if not memory.chunk:
         found.append(Moment("log-softmax", (*fixed, before, all_blocks, *_log_softmax(memory))))
     if memory.learning_blocks:
-        found.append(Moment("last block", (*fixed, behind, others, *_inside(point))))
-        found.append(Moment("first block", (*fixed, nearly, one, *_inside(point))))
+        points = block.points(memory, operations, learns=not memory.accumulates)
+        for point in points if every_point else [_deepest(points)]:
+            behind = nearly = gradients
+            if not memory.accumulates:
+                to_come = sum(operation.learns for operation in operations) - point.learnt
+                learnt = "fp32, of the head and of what is behind the point"
+                behind = replace(gradients, bytes=head + point.learnt, why=learnt)
+                nearly = replace(
+                    gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point"
+                )
+            found.append(Moment("last block", (*fixed, behind, others, *_inside(point))))
+            found.append(Moment("first block", (*fixed, nearly, one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
-        below = block.deepest(memory, block.operations(memory))
-        found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(below))))
+        points = block.points(memory, block.operations(memory))
+        for point in points if every_point else [_deepest(points)]:
+            found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(point))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
     return [*found, Moment("optimizer step", (*fixed, gradients, _optimizer_temporaries(memory)))]
+
+
+def _deepest(points: list[block.Point]) -> block.Point:
+    return max(points, key=lambda point: point.bytes)
 
 
 def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
@@ -274,7 +288,7 @@ def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
-def _inside(point: block.Deepest) -> tuple[Row, Row]:
+def _inside(point: block.Point) -> tuple[Row, Row]:
     """The block that is open."""
     return (
         Row("block: kept", point.kept, f"one block up to the {point.operation}"),
@@ -343,7 +357,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     copies = memory.trained_weights * a if a < FP32 and (memory.checkpointed or memory.chunk) else 0
     head = shape.embedding_weights * a if a != memory.others and memory.learning_blocks else 0
     if memory.chunk:
-        chunk = min(memory.chunk, memory.trained_tokens) * shape.vocabulary
+        chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
         hidden = memory.trained_tokens * shape.width * a
         return (
             Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),

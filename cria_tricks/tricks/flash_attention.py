@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware import this_device
 from cria_tricks.hardware.kernels import kernel_for
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
@@ -150,7 +151,7 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
             "tricks.attention=flash_attention_2: it computes in 16 bits only; set tricks.precision=bf16 or fp16, "
             f"or {instead}"
         )
-    if importlib.util.find_spec("flash_attn") is None:
+    if device == this_device() and importlib.util.find_spec("flash_attn") is None:  # a plan for another card is free
         raise BadInput(
             "tricks.attention=flash_attention_2: the package flash-attn is missing; pip install "
             f"'cria_tricks[flash]', or {instead}"

@@ -24,7 +24,7 @@
         if (scrolls) target.tabIndex = 0;
       });
     });
-    document.querySelectorAll("pre > code, .md-typeset__scrollwrap").forEach((box) => watch.observe(box));
+    document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .md-typeset :is(figure, p:has(> picture))").forEach((box) => watch.observe(box));
   }
   window.addEventListener("load", keyboard); // by then the theme has laid its boxes around wide tables
   document.addEventListener("DOMContentLoaded", function () {

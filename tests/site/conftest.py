@@ -15,7 +15,7 @@ SITE = ROOT / "build" / "site"
 AXE = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars"
+    "--disable-component-update --disable-sync --disable-ipc-flooding-protection --hide-scrollbars"
 )
 
 

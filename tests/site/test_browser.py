@@ -24,6 +24,7 @@ def test_a_page(page, host, browser):
     assert addresses
     assert [address for address in addresses if not address.startswith((host, "data:", "blob:"))] == []
     assert not browser.execute_script('return document.querySelectorAll(".katex-error").length')
+    assert settles(browser, '(fit => !fit || Boolean(fit.dataset.state))(document.getElementById("fit"))')
     browser.execute_script(AXE.read_text())
     for mode, scheme in MODES.items():
         browser.execute_script(MODE, scheme)

@@ -1,19 +1,16 @@
 """Documents in one packed row are as far apart as in two."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import MistralConfig, MistralForCausalLM
 
-import benchmarks
 from cria_tricks.attention import lengths_or_mask
 from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
+from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.packing import best_fit, block_causal_mask, by_document, document_lengths, documents, pack
@@ -21,7 +18,7 @@ from tests.helpers import prepare, train
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS
 from tests.tricks.attention import Attended, with_gradients
 
-LENGTHS = json.loads((Path(benchmarks.__file__).parent / "kwanzaa_lengths.json").read_text())["train"]
+LENGTHS = row_lengths("train")
 
 
 def collated(rows, capacity=64):

@@ -1,0 +1,257 @@
+// "Will it fit?". No formula of the bill is here: tools/fit.py exports the estimate as tables of polynomials, and this
+// looks up the parts of each moment of a step, puts in the numbers, adds, and takes the largest. The state is the URL's.
+(function () {
+  const root = document.getElementById("fit");
+  if (!root) return;
+  const base = root.dataset.tables;
+  const GIB = 2 ** 30;
+  const NUMBERS = {
+    batch: ["Rows of a micro-batch", 1, 256], tokens: ["Tokens of a row", 8, 131072],
+    gradient_accumulation: ["Micro-batches of an optimizer step", 1, 1024],
+    rows: ["Training rows", 1, 10000000], epochs: ["Epochs", 0.1, 1000],
+  };
+  const GROUPS = [
+    ["weights", /^weights: /], ["gradients", /^(gradients|embedding's)/], ["optimizer", /^optimizer/],
+    ["blocks", /^blocks?: /], ["logits and loss", /./], ["batch", /^batch/], ["the card's own", /^(CUDA|cuBLAS)/],
+  ];
+  const models = {};
+  let index, state, asked = 0;
+
+  const el = (tag, attributes = {}, ...inside) => {
+    const made = document.createElement(tag);
+    Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
+    made.append(...inside);
+    return made;
+  };
+  const get = async (name) => (await fetch(`${base}/${name}.json`)).json();
+  const words = (name) => name.replaceAll("_", " ");
+  const key = (fields, of) => fields.map((field) => String(of[field])).join(",");
+  const gib = (bytes) => (bytes < GIB ? `${(bytes / 2 ** 20).toFixed(0)} MiB` : `${(bytes / GIB).toFixed(2)} GiB`);
+
+  // What a state costs ---------------------------------------------------------------------------------------------
+
+  function lettersOf(s) { // the page's numbers, and the two roundings that RULES of memory/formula.py names
+    const letters = { B: s.batch, T: s.tokens, k: s.gradient_accumulation };
+    letters.m = Math.min(index.chunk, s.batch * (s.tokens - 1));
+    letters.c = Math.ceil((s.batch * s.tokens) / index.chunk);
+    return letters;
+  }
+
+  function evaluate(s, model) {
+    const card = index.cards[s.card], letters = lettersOf(s), known = new Map();
+    const of = { ...s, new: card.new, several: s.batch > 1, accumulates: s.gradient_accumulation > 1 };
+    const refused = index.refused.filter(({ when }) => Object.keys(when).every((field) => of[field] === when[field]));
+    if (refused.length) return { refused: refused.map(({ says }) => says.replace("{B}", s.batch)) };
+    Object.entries(model.classes).forEach(([name, table]) => { of[name] = table.is[key(table.by, of)]; });
+    const value = (number) => {
+      if (!known.has(number)) {
+        const terms = Object.entries(model.formulas[number]);
+        known.set(number, terms.reduce((sum, [term, coefficient]) =>
+          sum + [...term].reduce((product, letter) => product * letters[letter], coefficient), 0));
+      }
+      return known.get(number);
+    };
+    const largest = (lists) => lists
+      .map((rows) => rows.map(([name, number]) => ({ name: model.names[name], bytes: value(number) })).filter((row) => row.bytes))
+      .map((rows) => ({ rows, bytes: rows.reduce((sum, row) => sum + row.bytes, 0) }))
+      .reduce((best, one) => (one.bytes > best.bytes ? one : best));
+    const part = (name) => { const { by, is } = model.parts[name]; return is[key(by, of)]; };
+    const moments = Object.entries(index.moments)
+      .map(([name, parts]) => [name, [...index.always, ...parts].map(part)])
+      .filter(([, parts]) => parts.every(Boolean))
+      .map(([name, parts]) => {
+        const chosen = parts.map(largest);
+        return { name, rows: chosen.flatMap(({ rows }) => rows), bytes: chosen.reduce((sum, { bytes }) => sum + bytes, 0) };
+      });
+    const peak = moments.reduce((best, one) => (one.bytes > best.bytes ? one : best));
+    const around = index.around.map(([name, bytes]) => ({ name, bytes }));
+    const needed = around.reduce((sum, { bytes }) => sum + bytes, peak.bytes);
+    const seconds = Object.values(model.times).map(({ by, is }) => is[key(by, of)].map(value))
+      .reduce((sum, [flops, bytes, link]) =>
+        sum + Math.max(flops / card.flops[s.precision], bytes / card.memory) + link / card.link, 0) / index.efficiency;
+    const perToken = seconds / (s.batch * s.tokens * s.gradient_accumulation);
+    const hours = (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
+    const prices = index.machines.filter((machine) => machine.card === s.card)
+      .map(({ name, low, high }) => ({ name, low: hours * low, high: hours * high }));
+    return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed,
+      capacity: card.bytes, fits: needed <= card.bytes, seconds, minutes: hours * 60, prices };
+  }
+
+  // The state and the URL ------------------------------------------------------------------------------------------
+
+  const capstone = () => ({ card: "t4", ...index.capstone, ...index.cards.t4.capstone });
+  function read(text) {
+    const said = new URLSearchParams(text), found = capstone();
+    for (const [name, value] of said) {
+      const choices = name === "model" ? Object.keys(index.models) : name === "card" ? Object.keys(index.cards)
+        : index.values[name];
+      if (choices) found[name] = choices.find((choice) => String(choice) === value) ?? found[name];
+      else if (NUMBERS[name]) found[name] = within(name, value, found[name]);
+    }
+    return found;
+  }
+  function within(name, text, otherwise) {
+    const [, low, high] = NUMBERS[name], number = Number(text);
+    if (!Number.isFinite(number) || text === "") return otherwise;
+    return Math.min(high, Math.max(low, name === "epochs" ? number : Math.round(number)));
+  }
+  const said = (s) => String(new URLSearchParams(Object.entries(s).map(([name, value]) => [name, String(value)])));
+
+  function settings(s) { // what differs from `cria train kwanzaa` on that card
+    const there = { ...index.capstone, ...index.cards[s.card].capstone };
+    const names = { model: "model", batch: "train.batch_size", tokens: "data.max_length", epochs: "train.epochs" };
+    const found = Object.entries(names).filter(([name]) => s[name] !== there[name]).map(([name, full]) => `${full}=${s[name]}`);
+    found.push(...Object.keys(index.cards[s.card].capstone).filter((name) => s[name] !== there[name])
+      .map((name) => `tricks.${name}=${s[name]}`));
+    if (s.peft === "none") found.push("train.learning_rate=2e-5");
+    return found.map((setting) => `--set ${setting}`);
+  }
+
+  function notebook(s) {
+    const code = (source) => ({ cell_type: "code", metadata: {}, execution_count: null, outputs: [], source });
+    const set = settings(s).join(" ");
+    const cells = [code(index.install), code(`!cria plan kwanzaa --gpu ${s.card} ${set}`.trim()),
+      code(`!cria train kwanzaa ${set} --resume`.replace(/ +/g, " "))];
+    const accelerator = { t4: "T4", l4: "L4", a100: "A100" }[s.card];
+    const metadata = { accelerator: "GPU", colab: { gpuType: accelerator ?? "T4" },
+      kernelspec: { display_name: "Python 3", language: "python", name: "python3" } };
+    return JSON.stringify({ nbformat: 4, nbformat_minor: 4, metadata, cells });
+  }
+
+  // The form -------------------------------------------------------------------------------------------------------
+
+  function field(name, label, control) {
+    const lesson = index.lessons[name];
+    const link = lesson ? el("a", { href: `lessons/${lesson}.html`, "aria-label": `lesson on ${words(name)}` }, "lesson") : "";
+    control.id = `fit-${name}`;
+    control.name = name;
+    return el("div", { class: control.type === "checkbox" ? "switch" : "field" }, el("label", { for: control.id }, label), control, link);
+  }
+  function choose(name, label, choices, title = (choice) => choice) {
+    return field(name, label, el("select", {}, ...choices.map((choice) => el("option", { value: choice }, title(choice)))));
+  }
+  function number(name) {
+    const [label, min, max] = NUMBERS[name];
+    return field(name, label, el("input", { type: "number", min, max, step: name === "epochs" ? "any" : 1, inputmode: "decimal" }));
+  }
+  function form() {
+    const run = el("fieldset", {}, el("legend", {}, "The run"),
+      choose("model", "Model", Object.keys(index.models), (name) => `${name} (${(index.models[name].weights / 1e9).toFixed(2)} billion)`),
+      choose("card", "Card", Object.keys(index.cards), (name) => `${index.cards[name].name}, ${gib(index.cards[name].bytes)}`),
+      ...Object.keys(NUMBERS).map(number));
+    const tricks = el("fieldset", {}, el("legend", {}, "The tricks"), ...Object.entries(index.values).map(([name, values]) =>
+      typeof values[0] === "boolean" ? field(name, words(name), el("input", { type: "checkbox" })) : choose(name, words(name), values)));
+    const button = (text, tricksOf) => {
+      const made = el("button", { type: "button", class: "md-button" }, text);
+      made.addEventListener("click", () => go({ ...state, ...tricksOf() }));
+      return made;
+    };
+    const buttons = el("p", { class: "buttons" }, button("All tricks off", () => index.defaults),
+      button("The capstone's tricks", () => index.cards[state.card].capstone));
+    const made = el("form", {}, run, tricks, buttons);
+    made.addEventListener("submit", (event) => event.preventDefault());
+    made.addEventListener("input", ({ target }) => {
+      const { name } = target;
+      if (NUMBERS[name] && (target.value === "" || !target.validity.valid)) return; // not there yet
+      go({ ...state, [name]: target.type === "checkbox" ? target.checked : NUMBERS[name] ? Number(target.value) : target.value });
+    });
+    made.addEventListener("change", fill); // a number out of range goes back to what is shown
+    return made;
+  }
+  function fill() {
+    for (const [name, value] of Object.entries(state)) {
+      const control = document.getElementById(`fit-${name}`);
+      if (!control || (control === document.activeElement && control.type === "number" && Number(control.value) === value)) continue;
+      if (control.type === "checkbox") control.checked = value;
+      else control.value = value;
+    }
+  }
+
+  // What is shown --------------------------------------------------------------------------------------------------
+
+  const shown = {};
+  function answer() {
+    shown.verdict = el("p", { class: "verdict", role: "status", "aria-live": "polite" });
+    shown.bar = el("div", { class: "stack" });
+    shown.legend = el("ul", { class: "legend" });
+    shown.rows = el("tbody");
+    shown.facts = el("ul", { class: "facts" });
+    shown.command = el("code");
+    shown.get = el("a", { download: "cria_train.ipynb", href: "#" }, "Download the notebook of this choice");
+    shown.open = el("p");
+    const table = el("table", { class: "bill" }, el("caption", {}, "The bill at the peak of a step"),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "what"), el("th", { scope: "col" }, "bytes"), el("th", { scope: "col" }, ""))), shown.rows);
+    return [el("div", { class: "head" }, shown.verdict, shown.bar),
+      el("div", { class: "answer" }, shown.legend, shown.facts, el("div", { class: "wide" }, table),
+        el("h2", { id: "the-command" }, "The command"), el("pre", {}, shown.command), shown.open)];
+  }
+  const groupOf = (name) => {
+    const found = [GROUPS[6], GROUPS[5], ...GROUPS.slice(0, 5)].find(([, pattern]) => pattern.test(name));
+    return GROUPS.indexOf(found);
+  };
+  function show(found) {
+    root.classList.toggle("refused", found.refused.length > 0);
+    if (found.refused.length) {
+      shown.verdict.replaceChildren(el("strong", {}, "Refused. "), found.refused.join(" "));
+      root.dataset.found = JSON.stringify(found);
+      return;
+    }
+    const all = [...found.rows, ...found.around].sort((one, other) => groupOf(one.name) - groupOf(other.name));
+    const room = Math.max(found.needed, found.capacity) * 1.04;
+    const groups = GROUPS.map(([name], number) => ({ name, number,
+      bytes: all.filter((row) => groupOf(row.name) === number).reduce((sum, row) => sum + row.bytes, 0) })).filter(({ bytes }) => bytes);
+    const left = found.capacity - found.needed;
+    const words = `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
+    shown.verdict.replaceChildren(el("strong", { class: found.fits ? "fits" : "not" }, found.fits ? "It fits. " : "It does not fit. "), words);
+    const share = (bytes) => `${(100 * bytes) / room}%`;
+    shown.bar.replaceChildren(...groups.map(({ name, number, bytes }) =>
+      el("span", { class: `g${number}`, style: `width:${share(bytes)}`, title: `${name}: ${gib(bytes)}` })),
+      el("span", { class: "card-line", style: `left:${share(found.capacity)}` }));
+    shown.bar.setAttribute("role", "img");
+    shown.bar.setAttribute("aria-label", `${words} ${groups.map(({ name, bytes }) => `${name} ${gib(bytes)}`).join(", ")}`);
+    shown.legend.replaceChildren(...groups.map(({ name, number, bytes }) =>
+      el("li", {}, el("span", { class: `swatch g${number}` }), ` ${name} ${gib(bytes)}`)),
+      el("li", {}, el("span", { class: "swatch card-line" }), ` the card ${gib(found.capacity)}`));
+    shown.rows.replaceChildren(...all.map(({ name, bytes }) => el("tr", {}, el("th", { scope: "row" }, name),
+      el("td", {}, bytes.toLocaleString("en")), el("td", {}, gib(bytes)))),
+      el("tr", { class: "sum" }, el("th", { scope: "row" }, "needed"), el("td", {}, found.needed.toLocaleString("en")), el("td", {}, gib(found.needed))));
+    const price = found.prices.map(({ name, low, high }) => `${low.toFixed(2)} to ${high.toFixed(2)} USD on ${name}`).join("; ");
+    const minutes = found.minutes < 10 ? found.minutes.toFixed(1) : Math.round(found.minutes).toLocaleString("en");
+    shown.facts.replaceChildren(
+      el("li", {}, `Most is alive at the moment "${found.moment}".`),
+      el("li", {}, `An optimizer step: about ${found.seconds.toPrecision(3)} s. The run: about ${minutes} minutes${price && `, ${price}`}.`));
+    const set = settings(state);
+    shown.command.textContent = ["cria train kwanzaa", ...set].join(" \\\n  ");
+    shown.get.href = `data:application/x-ipynb+json;charset=utf-8,${encodeURIComponent(notebook(state))}`;
+    const direct = !set.length && state.card === "t4";
+    shown.open.replaceChildren(...(direct
+      ? ["This is the capstone: ", el("a", { href: index.notebook }, "open its notebook in Colab"), "."]
+      : [shown.get, ", and open it in ", el("a", { href: "https://colab.research.google.com/" }, "Colab"), " (File, Upload notebook)."]));
+    root.dataset.found = JSON.stringify(found);
+  }
+
+  async function go(next, keep = true) {
+    const mine = ++asked;
+    models[next.model] ??= get(next.model);
+    const model = await models[next.model];
+    if (mine !== asked) return; // a later click was faster
+    const began = performance.now();
+    state = next;
+    if (keep) history.replaceState(null, "", `#${said(state)}`);
+    fill();
+    show(evaluate(state, model));
+    root.getBoundingClientRect(); // laid out, too
+    root.dataset.ms = (performance.now() - began).toFixed(2);
+    root.dataset.state = said(state);
+  }
+
+  async function start() {
+    index = await get("index");
+    state = read(location.hash.slice(1));
+    const [head, rest] = answer();
+    root.replaceChildren(head, form(), rest);
+    await go(state, false);
+    window.addEventListener("hashchange", () => go(read(location.hash.slice(1)), false));
+  }
+  start().catch((error) => { root.textContent = `The tables could not be loaded: ${error}`; });
+})();

@@ -1,0 +1,102 @@
+"""The estimate folded over letters is the estimate of any numbers."""
+
+import random
+
+import pytest
+
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.hardware.cost import work
+from cria_tricks.memory.estimate import estimate, moments
+from cria_tricks.memory.formula import Formula, at_most, chunks, largest
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.tricks import resolve
+from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
+from tools import fit
+
+
+def value(formula, batch, tokens, k):
+    """What a formula is for some numbers."""
+    letters = {"B": batch, "T": tokens, "k": k}
+    letters |= {"m": min(TOKENS_PER_CHUNK, batch * (tokens - 1)), "c": -(-batch * tokens // TOKENS_PER_CHUNK)}
+    if not isinstance(formula, Formula):
+        return formula
+    found = []
+    for polynomial in formula.polynomials or [{}]:
+        found.append(0)
+        for name, number in polynomial.items():
+            for letter in name:
+                number *= letters[letter]
+            found[-1] += number
+    return max(found)
+
+
+def test_arithmetic():
+    batch, tokens = Formula.letter("B", 3), Formula.letter("T", 10)
+    n = batch * tokens
+    assert (2 * n * tokens + n - 5 + 7 * (batch > 2)).polynomials == [{"BTT": 2, "BT": 1, "": 2}]
+    assert (n * 8 // 4).polynomials == [{"BT": 2}]
+    both = largest(n * 2, n + 40) + 1
+    assert both.polynomials == [{"BT": 2, "": 1}, {"BT": 1, "": 41}]
+    assert (both.sample, value(both, 3, 10, 1), value(both, 30, 10, 1)) == (71, 71, 601)
+    assert largest(3, 7) == 7
+    assert not n * 0
+    assert (at_most(256, n).polynomials, chunks(n * 1.0, 256).polynomials) == ([{"m": 1}], [{"c": 1}])
+
+
+def test_what_is_no_formula_is_refused_and_not_rounded():
+    n = Formula.letter("B", 3)
+    with pytest.raises(AssertionError, match="rounded"):
+        _ = 3 * n // 2
+    with pytest.raises(AssertionError, match="nothing is known"):
+        _ = 1 - largest(n, n * n)
+
+
+def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
+    """All models and cards, all switches at random: each moment's largest point, each part of the time."""
+    draw, tried = random.Random(0), 0
+    while tried < 150:
+        tricks = {name: draw.choice(values) for name, values in fit.VALUES.items()}
+        batch, tokens, k = draw.choice((1, 2, 5)), draw.choice((8, 200, 5000)), draw.choice((1, 2, 8))
+        card, shape = draw.choice(list(CARDS.values())), find_shape(draw.choice(fit.MODELS))
+        bare = Recipe(tricks=Tricks(**tricks, gradient_accumulation=k))
+        numbers = {"train": {"batch_size": batch}, "data": {"max_length": tokens}}
+        recipe = Recipe.model_validate({**bare.model_dump(), **numbers})
+        try:
+            resolve(recipe, card.device)
+        except BadInput:
+            continue
+        letters = fit.plain(**tricks, accumulates=k > 1, several=batch > 1)
+        largest_of = {}
+        for moment in moments(estimate(letters, shape, card.device), every_point=True):
+            size = value(sum(row.bytes for row in moment.rows) + Formula([{}], 0), batch, tokens, k)
+            largest_of[moment.name] = max(size, largest_of.get(moment.name, 0))
+        assert largest_of == {moment.name: moment.bytes for moment in moments(estimate(recipe, shape, card.device))}
+        pairs = zip(work(letters, shape, card, letters.data.max_length), work(recipe, shape, card, tokens), strict=True)
+        for ours, theirs in pairs:
+            assert ours.name == theirs.name
+            assert [value(size, batch, tokens, k) for size in ours[1:4]] == pytest.approx(list(theirs[1:4]), rel=1e-12)
+        tried += 1
+
+
+def test_what_is_left_out_can_never_be_the_largest():
+    """Of a part's row lists only those stay that are the largest for some numbers, and for these they do."""
+    shape = find_shape("llama-3.2-1b")
+    letters = fit.plain(precision="fp16", peft="lora", quantization="nf4", gradient_checkpointing=True, several=True)
+    memory = estimate(letters, shape, fit.OLD.device)
+    whole = fit._rows(memory, fit.INSIDE, "last block")
+    stays = fit._that_can_be_largest(whole)
+    assert 1 < len(stays) < len(whole)
+    for batch, tokens in ((1, 8), (1, 100), (2, 8), (2, 2048), (64, 512), (1, 131_072)):
+        most = [max(sum(value(size, batch, tokens, 1) for _, size in rows) for rows in part) for part in (whole, stays)]
+        assert most[0] == most[1]
+
+
+def test_switches_that_do_not_go_together_are_told_apart():
+    found = [(one["when"], one["says"]) for one in fit.refusals()]
+    assert {"peft": "none", "quantization": "nf4"} in [when for when, _ in found]
+    assert {"card": "t4", "precision": "bf16"} in [when for when, _ in found]
+    batches = [when for when, says in found if "train.batch_size={B}" in says]
+    assert [when.pop("card") for when in batches] == ["l4", "a10g", "a100"]
+    assert batches == 3 * [{"several": True, "attention": "flash_attention_2", "packing": True}]

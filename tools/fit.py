@@ -1,0 +1,402 @@
+"""What the page "Will it fit?" computes with, exported from the estimate: ``python -m tools.fit``.
+
+The estimate is folded over formulas in place of a batch, a length and an accumulation (``memory/formula.py``). What
+comes out is sorted into tables: a moment of the step is a few parts, a part a few rows, and each depends on some of the
+switches only. The page looks its parts up, puts its numbers into their polynomials, adds, and takes the largest moment.
+It knows no formula of ours. One file a model, under ``docs/assets/fit/``, made anew when the package has changed.
+"""
+
+import itertools
+import json
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cria_tricks import catalogue, recipes
+from cria_tricks.course import LESSON_OF
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware.cards import CARDS, FLAVORS
+from cria_tricks.hardware.cost import EFFICIENCY, attention_kernel, work
+from cria_tricks.kwanzaa.lengths import row_lengths
+from cria_tricks.memory.estimate import MemoryEstimate, Moment, estimate, moments
+from cria_tricks.memory.formula import RULES, Formula
+from cria_tricks.memory.shape import Shape, find_shape
+from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.tricks import resolve
+from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
+from tools import notebooks
+
+HERE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "fit"
+MODELS = tuple(catalogue.CATALOGUE)
+OLD, NEW = CARDS["t4"], CARDS["a100"]
+"""A card of each kind: what kernels a card has is all that a formula asks of it."""
+LEAST = {"B": 1, "T": 8}
+"""Of the page's numbers; what can never be the largest from there on is left out."""
+SAMPLE = {"T": 64, "k": 2}
+"""Tokens and micro-batches for which comparisons are answered."""
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    name: typing.get_args(field.annotation) or (False, True)
+    for name, field in Tricks.model_fields.items()
+    if name != "gradient_accumulation"
+}
+"""Every switch but the number of micro-batches, and what it can be."""
+STORED = ("precision", "peft", "quantization", "lean_preparation")
+ATTENTION = ("precision", "attention", "expand_kv", "packing")
+Row = tuple[str, Formula]
+Part = list[list[Row]]
+"""Rows that stand together; where several such lists are, the one with the largest sum."""
+
+
+def plain(**tricks: Any) -> Recipe:
+    """A recipe of these switches, in letters: B rows of T tokens, k times."""
+    k = Formula.letter("k", SAMPLE["k"]) if tricks.pop("accumulates", False) else 1
+    rows = Formula.letter("B", 2 if tricks.pop("several", False) else 1)
+    tokens = Formula.letter("T", SAMPLE["T"])
+    bare = Recipe()
+    return bare.model_copy(
+        update={
+            "tricks": bare.tricks.model_copy(update={**tricks, "gradient_accumulation": k}),
+            "train": bare.train.model_copy(update={"batch_size": rows}),
+            "data": bare.data.model_copy(update={"max_length": tokens}),
+        }
+    )
+
+
+def combinations(fields: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """All values of some switches, but for those that are refused."""
+    fields = tuple(fields)
+    for values in itertools.product(*(VALUES.get(field, (False, True)) for field in fields)):
+        chosen = dict(zip(fields, values, strict=True))
+        if chosen.get("quantization", "none") == "none" or chosen["peft"] != "none":
+            yield chosen
+
+
+def key(values: Iterable[Any]) -> str:
+    """As the page writes it: ``fp16,lora,true``."""
+    return ",".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+
+
+def bytes_of(shape: Shape) -> dict[str, Any]:
+    """Moments and their parts, each part a table."""
+    stored: dict[tuple[Any, ...], dict[str, Any]] = {}
+    classes = {}
+    for chosen in combinations(STORED):
+        memory = estimate(plain(**chosen), shape, NEW.device)
+        found = (memory.operand, memory.bf16 and shape.experts > 1, memory.others, memory.stream, memory.product,
+                 memory.unpacks, memory.pins_inputs, memory.raises_inputs, chosen["peft"])  # fmt: skip
+        classes[key(chosen.values())] = str(list(stored).index(found) if found in stored else len(stored))
+        stored.setdefault(found, chosen)
+    kernels, of_kernel = _kernels(shape)
+    parts: dict[str, Any] = {}
+
+    def table(name: str, by: tuple[str, ...], entries: Iterable[tuple[Iterable[Any], Part | None]]) -> None:
+        parts[name] = {"by": by, "is": {key(values): part for values, part in entries if part is not None}}
+
+    def over(by: tuple[str, ...], rows: Callable[[MemoryEstimate], Part | None], **more: Any) -> Iterator[Any]:
+        """One entry for each choice: ``stored`` is a class of how weights are stored, all others switches."""
+        switches = [field for field in by if field != "stored"]
+        for number, chosen in enumerate(stored.values()):
+            for values in itertools.product(*(VALUES.get(field, (False, True)) for field in switches)):
+                tricks = {**more, **chosen, **dict(zip(switches, values, strict=True))}
+                if tricks.get("chunked_loss") and chosen["peft"] in ("none", "head", "prompt_tuning"):
+                    continue
+                memory = estimate(plain(**tricks), shape, NEW.device)
+                yield (number, *values), rows(memory)
+
+    matrices = ("precision", "peft", "quantization", "double_quantization")
+    table("matrices", matrices, (
+        (chosen.values(), _rows(estimate(plain(**chosen), shape, NEW.device), FIXED[:1]))
+        for chosen in combinations(matrices)
+    ))  # fmt: skip
+    table("others", ("stored",), over(("stored",), lambda memory: _rows(memory, FIXED[1:3])))
+    by: tuple[str, ...] = ("stored", "optimizer", "paged_optimizer")
+    table("states", by, over(by, lambda memory: _rows(memory, FIXED[3:4])))
+    by = ("stored", "accumulates")
+    table("gradients before", by, over(by, lambda memory: _rows(memory, ("gradients",), "loss")))
+    table("gradients", ("stored",), over(("stored",), lambda memory: _rows(memory, ("gradients",), "optimizer step")))
+    ends = ("final norm", "head in 16 bits", "weights in 16 bits", "hidden states of trained tokens", "logits",
+            "capped logits")  # fmt: skip
+    by = ("stored", "gradient_checkpointing", "chunked_loss")
+    table("loss", by, over(by, lambda memory: _rows(memory, ends, "loss")))
+    table("log-softmax", by, over(by, lambda memory: _rows(memory, ends, "log-softmax")))
+    by = ("stored", "accumulates")
+    table("embedding", by, over(by, lambda memory: _rows(memory, ("embedding's gradient",), "embedding")))
+    by = ("stored", "optimizer", "paged_optimizer")
+    table("optimizer", by, over(by, lambda memory: _rows(memory, ("optimizer: open",), "optimizer step")))
+    _blocks(shape, stored, of_kernel, table)
+    return {"classes": {"stored": {"by": STORED, "is": classes}, "kernel": kernels}, "parts": parts}
+
+
+FIXED = ("weights: blocks' matrices", "weights: all others", "weights: added", "optimizer states", "batch")
+ALWAYS = ("matrices", "others", "states", "batch")
+INSIDE = ("gradients", "block: kept", "block: open")
+MOMENTS = {
+    "loss": ("gradients before", "waiting: loss", "loss"),
+    "log-softmax": ("gradients before", "waiting: loss", "log-softmax"),
+    "last block": ("waiting: last block", "last block"),
+    "first block": ("waiting: first block", "first block"),
+    "frozen block": ("waiting: frozen block", "frozen block"),
+    "embedding": ("gradients", "embedding"),
+    "optimizer step": ("gradients", "optimizer"),
+}
+"""What a moment is made of, beside what lives :data:`ALWAYS`."""
+
+
+def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Which attention runs: by switches, card and mask; and a choice that leads to each."""
+    classes, of_kernel = dict[str, str](), dict[str, dict[str, Any]]()
+    by = (*ATTENTION, "several", "new")
+    for chosen in combinations(by):
+        card = NEW if chosen["new"] else OLD
+        switches = {name: value for name, value in chosen.items() if name != "new"}
+        recipe = plain(**switches, peft="lora")
+        memory = estimate(recipe, shape, card.device)
+        kernel, masked = attention_kernel(recipe, shape, card, recipe.train.batch_size, recipe.data.max_length)
+        name = "/".join([memory.kernel, *(word for word, holds in (
+            ("repeated", memory.repeats_keys), ("maskless", memory.maskless), (kernel, True), ("masked", masked),
+        ) if holds)])  # fmt: skip
+        classes[key(chosen.values())] = name
+        of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card})
+    return {"by": by, "is": classes}, of_kernel
+
+
+def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str, dict[str, Any]], table: Any) -> None:
+    """What depends on the attention: the batch with its mask, what blocks keep, and what is open in one."""
+    found: dict[str, dict[tuple[Any, ...], Part | None]] = {"batch": {}}
+    by = ("stored", "kernel", "gradient_checkpointing", "activation_offload", "accumulates")
+    for number, chosen in enumerate(stored.values()):
+        for name, attention in of_kernel.items():
+            kernel, _, precision = name.partition(" ")
+            if precision != chosen["precision"]:
+                continue
+            switches = {name: value for name, value in {**attention, **chosen}.items() if name != "card"}
+            for checkpointed, offloaded, accumulates in itertools.product((False, True), repeat=3):
+                recipe = plain(**switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
+                               accumulates=accumulates)  # fmt: skip
+                memory = estimate(recipe, shape, attention["card"].device)
+                where = (number, kernel, checkpointed, offloaded, accumulates)
+                found["batch"][number, kernel] = _rows(memory, FIXED[4:])
+                for moment in list(MOMENTS)[:1] + list(MOMENTS)[2:5]:
+                    waits = found.setdefault(f"waiting: {moment}", {})
+                    waits[where[:-1]] = _rows(memory, ("blocks: waiting",), moment)
+                    if moment != "loss":
+                        inside = _rows(memory, INSIDE, moment)
+                        found.setdefault(moment, {})[where] = inside and _that_can_be_largest(inside)
+    for name, entries in found.items():
+        fields = by[:2] if name == "batch" else by[:-1] if name.startswith("waiting") else by
+        table(name, fields, entries.items())
+
+
+def _rows(memory: MemoryEstimate, names: Iterable[str], moment: str = "optimizer step") -> Part | None:
+    """Some rows of a moment, as often as there is such a moment, and once more for each size a row may have."""
+    found: Part = []
+    for one in _moments(memory):
+        if one.name == moment:
+            rows = [(row.name, row.bytes) for row in one.rows if row.name in names and row.bytes]
+            sizes = [_formula(size).polynomials for _, size in rows]
+            for chosen in itertools.product(*sizes):
+                part = [(name, Formula([size], 0)) for (name, _), size in zip(rows, chosen, strict=True)]
+                if not any(_same(part, other) for other in found):
+                    found.append(part)
+    return found or None
+
+
+def _same(one: list[Row], other: list[Row]) -> bool:
+    return [(name, size.polynomials) for name, size in one] == [(name, size.polynomials) for name, size in other]
+
+
+@lru_cache(1)  # the same estimate is asked for several of its rows
+def _moments(memory: MemoryEstimate) -> list[Moment]:
+    return moments(memory, every_point=True)
+
+
+def _formula(size: Any) -> Formula:
+    return size if isinstance(size, Formula) else Formula([{"": size}], size)
+
+
+def _that_can_be_largest(part: Part) -> Part:
+    """Those that no other one is at least as large as, whatever batch and length."""
+    sums = [_shifted(sum((size for _, size in rows), Formula([{}], 0))) for rows in part]
+    stay: list[int] = []
+    for i, one in enumerate(sums):
+        if not any(_at_least(sums[j], one) for j in stay):
+            stay = [j for j in stay if not _at_least(one, sums[j])] + [i]
+    return [part[i] for i in sorted(stay)]
+
+
+def _shifted(size: Formula) -> dict[str, float]:
+    """The polynomial in what batch and length have above their least: all of its letters are from 0 on."""
+    (polynomial,) = size.polynomials
+    found = Formula([{}], 0)
+    for name, number in polynomial.items():
+        term = Formula([{"": number}], 0)
+        for letter in name:
+            term = term * (Formula.letter(letter, 0) + LEAST[letter])
+        found = found + term
+    return dict(found.polynomials[0])
+
+
+def _at_least(one: dict[str, float], other: dict[str, float]) -> bool:
+    return all(one.get(name, 0) >= other.get(name, 0) for name in {**one, **other})
+
+
+TIMES = {
+    "blocks forward": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
+    "blocks again": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
+    "blocks backward": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
+    "adapter": ("precision", "peft", "gradient_checkpointing"),
+    "between products": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing", "compile"),
+    "head and loss": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing",
+                      "chunked_loss"),
+    "offload": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing",
+                "activation_offload", "chunked_loss"),
+    "optimizer": ("precision", "peft", "optimizer"),
+}  # fmt: skip
+"""The parts of a step's time, and the switches that each depends on."""
+
+
+def times_of(shape: Shape) -> dict[str, Any]:
+    """Operations, bytes and bytes over the link of each part of a step."""
+    found = {}
+    for name, by in TIMES.items():
+        table = {}
+        for chosen in combinations(by):
+            if chosen.get("chunked_loss") and chosen["peft"] in ("none", "head", "prompt_tuning"):
+                continue
+            table[key(chosen.values())] = _work(shape, name, NEW, **chosen)
+        found[name] = {"by": by, "is": table}
+    _, of_kernel = _kernels(shape)
+    by = ("precision", "peft", "gradient_checkpointing", "kernel")
+    table = {}
+    for name, attention in of_kernel.items():
+        kernel, _, precision = name.partition(" ")
+        switches = {field: value for field, value in attention.items() if field not in ("card", "precision")}
+        for peft, checkpointed in itertools.product(VALUES["peft"], (False, True)):
+            chosen = {"precision": precision, "peft": peft, "gradient_checkpointing": checkpointed}
+            part = _work(shape, "attention", attention["card"], **switches, **chosen)
+            table[key((*chosen.values(), kernel))] = part
+    return {**found, "attention": {"by": by, "is": table}}
+
+
+def _work(shape: Shape, name: str, card: Any, **tricks: Any) -> list[Formula]:
+    recipe = plain(**tricks, accumulates=True)
+    for part in work(recipe, shape, card, recipe.data.max_length):
+        if part.name == name:
+            return [_formula(part.flops), _formula(part.bytes), _formula(part.link)]
+    return [_formula(0)] * 3
+
+
+def refusals() -> list[dict[str, Any]]:
+    """Switches that do not go together, on which card, and what is said of it: singles, pairs, threes."""
+    usual = {"peft": "lora", "precision": "fp16", "attention": "sdpa"}
+    singles = [(name, value) for name, values in VALUES.items() for value in values if value != usual.get(name, False)]
+    many = 65_535
+    found: list[dict[str, Any]] = []
+    for number, (card, several) in itertools.product((1, 2), itertools.product(CARDS, (False, True))):
+        for chosen in itertools.combinations(singles, number):
+            when = {"card": card, "several": several, **dict(chosen)}
+            if len(when) < number + 2 or any(one["when"].items() <= when.items() for one in found):
+                continue
+            tricks = Recipe().tricks.model_copy(update={**usual, **dict(chosen)})
+            recipe = Recipe(tricks=tricks).model_copy(
+                update={"train": Recipe().train.model_copy(update={"batch_size": many if several else 1})}
+            )
+            try:
+                resolve(recipe, CARDS[card].device)
+            except BadInput as error:
+                found.append({"when": when, "says": str(error).replace(str(many), "{B}")})
+    return _merged(found)
+
+
+def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Say once what is said on every card, or for every batch."""
+    for field, values in (("several", (False, True)), ("card", tuple(CARDS))):
+        merged: list[dict[str, Any]] = []
+        for one in found:
+            rest = {name: value for name, value in one["when"].items() if name != field}
+            same = [other for other in found if other["says"] == one["says"]
+                    and {name: value for name, value in other["when"].items() if name != field} == rest]  # fmt: skip
+            entry = {"when": rest if len(same) == len(values) else one["when"], "says": one["says"]}
+            if entry not in merged:
+                merged.append(entry)
+        found = merged
+    return found
+
+
+def model(name: str) -> dict[str, Any]:
+    """Everything that depends on the model."""
+    shape = find_shape(name)
+    assert not shape.window, "whether a row is longer than the window is a switch that the page does not have"
+    found = {**bytes_of(shape), "times": times_of(shape)}
+    names: dict[str, int] = {}
+    formulas: dict[str, int] = {}
+
+    def numbered(value: Any) -> Any:
+        """Rows and formulas by their numbers: each is there often."""
+        if isinstance(value, Formula):
+            (polynomial,) = value.polynomials or [{}]
+            return formulas.setdefault(json.dumps(polynomial, sort_keys=True), len(formulas))
+        if isinstance(value, dict):
+            return {name: numbered(each) for name, each in value.items()}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Formula):
+            return [names.setdefault(value[0], len(names)), numbered(value[1])]
+        return [numbered(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    return {**numbered(found), "names": list(names), "formulas": [json.loads(text) for text in formulas]}
+
+
+def index() -> dict[str, Any]:
+    """Everything that does not: switches, cards, machines, rules."""
+    capstone = recipes.kwanzaa(OLD.device)
+    around = estimate(capstone, find_shape(capstone.model), OLD.device).around
+    return {
+        "models": {name: {"hub": catalogue.ALIASES[name], "weights": find_shape(name).weights} for name in MODELS},
+        "values": VALUES,
+        "defaults": Tricks().model_dump(),
+        "capstone": {"model": capstone.model, "batch": capstone.train.batch_size, "tokens": capstone.data.max_length,
+                     "epochs": capstone.train.epochs, "rows": len(row_lengths("train"))},
+        "lessons": {switch.partition("=")[0]: lesson for switch, lesson in LESSON_OF.items()},
+        "install": notebooks.INSTALL,
+        "notebook": notebooks.colab_address("17_kwanzaa"),
+        "cards": {
+            name: {
+                "name": card.device.name,
+                "bytes": card.device.memory_bytes,
+                "new": card.device.capability >= (8, 0),
+                "flops": {precision: card.flops(precision) for precision in VALUES["precision"]},
+                "memory": card.memory_rate,
+                "link": card.link_rate,
+                "capstone": recipes.kwanzaa(card.device).tricks.model_dump(),
+            }
+            for name, card in CARDS.items()
+        },
+        "machines": [
+            {"name": one.name, "card": one.card, "low": one.low, "high": one.high}
+            for one in FLAVORS.values()
+            if one.cards == 1
+        ],
+        "around": [[row.name, row.bytes] for row in around],
+        "efficiency": EFFICIENCY,
+        "chunk": TOKENS_PER_CHUNK,
+        "rules": RULES,
+        "refused": refusals(),
+        "always": ALWAYS,
+        "moments": MOMENTS,
+    }  # fmt: skip
+
+
+def write(folder: Path = HERE) -> None:
+    """Write all files, two models at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(2) as pool:
+        for name, found in zip(MODELS, pool.map(model, MODELS), strict=True):
+            (folder / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    (folder / "index.json").write_text(json.dumps(index(), separators=(",", ":")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
