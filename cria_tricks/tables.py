@@ -131,7 +131,10 @@ def toggles(compared: Sequence[Pair]) -> str:
 
 
 def interactions(cases: Iterable[Case]) -> str:
-    """Two tricks at a time: neither, one, the other, both, and what both would be if each did what it does alone."""
+    """Two tricks at a time: neither, one, the other, both, and what both would be if each did what it does alone.
+
+    Bytes of one moment add, so there their differences are added; of seconds the ratios are multiplied.
+    """
     rows = []
     for device, some in by_device(case for case in cases if case.bench == "interactions").items():
         found: dict[str, dict[str, Case]] = {}
@@ -141,10 +144,12 @@ def interactions(cases: Iterable[Case]) -> str:
         for pair, four in found.items():
             for what, measure, write in (("peak", PEAK, _bytes), ("seconds", STEP, _seconds)):
                 values = [measure(four[which]) if which in four else None for which in FOUR]
-                neither, first, second, both = values
-                alone = f"{first * second / neither / both:.2f}" if all(values) else ""  # type: ignore[operator]
-                rows.append((pair.replace("_", " "), what, *map(write, values), alone, device))
-    return table(("pair", "", *FOUR, "if independent, times", "device"), rows)
+                neither, first, second, _ = values
+                alone = None
+                if neither and first and second:
+                    alone = first + second - neither if measure is PEAK else first * second / neither
+                rows.append((pair.replace("_", " "), what, *map(write, (*values, alone)), device))
+    return table(("pair", "", *FOUR, "if independent", "device"), rows)
 
 
 FOUR = ("neither", "first", "second", "both")

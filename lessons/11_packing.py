@@ -33,6 +33,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.kernels import kernel_for
+from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.plan import diff
 from cria_tricks.recipe import with_settings
 from cria_tricks.tricks import resolve
@@ -40,22 +41,8 @@ from cria_tricks.tricks.packing import best_fit, block_causal_mask, pack
 
 torch.manual_seed(0)
 MIB = 2**20
-
-# %% tags=["hide-input"]
 # Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
-NUMBERS = """
-1698 1272 1427 1055 1496 1092 1449 1094 1976 1488 1977 1488 1525 1136 922 657 1057 765 623 452 2032 1525 634 465 1506
-1112 1115 789 1925 1450 2023 1510 1715 1242 1985 1485 2033 1526 969 699 1034 755 947 685 956 692 612 444 1977 1482 1971
-1489 944 689 947 680 1335 1001 2048 1293 1445 1100 1229 943 2001 1502 1977 1485 1218 961 1466 1103 1932 1449 1945 1465
-918 653 958 699 603 438 623 449 2048 1245 950 684 2048 1579 1094 791 1999 1490 946 689 1036 752 1505 1072 1530 1133
-2048 1515 1978 1474 928 655 1093 791 1982 1476 958 679 614 447 956 692 925 658 1951 1472 1502 1108 952 691 1464 1103
-2048 1492 1948 1468 2048 1531 1997 1496 1983 1485 2014 1496 1970 1481 2048 1510 967 680 941 679 1320 1025 1027 752 2048
-1444 2048 1395 1988 1487 932 658 612 446 614 444 1551 1141 1576 1160 1948 1467 1653 1208 757 579 979 693 1303 1017 1418
-1123 931 654 2011 1516 484 335 942 675 2023 1515 1558 1149 1265 912 1941 1470 960 676 2033 1506 1080 752 1465 1099 1435
-1074 2048 1265 1527 1187 975 707 1521 1155
-"""
-numbers = [int(word) for word in NUMBERS.split()]
-LENGTHS, TRAINED = numbers[::2], numbers[1::2]
+LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 
 # %% [markdown]
 # ## 1. The bill

@@ -1,9 +1,9 @@
 r"""Lean preparation: no fp32 copies that nobody asked for.
 
-Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B); of every adapter's input a
-         kept second 16-bit copy, 2 B T D bytes, and a passing fp32 one, 4 B T D           [bytes]
-Costs    norms and the embedding run in the 16 bits they were stored in
-Claim    approximate: adapters multiply in 16 bits, their fp32 master weights cast at use
+Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B), and the same of a head cast back; half
+         of what waits between blocks, 2 B T D each; where peft casts adapters' inputs, their copies       [bytes]
+Costs    sums between blocks, and what lies between products, are rounded to 16 bits
+Claim    approximate: a sum between blocks is off by half a step of its 16-bit format; inputs left uncast change no bit
 Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
 Breaks   in fp16, models trained in bf16 whose activations exceed 65504: the usual preparation keeps norms in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)

@@ -7,7 +7,7 @@ Needs    nothing, no flash-attn; position ids that start again at 0, and no atte
 Breaks   a mask of ones or a cache beside the position ids: both leak, silently; models without position ids;
          flash_attention_2 with more than one row a batch, which transformers (5.23) tells apart in a single row only
 Sources  Krell et al. 2021, arXiv:2107.02027, sec. 3 (packing without cross-contamination); best fit decreasing:
-         Johnson 1974, doi:10.1137/0203025; the leak: transformers issue 31629
+         Johnson 1974, doi:10.1137/0203025; the leak: transformers pull request 31629
 Ours     best-fit packing in 12 lines, and attention document by document over torch's kernel: the squares of the
          lengths instead of T^2. With attention = eager transformers makes a block-diagonal mask of the position ids
 
