@@ -228,14 +228,21 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
         figure, (axes,) = panels(1, height=4.2)
         for number, way in enumerate(("ours", "trl")):
             mine = {name: entry for name, entry in points.items() if entry["way"] == way}
-            for name, entry in mine.items():
-                twin = entry.get("bytes_of")
-                x = points[twin or name]["peak_bytes"] / GIB
-                y = statistics.median(entry["speeds"].values())
+            twins = {entry.get("bytes_of") for entry in mine.values()}
+            peaks = {name: points[entry.get("bytes_of", name)]["peak_bytes"] / GIB for name, entry in mine.items()}
+            above = True
+            for name in sorted(mine, key=lambda name: (peaks[name], name in twins)):
+                hollow, x = "bytes_of" in mine[name], peaks[name]
+                y = statistics.median(mine[name]["speeds"].values())
                 colour = theme.series[number]
-                face = "none" if twin else colour
+                face = "none" if hollow else colour
                 axes.scatter(x, y, s=46, facecolor=face, edgecolor=colour, marker=MARKERS[number], zorder=3)
-                axes.annotate(name, (x, y), xytext=(6, 5), textcoords="offset points", color=colour)
+                above = hollow or (name not in twins and not above)  # names of neighbours are on either side
+                right = x > 0.9 * max(peaks.values()) and way == "trl"
+                axes.annotate(
+                    name, (x, y), xytext=(-6 if right else 6, 5 if above else -12), textcoords="offset points",
+                    color=colour, ha="right" if right else "left",
+                )  # fmt: skip
             label = "cria_tricks" if way == "ours" else f"TRL {result['trl']}"
             axes.scatter([], [], s=46, color=theme.series[number], marker=MARKERS[number], label=label)
         axes.set(xlabel="peak of a training step, GiB", ylabel="trained tokens per second")
