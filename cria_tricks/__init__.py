@@ -4,7 +4,6 @@
 >>> report = cria_tricks.train(cria_tricks.recipes.smoke())  # doctest: +SKIP
 """
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from cria_tricks import recipes
@@ -13,8 +12,6 @@ from cria_tricks.recipe import Recipe, Tricks
 
 if TYPE_CHECKING:
     from cria_tricks.run import train
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as it is imported it advises a kernel nobody needs
 
 __all__ = ["BadInput", "Diverged", "Interrupted", "OutOfMemory", "Recipe", "Tricks", "recipes", "train"]
 
