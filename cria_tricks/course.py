@@ -155,7 +155,7 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any]) -> None:
         grade(answer)
         found, said = "right", "right"
     except NotImplementedError:
-        found, said = "not yet", "not yet"
+        found, said = "not yet", "not yet" + (", it returns nothing" if callable(answer) else "")
     except AssertionError as wrong:
         found, said = "no", f"no: {wrong}"
     except Exception as error:  # whatever a reader's code does, the lesson goes on

@@ -434,7 +434,7 @@ def six_moments(theme: Theme):
 
 course.show(
     six_moments,
-    "Figure 4. Six moments of one step of Llama-3.2-1B: gradients come only where activations have gone, and no moment "
+    "Figure 4. Six moments of one step of Llama-3.2-1B: most gradients come where activations have gone, and no moment "
     "fits a T4.",
 )
 
@@ -500,7 +500,8 @@ assert peaks(longer)[1] < peaks(longer)[4] == peaks(longer)[7]
 #    each parameter, a hook, and return the optimizers. (About seven lines. Before you check: what does it save at the
 #    peak?)
 # 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How many GiB does the peak of plain fp32 training need
-#    at least, on a card? (`optimizer: open` on a card: roots of *all* tensors at once.)
+#    at least, on a card? (`optimizer: open` on a card: one root for each weight, of *all* tensors at
+#    once.)
 
 # %% tags=["exercise"]
 bytes_more = None

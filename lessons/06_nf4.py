@@ -67,7 +67,7 @@ for what, bits in {"in 16 bits": 16, "codes": 4, "fp32 scales": 32 / 64, "or sca
 
 # %%
 def quantile_levels_4():
-    # Half a slice stays beyond the last level: one of 16 above zero, one of 15 below. Take the mean.
+    # Half a slice stays beyond the last level; upwards the whole curve has 16 slices, down 15. Take the mean.
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     up = torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:]
     down = 1 - torch.linspace(outermost, 0.5, 8, dtype=torch.float64)

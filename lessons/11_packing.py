@@ -47,8 +47,8 @@ LENGTHS, TRAINED = zip(*row_lengths("train"), strict=True)
 # %% [markdown]
 # ## 1. The bill
 # A batch is a rectangle: all its rows are as long as the longest, and padding fills the rest. The model computes on
-# padding as on words, in every product; then the loss ignores it. Our rows have 484 to 2,048 tokens. What share of a
-# batch of four is padding? Write down a guess.
+# padding as on words, in every product; then the loss ignores it. Our rows have 484 to 2,048 of SmolLM2's tokens. What
+# share of a batch of four is padding? Write down a guess.
 
 
 # %%
@@ -208,7 +208,7 @@ def masks(theme: Theme):
         (
             ("a mask of ones: causal, and no more", "15 looks too many"),
             ("block-diagonal mask", "64 computed, 21 used"),
-            ("document by document", "34 computed, no mask"),
+            ("document by document", "34 at most, no mask"),
         )
     ):
         left, top = 1.2 + 14 * panel, 2.0
@@ -598,10 +598,10 @@ def of_leaks(answer):
     }
     for name, (right, call) in ways.items():
         with torch.no_grad():
-            found = answer(call, dict(batch))
+            found = answer(call, {what: ids.clone() for what, ids in batch.items()})
         if found is None:
             raise NotImplementedError
-        hint = "a token sees only what is before it: which document must change, and whose logits must not?"
+        hint = "a token sees what is before it: change which document, and compare whose logits with what they were?"
         assert bool(found) == right, f"{name}: you say {bool(found)}; {hint}"
 
 

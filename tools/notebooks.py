@@ -22,6 +22,9 @@ BRANCH = "main"
 BEFORE_INSTALL = "before-install"
 """The tag of cells that need nothing installed, such as a look for the GPU."""
 
+FOLDED = "# @title Code\n"
+"""With this line Colab folds a cell's code."""
+
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]} | {"numpy"})
 _INSTALL = r"""
@@ -70,6 +73,9 @@ def make(lesson: Path) -> str:
     for cell in book.cells:
         if cell.cell_type == "markdown":
             cell.source = _absolute(cell.source)
+        elif "hide-input" in cell.metadata.get("tags", []):  # figures and checks, which hold answers
+            cell.source = FOLDED + cell.source
+            cell.metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
         cell["id"] = f"{lesson.stem.replace('_', '-')[:50]}-{number:03d}"
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}

@@ -10,6 +10,7 @@
     gradient_accumulation: ["Micro-batches of an optimizer step", 1, 1024],
     rows: ["Training rows", 1, 10000000], epochs: ["Epochs", 0.1, 1000],
   };
+  const COLAB = { t4: "T4", l4: "L4", a100: "A100" }; // its names for the cards it has
   const GROUPS = [
     ["weights", /^weights: /], ["gradients", /^(gradients|embedding's)/], ["optimizer", /^optimizer/],
     ["blocks", /^blocks?: /], ["logits and loss", /./], ["batch", /^batch/], ["the card's own", /^(CUDA|cuBLAS)/],
@@ -112,8 +113,7 @@
     const set = settings(s).join(" ");
     const cells = [code(index.install), code(`!cria plan kwanzaa --gpu ${s.card} ${set}`.trim()),
       code(`!cria train kwanzaa ${set} --resume`.replace(/ +/g, " "))];
-    const accelerator = { t4: "T4", l4: "L4", a100: "A100" }[s.card];
-    const metadata = { accelerator: "GPU", colab: { gpuType: accelerator ?? "T4" },
+    const metadata = { accelerator: "GPU", colab: COLAB[s.card] ? { gpuType: COLAB[s.card] } : {},
       kernelspec: { display_name: "Python 3", language: "python", name: "python3" } };
     return JSON.stringify({ nbformat: 4, nbformat_minor: 4, metadata, cells });
   }
@@ -132,7 +132,7 @@
   }
   function number(name) {
     const [label, min, max] = NUMBERS[name];
-    return field(name, label, el("input", { type: "number", min, max, step: name === "epochs" ? "any" : 1, inputmode: "decimal" }));
+    return field(name, `${label}, ${min} to ${max.toLocaleString("en")}`, el("input", { type: "number", min, max, step: name === "epochs" ? "any" : 1, inputmode: "decimal" }));
   }
   function form() {
     const run = el("fieldset", {}, el("legend", {}, "The run"),
@@ -155,7 +155,9 @@
       if (NUMBERS[name] && (target.value === "" || !target.validity.valid)) return; // not there yet
       go({ ...state, [name]: target.type === "checkbox" ? target.checked : NUMBERS[name] ? Number(target.value) : target.value });
     });
-    made.addEventListener("change", fill); // a number out of range goes back to what is shown
+    made.addEventListener("change", ({ target: { name, value } }) => { // a number is brought into its range
+      go(NUMBERS[name] ? { ...state, [name]: within(name, value, state[name]) } : state);
+    });
     return made;
   }
   function fill() {
@@ -192,7 +194,7 @@
   function show(found) {
     root.classList.toggle("refused", found.refused.length > 0);
     if (found.refused.length) {
-      shown.verdict.replaceChildren(el("strong", {}, "Refused. "), found.refused.join(" "));
+      shown.verdict.replaceChildren(el("strong", {}, "Refused. "), found.refused.join("; also: "));
       root.dataset.found = JSON.stringify(found);
       return;
     }
@@ -223,10 +225,12 @@
     const set = settings(state);
     shown.command.textContent = ["cria train kwanzaa", ...set].join(" \\\n  ");
     shown.get.href = `data:application/x-ipynb+json;charset=utf-8,${encodeURIComponent(notebook(state))}`;
-    const direct = !set.length && state.card === "t4";
+    const direct = !set.length && state.card === "t4" && state.rows === index.capstone.rows;
     shown.open.replaceChildren(...(direct
       ? ["This is the capstone: ", el("a", { href: index.notebook }, "open its notebook in Colab"), "."]
-      : [shown.get, ", and open it in ", el("a", { href: "https://colab.research.google.com/" }, "Colab"), " (File, Upload notebook)."]));
+      : [shown.get, ...(COLAB[state.card]
+        ? [", and open it in ", el("a", { href: "https://colab.research.google.com/" }, "Colab"), " (File, Upload notebook)."]
+        : [". Colab has no such card."])]));
     root.dataset.found = JSON.stringify(found);
   }
 
