@@ -10,7 +10,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.tricks import flash_attention, resolve
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -89,9 +89,12 @@ def test_what_cannot_work_says_why_and_what_instead(device, settings, said):
 
 
 def test_flash_attention_2_without_its_package(monkeypatch):
+    """It is missed on this machine, and not in a plan for another one."""
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plan(A100, "attention=flash_attention_2", "precision=bf16").warnings == ()
+    monkeypatch.setattr(flash_attention, "this_device", lambda: A100)
     with pytest.raises(BadInput, match="flash-attn is missing; pip install"):
         plan(A100, "attention=flash_attention_2", "precision=bf16")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
