@@ -50,7 +50,8 @@ def training_arguments(
     known = {field.name for field in fields(TrainingArguments)}
     if "activation_checkpointing" in known:  # its name since transformers 5.2x, the only one in 6
         training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
-    epoch = steps_per_epoch(settings, plan.training["gradient_accumulation_steps"], rows)
+    window = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]  # of all processes together
+    epoch = steps_per_epoch(settings, window, rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
     eval_steps = settings.eval_steps or epoch
     state = TrainerState()
@@ -79,6 +80,7 @@ def training_arguments(
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would log a NaN as 0.0
         seed=settings.seed,
+        data_seed=settings.seed,  # the order of the rows is the same in all processes, dropout's draws are not
         dataloader_pin_memory=plan.device.kind == "cuda",
         remove_unused_columns=False,
         disable_tqdm=True,

@@ -30,6 +30,7 @@ def save(
     card: str,
     recipe: Recipe,
     provenance: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the folder aside and rename it, so that it is there whole or not at all.
 
@@ -41,9 +42,10 @@ def save(
         card: the text of README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
         provenance: saved as provenance.json, from :func:`cria_tricks.provenance.describe`.
+        weights: the model's state dict, where its own is in pieces.
     """
     with durable.new_folder(folder) as aside:
-        save_weights(model, aside)
+        save_weights(model, aside, weights)
         tokenizer.save_pretrained(aside)
         for config in (aside / name for name in CONFIGS if (aside / name).exists()):
             content = json.loads(config.read_text())
@@ -63,17 +65,26 @@ def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
     (folder / PROVENANCE).write_text(text + "\n", encoding="utf-8")
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """Write what trained into a folder: peft's adapter, a side network, or the whole model."""
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """Write what trained into a folder: peft's adapter, a side network, or the whole model.
+
+    Args:
+        model: as for :func:`save`.
+        folder: there already.
+        weights: the model's state dict; its own when left out.
+    """
+    given = {} if weights is None else {"state_dict": weights}
     if hasattr(model, "peft_config"):
         # By default peft may ask the hub, and save embeddings that nobody trained.
-        model.save_pretrained(folder, save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=False, **given)
     elif blocks := sum(isinstance(module, SideBlock) for module in model.modules()):
-        trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+        own = model.state_dict() if weights is None else weights
+        learns = [name for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: own[name].detach().cpu().contiguous() for name in learns}
         save_file(trained, folder / "side_network.safetensors")
         (folder / SIDE_NETWORK).write_text(json.dumps({"base_model_name_or_path": "", "blocks": blocks}) + "\n")
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, **given)
 
 
 def load_side_network(model: Any, folder: Path) -> None:

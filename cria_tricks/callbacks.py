@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from cria_tricks.data.batches import real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged
+from cria_tricks.parallel.world import World
 
 SKIPS_IN_A_ROW = 10
 """From its first scale, 65536, the loss scaler needs a few halvings to find the right one; ten are no search."""
@@ -44,7 +45,9 @@ class StepMeter(TrainerCallback):
         self.began = time.perf_counter()
 
     def count(self, inputs: dict[str, torch.Tensor]) -> None:
-        self.tokens.append(torch.stack([real_tokens(inputs), (inputs["labels"][:, 1:] != IGNORED).sum()]))
+        trained = (inputs["labels"][:, 1:] != IGNORED).sum()
+        # Where nothing is trained, the row was made to let this process wait for the others.
+        self.tokens.append(torch.stack([real_tokens(inputs) * (trained > 0), trained]))
 
     @contextlib.contextmanager
     def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -62,15 +65,17 @@ class StepMeter(TrainerCallback):
             yield
 
     def on_step_end(self, args, state, control, **kwargs):
-        tokens, trained = torch.stack(self.tokens).sum(0).tolist()  # waits for the GPU
+        world = self.trainer.world
+        tokens, trained = world.sum(torch.stack(self.tokens).sum(0)).tolist()  # waits for the GPU
+        seconds, watched = world.highest(time.perf_counter() - self.began, self.watched)
         self.measured = {
-            "step_seconds": time.perf_counter() - self.began,
+            "step_seconds": seconds,
             "tokens": tokens,
             "trained_tokens": trained,
             "skipped": int(self.trainer.accelerator.optimizer_step_was_skipped),
         }
-        peak = self.trainer.meter.lap()
-        if self.watched or not self.trainer.meter.counts:
+        [peak] = map(int, world.highest(self.trainer.meter.lap()))
+        if watched or not self.trainer.meter.counts:
             self.measured["peak_bytes"] = peak
         self.close()
         if self.first and not self.measured["skipped"]:
@@ -92,13 +97,32 @@ class StepMeter(TrainerCallback):
         return self.measured
 
 
+class Agree(TrainerCallback):
+    """Lets what one process asks for, a checkpoint or the end, be done by all of them. It comes last."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def on_step_end(self, args, state, control, **kwargs):
+        save, stop = self.world.highest(control.should_save, control.should_training_stop)
+        control.should_save, control.should_training_stop = bool(save), bool(stop)
+
+
 class StopOnSignal(TrainerCallback):
     """Ctrl-C, or the system's SIGTERM, ends the run after the current optimizer step, with a checkpoint.
 
     A second one ends it at once.
+
+    Args:
+        world: the processes of the run.
     """
 
+    def __init__(self, world: World):
+        self.world = world
+
     requested = False
+    LAUNCHERS = 10.0
+    """Seconds within which a launcher repeats a signal that the terminal has sent to every process already."""
 
     def __enter__(self) -> None:
         self.before = {}
@@ -107,8 +131,15 @@ class StopOnSignal(TrainerCallback):
                 self.before[number] = signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
-        self.requested = True
-        self.__exit__()
+        if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.LAUNCHERS:
+            return
+        if self.requested or self.world.size == 1:
+            self.__exit__()
+        if self.requested:
+            signal.raise_signal(number)
+        self.requested, self.since = True, time.monotonic()
+        if not self.world.is_first:
+            return
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")

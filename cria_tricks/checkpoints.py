@@ -30,7 +30,16 @@ from cria_tricks.recipe import Recipe
 KEPT = 2
 RUN = "run.json"
 PICKLES = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
-FREE = {"name", "train.save_steps", "train.save_minutes", "train.time_budget", "train.mirror"}
+FREE = {
+    "name",
+    "train.save_steps",
+    "train.save_minutes",
+    "train.time_budget",
+    "train.mirror",
+    "parallel.strategy",
+    "parallel.tensor_size",
+    "parallel.timeout",
+}
 """Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval"}
 """Fields that name a place; what counts is the rows there."""
@@ -141,13 +150,14 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
 
-def describe(recipe: Recipe, found: Mapping[str, Source], device: str) -> dict[str, Any]:
-    """What makes two runs the same: the recipe, the rows, and what decides the last bit: versions and device."""
+def describe(recipe: Recipe, found: Mapping[str, Source], device: str, processes: int = 1) -> dict[str, Any]:
+    """What makes two runs the same: the recipe, the rows, and what decides the last bit: versions, device, processes."""
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {
         "recipe": recipe.model_dump(mode="json"),
         "rows": {part: source.sha256 for part, source in found.items()},
-        "versions": {"device": device} | {name: importlib.metadata.version(name) for name in packages},
+        "versions": {"device": device, "processes": processes}
+        | {name: importlib.metadata.version(name) for name in packages},
     }
 
 
@@ -180,7 +190,7 @@ def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     changed = [
         f"{name} {before['versions'].get(name)} is now {version}"
         for name, version in now["versions"].items()
-        if before["versions"].get(name) != version
+        if before["versions"].get(name, version) != version
     ]
     return [f"{', '.join(changed)}: the resumed run may differ in the last bits"] if changed else []
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory, is_out_of_memory, redacted
+from cria_tricks.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, is_out_of_memory, redacted
+from cria_tricks.parallel import world
 
 if TYPE_CHECKING:
     from cria_tricks.hardware.advice import Advice, Option
@@ -52,6 +53,8 @@ def train(
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
         report = run(wanted, out, resume=resume, console=aside)
+    if world.rank():  # one process speaks for all
+        return
     if as_json:
         print(json.dumps(report, indent=2, allow_nan=False))
         return
@@ -440,6 +443,7 @@ def _ask() -> str:
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
+    world.see_one_card()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # of typer.Exit; a command gives none
@@ -451,6 +455,8 @@ def main() -> None:
         _leave(f"error: {error}", 1)
     except OutOfMemory as error:
         _leave(f"error: {error}", 3)
+    except Lost as error:
+        _leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
     except Interrupted as error:
         _leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):
@@ -468,12 +474,15 @@ def main() -> None:
 
 def _unforeseen() -> NoReturn:
     """A bug of ours: the traceback as Python prints it, without what it may quote of a token. Exit code 1."""
-    with contextlib.suppress(OSError):
-        print(redacted(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+    if world.may_speak():
+        with contextlib.suppress(OSError):
+            print(redacted(traceback.format_exc()), file=sys.stderr, end="", flush=True)
     sys.exit(1)
 
 
 def _leave(sentence: str, code: int) -> None:
+    if not world.may_speak():  # another process of the run has said it
+        sys.exit(code)
     with contextlib.suppress(OSError):  # nobody may be there any more to read it
         print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)
     sys.exit(code)

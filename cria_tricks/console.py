@@ -9,6 +9,16 @@ class Aside(Console):
     def __init__(self) -> None:
         super().__init__(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
+    def __reduce__(self):
+        """What another process gets of it is silent: one speaks for all."""
+        return _silent, ()
+
     def on_broken_pipe(self) -> None:
         """Go on in silence; rich would end the process, and with it the save that is to come."""
         self.quiet = True
+
+
+def _silent() -> Aside:
+    aside = Aside()
+    aside.quiet = True
+    return aside

@@ -40,6 +40,10 @@ class OutOfMemory(RuntimeError):
     """The run does not fit; its state was saved where that was possible. Exit code 3."""
 
 
+class Lost(RuntimeError):
+    """Another process of the run died or stopped answering; what was saved is whole. Exit code 1."""
+
+
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
 

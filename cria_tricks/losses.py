@@ -10,10 +10,10 @@ from cria_tricks.plan import Plan
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, torch.Tensor]
-LossSum = Callable[[Any, Batch], torch.Tensor]
+Loss = Callable[[Any, Batch], torch.Tensor]
 
 
-def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any]) -> LossSum:
+def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any]) -> Loss:
     """Pick the loss that the plan names.
 
     Args:
@@ -32,6 +32,25 @@ def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any
             return chunked_loss_sum(unwrapped(model), batch, plan.loss["tokens_per_chunk"])
 
     return chunked
+
+
+class LossSum(torch.nn.Module):
+    """A model and its loss as one module, from a batch to a number: what strategies for several processes lay hold of.
+
+    The chunked loss calls the model's inside past its own ``forward``, so a wrapper around the model would not see it.
+
+    Args:
+        model: what is trained.
+        loss_sum: from the model and a batch to the sum.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss_sum: Loss):
+        super().__init__()
+        self.model, self.loss_sum = model, loss_sum
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The batch's losses, summed over its trained tokens."""
+        return self.loss_sum(self.model, batch)
 
 
 def full_loss_sum(model: Any, batch: Batch) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Plan:
         optimizer: ``bits`` of its states and whether they are ``paged``.
         loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: edits of the loaded model, in order, by their names in ``load.py``.
+        parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
         step_context: contexts around each forward pass, the outermost first, by their names in ``trainer.py``.
         warnings: settings that have no effect here, each in one sentence.
     """
@@ -39,6 +40,7 @@ class Plan:
     training: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
     loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"strategy": "none", "data": 1})
     after_load: tuple[str, ...] = ()
     step_context: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

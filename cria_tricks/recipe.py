@@ -118,6 +118,14 @@ class Train(_Frozen):
     seed: int = Field(42, ge=0, lt=2**32)
 
 
+class Parallel(_Frozen):
+    """How several processes share the run; how many there are is the launcher's business."""
+
+    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model"] = "none"
+    tensor_size: int = Field(2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor")
+    timeout: Duration = Field(600.0, gt=0, description="how long a process waits for another before it gives up")
+
+
 class Recipe(_Frozen):
     """One training run, whole."""
 
@@ -129,6 +137,7 @@ class Recipe(_Frozen):
     prompt: Prompt = Prompt()
     side: Side = Side()
     train: Train = Train()
+    parallel: Parallel = Parallel()
 
     def to_toml(self) -> str:
         """The recipe as TOML text that :func:`from_toml` reads back to an equal recipe."""

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from cria_tricks.artifact import SIDE_NETWORK, load_side_network, save_weights
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory
+from cria_tricks.parallel import sharded
+from cria_tricks.parallel.world import World
+
+RANDOM = "random.safetensors"
+"""The states of torch's generators of all processes but the first, where there are several."""
 
 
 class ResumableTrainer(Trainer):
@@ -24,13 +30,17 @@ class ResumableTrainer(Trainer):
     Args:
         checkpoints: where they are written.
         spent: what the run took so far, for the next checkpoint.
+        world: the processes of the run. A checkpoint holds no trace of their number but their random states: what they
+            have in pieces is put together in it, so that any other number can go on from it.
 
     Attributes:
         moment: what it is doing, for the sentence about memory; kept by the subclass.
     """
 
-    def __init__(self, *, checkpoints: Checkpoints, spent: Callable[[], Mapping[str, Any]], **arguments: Any):
-        self.checkpoints, self.spent = checkpoints, spent
+    def __init__(
+        self, *, checkpoints: Checkpoints, spent: Callable[[], Mapping[str, Any]], world: World, **arguments: Any
+    ):
+        self.checkpoints, self.spent, self.world = checkpoints, spent, world
         self.moment = "forward pass"
         self.random_state: dict[str, torch.Tensor] = {}
         super().__init__(**arguments)
@@ -62,21 +72,30 @@ class ResumableTrainer(Trainer):
             super()._run_epoch(**arguments)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
-        with self.checkpoints.new(self.state.global_step, self.spent()) as aside:
-            self._save(str(aside))
-            self._save_optimizer_and_scheduler(str(aside))
-            self._save_scaler(str(aside))
-            self._save_rng_state(str(aside))
-            self.state.save_to_json(str(aside / "trainer_state.json"))
+        weights = sharded.weights(self.model, keep=self.world.is_first)
+        optimizer = sharded.whole(self.optimizer.state_dict(), keep=self.world.is_first)
+        states = self.world.gather(_random_states())
 
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        save_weights(self.model, Path(output_dir))
+        def write() -> None:
+            # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
+            with self.checkpoints.new(self.state.global_step, self.spent()) as aside:
+                save_weights(self.model, aside, weights)
+                torch.save(optimizer, aside / "optimizer.pt")
+                torch.save(self.lr_scheduler.state_dict(), aside / "scheduler.pt")
+                self._save_scaler(str(aside))
+                self._save_rng_state(str(aside))
+                if self.world.size > 1:
+                    others = {f"{rank}.{k}": v for rank, state in enumerate(states) if rank for k, v in state.items()}
+                    save_file(others, aside / RANDOM)
+                self.state.save_to_json(str(aside / "trainer_state.json"))
+
+        self.world.first(write)
 
     def _saved_after_all(self) -> str:
         """After the last whole step, if the weights are still those."""
         step = self.state.global_step
-        if self.moment != "optimizer step" and self.random_state:
+        # Of several processes this one alone has no memory left: what takes all of them would wait for ever.
+        if self.moment != "optimizer step" and self.random_state and self.world.size == 1:
             torch.set_rng_state(self.random_state["cpu"])
             if "cuda" in self.random_state:
                 torch.cuda.set_rng_state(self.random_state["cuda"])
@@ -98,6 +117,8 @@ class ResumableTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            sharded.like_parameters(optimizer.state)
             self._page_again()
 
     def _page_again(self) -> None:
@@ -118,6 +139,18 @@ class ResumableTrainer(Trainer):
     def _load_rng_state(self, checkpoint):
         with loading(checkpoint):
             super()._load_rng_state(checkpoint)
+            if self.world.rank and checkpoint:
+                self._load_own_random_state(Path(checkpoint) / RANDOM)
+
+    def _load_own_random_state(self, file: Path) -> None:
+        """This process's generators; new ones where the run had fewer processes before."""
+        states = load_file(file) if file.is_file() else {}
+        if f"{self.world.rank}.cpu" not in states:
+            torch.manual_seed(self.args.seed + self.world.data_rank + self.state.global_step)
+            return
+        torch.set_rng_state(states[f"{self.world.rank}.cpu"])
+        if torch.cuda.is_available() and f"{self.world.rank}.cuda" in states:
+            torch.cuda.set_rng_state(states[f"{self.world.rank}.cuda"])
 
 
 class KeepRandomState(TrainerCallback):
@@ -127,9 +160,12 @@ class KeepRandomState(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.random_state = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            self.trainer.random_state["cuda"] = torch.cuda.get_rng_state()
+        self.trainer.random_state = _random_states()
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
 
 
 @contextlib.contextmanager

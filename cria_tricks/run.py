@@ -17,6 +17,8 @@ from cria_tricks.folders import Folders
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
 from cria_tricks.memory.shape import Shape, find_shape
 from cria_tricks.memory.toggles import Bench, in_words
+from cria_tricks.parallel import world as processes
+from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import resolve, still_off
@@ -27,7 +29,8 @@ def train(
 ) -> dict[str, Any]:
     """Train one recipe and write its adapter and report.
 
-    Everything that can be wrong with the recipe or the data is found before any model is loaded.
+    Everything that can be wrong with the recipe or the data is found before any model is loaded. Started by a launcher
+    in several processes, it trains one recipe in all of them, by ``recipe.parallel.strategy``; the first one writes.
 
     Args:
         recipe: what to train.
@@ -42,16 +45,27 @@ def train(
         BadInput: naming what is wrong and what would be right.
         Diverged: if the loss is not finite.
         Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
+        Lost: if another process of the run died; ``resume=True`` goes on.
         OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
     """
     began = time.perf_counter()
-    console = console or Aside()
-    plan = resolve(recipe)
+    processes.see_one_card()
+    plan = resolve(recipe, processes=processes.processes())
+    with processes.joined(recipe.parallel.timeout):
+        world = processes.World.of(plan.parallel["data"], plan.device.kind)
+        return _train(recipe, plan, out, resume, console or Aside(), world, began)
+
+
+def _train(
+    recipe: Recipe, plan: Plan, out: str | Path | None, resume: bool, console: Console, world: World, began: float
+) -> dict[str, Any]:
+    console.quiet = console.quiet or not world.is_first
     found = {
         "train": sources.find(recipe.data.train, "train"),
         "eval": sources.find(recipe.data.eval, "eval"),
     }
-    folders = Folders(recipe, out, resume, describe(recipe, found, plan.device.name), console.print)
+    about = describe(recipe, found, plan.device.name, world.size)
+    folders = world.first(lambda: Folders(recipe, out, resume, about, console.print))
     for sentence in plan.warnings:
         console.print(f"warning: {sentence}")
 
@@ -62,6 +76,7 @@ def train(
     from cria_tricks.data.tokens import tokenize
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
+    from cria_tricks.parallel import sharded
     from cria_tricks.progress import ShowProgress
     from cria_tricks.trainer import fit
 
@@ -75,7 +90,7 @@ def train(
     for sentence in report.data_warnings(rows, recipe):
         console.print(f"warning: {sentence}")
     highest_id = max(part.highest_id for part in rows.values())
-    with folders.claimed(count_trainable(plan, weights, highest_id), plan.optimizer["bits"]):
+    with world.within(folders.claimed(count_trainable(plan, weights, highest_id), plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {folders.folder}")
         set_seed(recipe.train.seed)
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
@@ -85,7 +100,8 @@ def train(
             with meter.phase("load"):
                 loaded = load(plan, weights)
                 meter.track(every_tensor(loaded.model))
-            progress = ShowProgress(console, eval_batches=math.ceil(len(rows["eval"].rows) / recipe.train.batch_size))
+            eval_batches = math.ceil(len(rows["eval"].rows) / recipe.train.batch_size / world.data)
+            progress = ShowProgress(console, eval_batches=eval_batches)
             with progress.bar:
                 run = fit(
                     loaded,
@@ -98,6 +114,7 @@ def train(
                     meter=meter,
                     start=folders.start,
                     callbacks=[progress],
+                    world=world,
                 )
         for sentence in report.step_warnings(run):
             console.print(f"warning: {sentence}")
@@ -108,9 +125,14 @@ def train(
         summary |= {"adapter": str(trained), "model": weights.name}
         made = provenance.describe(summary, weights, found)
         text = card.model_card(summary, made, weights.name, weights.note, recipe)
-        artifact.save(trained, loaded.model, tokenizer, weights.name, text, recipe, made)
-        report.write(folders.folder, summary)
-        folders.mirror_results()
+        in_one = sharded.weights(loaded.model, keep=world.is_first)
+
+        def write() -> None:
+            artifact.save(trained, loaded.model, tokenizer, weights.name, text, recipe, made, in_one)
+            report.write(folders.folder, summary)
+            folders.mirror_results()
+
+        world.first(write)
     return summary
 
 

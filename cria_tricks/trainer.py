@@ -10,7 +10,9 @@ What is ours, and why:
 - evaluating moves no random number, and an evaluation that a stop cut off is made up for; with the checkpoints of
   ``resumable.py`` a resumed run is the uninterrupted one, bit for bit;
 - bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
-  reports the whole of it.
+  reports the whole of it;
+- a run of several processes is the same run: windows of the same rows in the same order, sums over all of them, one
+  history. transformers and accelerate do not know of the others; see ``parallel/world.py``.
 """
 
 import contextlib
@@ -21,17 +23,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainerControl
 
 from cria_tricks import losses
 from cria_tricks.arguments import evaluated, training_arguments
-from cria_tricks.callbacks import SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
+from cria_tricks.callbacks import Agree, SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import Diverged, Interrupted
 from cria_tricks.hardware.kernels import WatchAttention
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
+from cria_tricks.parallel import sharded
+from cria_tricks.parallel.rows import Share, with_filler
+from cria_tricks.parallel.spread import Spread
+from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import ResumableTrainer
@@ -88,6 +95,7 @@ def fit(
     meter: Meter | None = None,
     start: Checkpoint | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    world: World | None = None,
 ) -> Run:
     """Train the loaded model in place, evaluating before, during and after.
 
@@ -102,6 +110,7 @@ def fit(
         meter: counts bytes and seconds; made here when left out.
         start: the checkpoint to go on from; from the beginning when left out.
         callbacks: more callbacks, e.g. a progress bar.
+        world: the processes that share the run; this one alone when left out.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model.
@@ -113,7 +122,8 @@ def fit(
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     if plan.collator:
         train_rows = pack(train_rows, plan.collator["packed_length"])
-    stop = StopOnSignal()
+    world = world or World()
+    stop = StopOnSignal(world)
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
     trainer = SharedTrainer(
         plan=plan,
@@ -121,13 +131,16 @@ def fit(
         model=loaded.model,
         checkpoints=checkpoints,
         stop=stop,
+        world=world,
         args=training_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints.folder, start),
-        train_dataset=list(train_rows),
-        eval_dataset=list(eval_rows) or None,
+        train_dataset=with_filler(train_rows, pad_id),
+        eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
         data_collator=PadToLongest(pad_id),
-        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks],
+        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
     )
     trainer.remove_callback(PrinterCallback)  # our own progress bar prints
+    if world.data_rank:  # each share of the rows has draws of its own; the first one's are those of a single process
+        torch.manual_seed(settings.seed + world.data_rank)
     meter.track(every_tensor(loaded.model))
     with stop, contextlib.closing(trainer.step):
         with trainer.rescue():
@@ -148,13 +161,14 @@ def fit(
 class SharedTrainer(ResumableTrainer):
     """``transformers.Trainer`` with token-true losses. See the module's docstring."""
 
-    def __init__(self, *, plan: Plan, meter: Meter, checkpoints: Checkpoints, stop: StopOnSignal, **arguments: Any):
+    def __init__(self, *, plan: Plan, meter: Meter, stop: StopOnSignal, **arguments: Any):
         self.plan, self.meter, self.stop = plan, meter, stop
         self.control: TrainerControl  # for the type checker
-        super().__init__(checkpoints=checkpoints, spent=meter.spent, **arguments, processing_class=None)
+        super().__init__(spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self._loss_sum = losses.find(plan, self.accelerator.unwrap_model, self.accelerator.autocast)
+        loss_sum = losses.find(plan, self.accelerator.unwrap_model, self.accelerator.autocast)
+        self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
         self.attention_kernel = ""
         self.step = StepMeter(self)
         self.add_callback(self.step)
@@ -177,7 +191,30 @@ class SharedTrainer(ResumableTrainer):
             from bitsandbytes.optim import GlobalOptimManager
 
             GlobalOptimManager.get_instance().initialize()
+        self.spread.over_processes()  # the checkpoint's weights are in the model by now, and the optimizer asks for it
+        self.meter.track(every_tensor(self.model))
         return super().create_optimizer(*arguments)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This process's micro-batches; accelerate seeds their order by the epoch, the same in all."""
+        return self._share(self.train_dataset, RandomSampler, self.args.train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """The same of the rows to evaluate, in their order."""
+        return self._share(eval_dataset or self.eval_dataset, SequentialSampler, self.args.eval_batch_size)
+
+    def _share(self, rows: Any, order: Callable[[Any], Any], batch_size: int) -> DataLoader:
+        filler = len(rows) - 1
+        batches = Share(order(range(filler)), batch_size, self.world.data_rank, self.world.data, filler)
+        loader = DataLoader(
+            rows, batch_sampler=batches, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
+        )
+        return self.accelerator.prepare(loader)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """A window's micro-batches of this process, and the trained tokens of all processes' together."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, self.world.sum(tokens)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The micro-batch's share of the window's mean loss per trained token."""
@@ -187,7 +224,8 @@ class SharedTrainer(ResumableTrainer):
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
             total = self.loss_sum if self.attention_kernel else self._first_loss_sum
-            loss = total(model, inputs) / num_items_in_batch
+            # Strategies average gradients over the shares; with it the mean is the sum.
+            loss = total(model, inputs) / num_items_in_batch * self.world.data
         self.moment = "backward pass"
         return loss
 
@@ -197,7 +235,7 @@ class SharedTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
-        with self.step.watching(inputs):
+        with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise Diverged(
@@ -221,7 +259,7 @@ class SharedTrainer(ResumableTrainer):
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for batch in loader:
-                if self.stop.requested:  # the resumed run evaluates here first
+                if any(self.world.highest(self.stop.requested)):  # the resumed run evaluates here first
                     self.control.should_training_stop = True
                     self.control.should_evaluate = False
                     self.control.should_save = self.state.global_step > 0
@@ -230,10 +268,11 @@ class SharedTrainer(ResumableTrainer):
                 padded, trained = sizes(batch)
                 peak = self.meter.may_set_a_peak("evaluate", padded, trained)
                 with self.meter.watch() if peak else contextlib.nullcontext():
-                    total += self.loss_sum(self.model_wrapped, batch).double().cpu()  # wrapped by train(): autocast
+                    total += self.loss_sum(self.model_wrapped, batch).double().cpu()
                 tokens += trained
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        loss = total.item() / tokens
+        tokens = int(self.world.sum(torch.tensor(tokens)).item())
+        loss = self.world.sum(total).item() / tokens
         if not math.isfinite(loss):
             raise Diverged(f"the evaluation loss is {loss} at step {self.state.global_step}")
         metrics = {
@@ -246,12 +285,27 @@ class SharedTrainer(ResumableTrainer):
         return metrics
 
     def log(self, logs, start_time=None):
-        """Add the step's bytes, tokens and seconds to its entry."""
-        super().log({**logs, **self.step.take()} if "loss" in logs else logs)
+        """Add the step's bytes, tokens and seconds to its entry, and take its loss over all shares."""
+        if "loss" in logs:
+            loss = self.world.sum(torch.tensor(logs["loss"], dtype=torch.float64)).item() / self.world.data
+            logs = {**logs, "loss": loss, **self.step.take()}
+            self.state.epoch = self._epochs_done()
+        super().log(logs)
+
+    def _epochs_done(self) -> float:
+        """As one process would count them: a share may end with a micro-batch that was made to fill it."""
+        micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
+        window = self.args.gradient_accumulation_steps * self.world.data
+        epochs, steps = divmod(self.state.global_step, math.ceil(micro_batches / window))
+        return epochs + min(steps * window, micro_batches) / micro_batches
 
     def _clip_grad_norm(self, model):
         """Look at the norm that clipping needs anyway. A loss scaler looks itself, and skips the step."""
-        norm = super()._clip_grad_norm(model)
+        if self.spread.in_pieces:
+            self.accelerator.unscale_gradients()
+            norm = sharded.clip(self.model.parameters(), self.args.max_grad_norm)
+        else:
+            norm = super()._clip_grad_norm(model)
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             raise Diverged(
                 f"the gradients are not finite at step {self.state.global_step + 1}; stopped before the optimizer "
@@ -260,8 +314,8 @@ class SharedTrainer(ResumableTrainer):
         return norm
 
     def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A batch's losses, summed over its trained tokens."""
-        return self._loss_sum(model, inputs)
+        """A batch's losses, summed over its trained tokens; the model is the one that the strategy has laid hold of."""
+        return self.spread.total(inputs)
 
     def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Once a process, see which attention kernel runs."""

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
+from cria_tricks.parallel import switch_on as switch_on_strategy
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
@@ -87,12 +88,13 @@ def card(trick: ModuleType) -> dict[str, str]:
     return found | {"Shapes": " ".join(shapes.split())}
 
 
-def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
-    """Fold a recipe over the tricks.
+def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
+    """Fold a recipe over the tricks, and at last over its strategy for several processes.
 
     Args:
         recipe: what is wanted.
         device: the machine it is meant for; this one when left out.
+        processes: of the run.
 
     Raises:
         BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
@@ -100,7 +102,7 @@ def resolve(recipe: Recipe, device: Device | None = None) -> Plan:
     plan = Plan(device or this_device())
     for trick in TRICKS:
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
-    return plan
+    return switch_on_strategy(plan, recipe, processes)
 
 
 def still_off(recipe: Recipe, device: Device) -> list[str]:

@@ -1,0 +1,130 @@
+r"""Data parallelism (DDP): every process holds the whole model and takes its share of the rows.
+
+Saves    time: N processes do a step's forward and backward passes side by side      [seconds]
+Costs    one all-reduce of the gradients a step, 4 bytes a trained weight: each process sends 2 (N - 1) / N of them.
+         No byte is saved: weights, gradients and optimizer states are in every process
+Claim    exact within rounding: the gradients are added up in another order
+Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
+Breaks   an epoch that the processes cannot share evenly, filled up with rows of its beginning (accelerate's
+         even_batches); a mean of each process's mean where their trained tokens differ
+Sources  Li et al. 2020, arXiv:2006.15704, sec. 3.2 (buckets, overlap); Patarasuk and Yuan 2009 (the ring)
+Ours     30 lines: gradients are summed in buckets as soon as the backward pass has made them. The switch takes
+         torch's DistributedDataParallel, around the model and its loss
+
+Shapes: a window of k micro-batches of (B, T); each of N processes takes k / N of them.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from cria_tricks.hardware import products
+from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel.common import several, share_window
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.parallel.world import World
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+CLAIM = "exact"
+LESSON = "20_data_parallel"
+REFERENCE = ("Replicated",)
+PLAIN = """
+# torchrun --nproc-per-node 2 train.py
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group()
+replica = DistributedDataParallel(model)
+"""
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that travel together: a call's latency is paid once for all of them (torch's ``bucket_cap_mb``)."""
+
+
+class Replicated:
+    """Keep the gradients of N copies of a model equal to those of their rows together.
+
+    Sec. 3.2.1 to 3.2.3: gradients are put into buckets in the order in which the backward pass makes them, from the
+    last layer to the first, and a bucket is summed while the pass goes on with the layers below::
+
+        replicas = Replicated(model.parameters())
+        for micro_batch in mine:
+            replicas.last = micro_batch is mine[-1]
+            loss(micro_batch).backward()
+        replicas.wait()
+
+    Args:
+        parameters: of the copy; those of the first process are taken everywhere.
+        bucket_bytes: of a bucket, at least.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
+        self.last = True  # whether the coming backward pass is the step's last
+        self.bucket_bytes = bucket_bytes
+        self.bucket: list[torch.Tensor] = []
+        self.on_their_way: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        for parameter in parameters:
+            dist.broadcast(parameter.data, src=0)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _ready(self, parameter: torch.nn.Parameter) -> None:
+        if not self.last:  # the gradients of earlier micro-batches wait at home
+            return
+        assert parameter.grad is not None
+        self.bucket.append(parameter.grad)
+        if sum(gradient.nbytes for gradient in self.bucket) >= self.bucket_bytes:
+            self._send()
+
+    def _send(self) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in self.bucket])
+        work = dist.all_reduce(flat, async_op=True)
+        self.on_their_way.append((work, flat, self.bucket))
+        self.bucket = []
+
+    def wait(self) -> None:
+        """After the backward pass: the last bucket, and until all have come."""
+        if self.bucket:
+            self._send()
+        for work, flat, gradients in self.on_their_way:
+            work.wait()
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
+        self.on_their_way = []
+
+
+def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
+    """Divide each window of micro-batches among the processes."""
+    several("ddp", processes)
+    plan = plan.with_("parallel", strategy="ddp", data=processes)
+    return share_window(plan, recipe, processes)
+
+
+def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
+    """Lay torch's DistributedDataParallel around a model and its loss.
+
+    Args:
+        total: from a micro-batch to the sum of its losses; the wrapper must see this call, as it prepares its buckets.
+        plan: not needed here.
+        world: the processes.
+    """
+    # Its mean over the processes is undone by the trainer's loss. Buffers are the same everywhere: none is trained.
+    return DistributedDataParallel(
+        total, bucket_cap_mb=BUCKET_BYTES / 2**20, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Until the window's last micro-batch gradients wait in their process."""
+    assert isinstance(total, DistributedDataParallel)
+    return contextlib.nullcontext() if last else total.no_sync()
+
+
+def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
+    """What an optimizer step sends: the gradients, once, whatever the number of micro-batches."""
+    trained = products.trained_weights(recipe, shape)
+    return [Call("all_reduce", 4 * trained, 1, processes, "fp32 gradients of what trains")]

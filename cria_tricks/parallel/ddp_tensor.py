@@ -1,0 +1,92 @@
+r"""Data x tensor parallelism: processes as a grid; a row of it shares the matrices, a column adds up the gradients.
+
+Saves    what tensor parallelism saves, with N / M times the speed of one of its groups  [bytes, seconds]
+Costs    tensor parallelism's sums inside a group; one all-reduce of each process's own gradients over the groups a step
+Claim    exact within rounding
+Needs    processes = groups x parallel.tensor_size; as many micro-batches a step as groups, or a multiple; dropout 0 for
+         the same losses as one process
+Breaks   what tensor parallelism breaks; a group that spans two machines: its sums then cross the slow network
+Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 5.1; Narayanan et al. 2021, arXiv:2104.04473, sec. 3.2
+Ours     10 lines: gradients are averaged over one dimension of the grid. torch's DistributedDataParallel takes no
+         DTensor, so the switch does the same after the last backward pass, in one all-reduce
+
+Shapes: a grid of (N / M, M) processes for parallel.tensor_size M; a window of k micro-batches, k M / N for each group.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from cria_tricks.errors import BadInput
+from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel import tensor
+from cria_tricks.parallel.common import several, share_window
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.parallel.world import World
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+CLAIM = "exact"
+IN_PIECES = True
+LESSON = "24_hybrid"
+REFERENCE = ("average_gradients",)
+PLAIN = """
+# torchrun --nproc-per-node 4 train.py
+from torch.distributed.device_mesh import init_device_mesh
+
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "tensor"))
+# tensor parallelism over mesh["tensor"], then after the backward pass, for each parameter:
+# torch.distributed.all_reduce(parameter.grad.to_local(), group=mesh["data"].get_group())
+"""
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients over the processes that hold the same pieces of the same matrices, in place.
+
+    Args:
+        parameters: whole ones, and ``DTensor`` ones, of which each process's own piece counts.
+        group: the processes with the same place in their tensor group.
+    """
+    from torch.distributed.tensor import DTensor
+
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # one call, one latency
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for gradient, averaged in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(averaged.view_as(gradient))
+
+
+def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
+    """Divide each window of micro-batches among the groups, and the blocks' matrices inside a group."""
+    several("ddp_tensor", processes)
+    size = recipe.parallel.tensor_size
+    if processes % size or processes == size:
+        raise BadInput(
+            f"parallel.strategy=ddp_tensor with {processes} processes: they make no grid of two groups or more of "
+            f"parallel.tensor_size={size}; start {2 * size}, or another multiple of {size}"
+        )
+    tensor.refuse_unsplittable(recipe)
+    plan = plan.with_("parallel", strategy="ddp_tensor", data=processes // size)
+    return share_window(plan, recipe, processes // size)
+
+
+def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
+    """Cut the blocks' matrices inside each group."""
+    return tensor.spread(total, plan, world)
+
+
+@contextlib.contextmanager
+def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
+    """After the window's last backward pass, average over the groups."""
+    yield
+    if last:
+        assert world.mesh is not None
+        average_gradients(total.parameters(), world.mesh["data"].get_group())
+
+
+def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
+    """What an optimizer step of one process sends: its group's sums, then its own gradients over the groups."""
+    return []

@@ -1,0 +1,152 @@
+r"""Sharded data parallelism (FSDP2, ZeRO-3): each process keeps a piece of everything, and has a block whole when it runs.
+
+Saves    weights, gradients and optimizer states: 1 / N of each in a process          [bytes]
+Costs    all weights travel twice a micro-batch, to the forward and to the backward pass, and the gradients of what
+         trains once a step; one block is whole while it runs, embedding and head through the step
+Claim    exact within rounding: the gradients are added up in another order
+Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
+Breaks   8-bit optimizers, whose kernels do not know a DTensor (refused); 4-bit weights under accelerate's wrapper,
+         which leaves them whole with a warning; int8 weights (refused)
+Sources  Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3 (ZeRO-3); Zhao et al. 2023, arXiv:2304.11277, sec. 3
+Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps no gathered weight from the forward
+         to the backward pass. The switch takes torch's fully_shard, block by block
+
+Shapes: N processes; a weight of E elements is ceil(E / N) in each; micro-batches of (B, T).
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cria_tricks.hardware import products
+from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel.common import refuse, several, share_window
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.parallel.world import World
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+CLAIM = "exact"
+IN_PIECES = True
+LESSON = "21_sharding"
+REFERENCE = ("Gather", "Sharded")
+PLAIN = """
+# torchrun --nproc-per-node 2 train.py
+import torch
+from torch.distributed.fsdp import fully_shard
+
+torch.distributed.init_process_group()
+for block in model.model.layers:
+    fully_shard(block)
+fully_shard(model)
+"""
+
+
+class Gather(torch.autograd.Function):
+    """Forward: the pieces become the whole. Backward: the whole gradients are added up, each process keeps a piece."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor) -> torch.Tensor:
+        """From (E / N) to (E)."""
+        whole = piece.new_empty(piece.numel() * dist.get_world_size())
+        dist.all_gather_into_tensor(whole, piece)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """From (E) to (E / N)."""
+        piece = gradients[0].new_empty(gradients[0].numel() // dist.get_world_size())
+        dist.reduce_scatter_tensor(piece, gradients[0].contiguous())
+        return piece
+
+
+class Sharded(torch.nn.Module):
+    """A block whose weights are one flat tensor, of which this process keeps a piece.
+
+    Sec. 5.3 of ZeRO: a block's weights are gathered when it runs, forgotten, and gathered again for its backward pass.
+    Autograd would keep the gathered weights from one to the other; the hook lets it keep their places only.
+
+    Args:
+        block: any module; its parameters must be the same in all processes.
+    """
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.shapes = {name: p.shape for name, p in block.named_parameters()}
+        flat = torch.cat([p.detach().flatten() for p in block.parameters()])
+        size, rank = dist.get_world_size(), dist.get_rank()
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % size))
+        self.piece = torch.nn.Parameter(padded.chunk(size)[rank].clone())
+        self.block = [block.to("meta")]  # in a list: what it computes is wanted, not its parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the block makes of x."""
+        whole = Gather.apply(self.piece)
+        again: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+            if tensor.untyped_storage().data_ptr() != address:
+                return tensor
+            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return lambda: gathered_again().as_strided(size, stride, offset)
+
+        def gathered_again() -> torch.Tensor:  # once for all matrices of the block
+            if not again:
+                again.append(Gather.apply(self.piece.detach()))
+            return again[0]
+
+        address = whole.untyped_storage().data_ptr()
+        places = whole.split([shape.numel() for shape in self.shapes.values()] + [self._padding(whole)])
+        weights = {name: place.view(shape) for (name, shape), place in zip(self.shapes.items(), places, strict=False)}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept() if callable(kept) else kept):
+            return torch.func.functional_call(self.block[0], weights, (x,))
+
+    def _padding(self, whole: torch.Tensor) -> int:
+        return whole.numel() - sum(shape.numel() for shape in self.shapes.values())
+
+
+def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
+    """Divide each window of micro-batches among the processes, and all tensors."""
+    several("fsdp", processes)
+    refuse(recipe, "optimizer", ("adamw_8bit",), "bitsandbytes' kernels take no sharded tensor; use optimizer=adamw")
+    refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
+    refuse(recipe, "quantization", ("int8",), "its scales would stay behind; use quantization=nf4")
+    refuse(
+        recipe, "activation_offload", (True,), "it cannot tell gathered weights from activations; use "
+        "tricks.gradient_checkpointing=true"
+    )  # fmt: skip
+    refuse(recipe, "compile", (True,), "not supported here; use parallel.strategy=ddp")
+    plan = plan.with_("parallel", strategy="fsdp", data=processes)
+    return share_window(plan, recipe, processes)
+
+
+def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
+    """Cut a model in place, block by block, so that a block is whole only while it runs.
+
+    Args:
+        total: from a micro-batch to the sum of its losses; holds the model, and is the root, which stays whole from its
+            forward to its backward pass: embedding, last norm and head, which the loss reads past their modules.
+        plan: not needed here.
+        world: the processes.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    assert world.mesh is not None
+    for block in [module for module in total.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        fully_shard(block, mesh=world.mesh["data"])
+    return fully_shard(total, mesh=world.mesh["data"])
+
+
+def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Until the window's last micro-batch the gradients of what trains wait, whole, in their process."""
+    total.set_requires_gradient_sync(last)  # type: ignore[operator]
+    return contextlib.nullcontext()
+
+
+def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
+    """What an optimizer step sends, when the processes divide every tensor's first dimension."""
+    return []

@@ -1,0 +1,193 @@
+r"""Tensor parallelism: every process computes a part of each block's matrices, for the same rows.
+
+Saves    weights of the blocks' matrices, and what is wide inside a block (heads, MLP): 1 / N in a process  [bytes]
+Costs    sums of (B, T, D) in every block, forward and backward, each of which all processes wait for: on anything slower
+         than NVLink it is slower than one card. Embedding, norms, head and the residual stream are whole everywhere
+Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
+Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
+Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide
+Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
+Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch takes torch's parallelize_module with
+         a plan that knows peft's LoRA; DTensor sums the input's gradient once a matrix, 5 times a block where f does it
+         twice
+
+Shapes: activations (B, T, D); a column matrix (F / N, D), a row matrix (D, F / N); LoRA A (r, D_in), B (D_out, r).
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cria_tricks.errors import BadInput
+from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel.common import refuse, several
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.parallel.world import World
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe
+
+CLAIM = "exact"
+IN_PIECES = True
+LESSON = "22_tensor_parallel"
+REFERENCE = ("Copied", "Summed", "mlp")
+PLAIN = """
+# torchrun --nproc-per-node 2 train.py
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+mesh = init_device_mesh("cuda", (2,))
+for block in model.model.layers:
+    parts = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
+    parallelize_module(block.self_attn, mesh, parts)
+    parts = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")} | {"down_proj": RowwiseParallel()}
+    parallelize_module(block.mlp, mesh, parts)
+"""
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Matrices whose outputs are divided: heads and the MLP's inside stay in their process."""
+ROWS = ("o_proj", "down_proj")
+"""Matrices whose inputs are: what they make is summed."""
+
+
+class Copied(torch.autograd.Function):
+    """Megatron's f: forward nothing; backward the gradients of all parts are summed, as all used the same input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """(..., D), the same in all processes."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """(..., D)."""
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Summed(torch.autograd.Function):
+    """Megatron's g: forward the parts are summed; backward nothing, as all parts have the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        """(..., D), a part of the sum in each process."""
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """(..., D)."""
+        return gradients[0]
+
+
+def mlp(x_BTD: torch.Tensor, up_FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
+    """An MLP of two matrices, in two halves that meet once: down(gelu(up(x))).
+
+    Sec. 3: the first matrix is cut by its outputs, so each process can apply the nonlinearity to its own; the second by
+    its inputs, so that what is to be exchanged is one sum.
+
+    Args:
+        x_BTD: the same in all processes.
+        up_FD: the whole matrix; this process uses F / N of its rows, which are outputs.
+        down_DF: the whole; F / N of its columns, which are inputs.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine_up, mine_down = up_FD.chunk(size, 0)[rank], down_DF.chunk(size, 1)[rank]
+    inside = torch.nn.functional.gelu(Copied.apply(x_BTD) @ mine_up.T)
+    return Summed.apply(inside @ mine_down.T)
+
+
+def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
+    """Share the blocks' matrices; each process reads all rows."""
+    several(recipe.parallel.strategy, processes)
+    refuse_unsplittable(recipe)
+    return plan.with_("parallel", strategy="tensor", data=1)
+
+
+def refuse_unsplittable(recipe: Recipe) -> None:
+    """Refuse what cannot be cut into rows and columns.
+
+    Raises:
+        BadInput: naming the trick, and what to use.
+    """
+    use = "use parallel.strategy=ddp, or fsdp, which shards the bytes as they are"
+    refuse(recipe, "quantization", ("nf4", "fp4", "int8"), f"packed weights have no rows and columns to share; {use}")
+    refuse(recipe, "peft", ("head", "prompt_tuning", "side_network"), "only LoRA's matrices, or all, are cut; use lora")
+    refuse(recipe, "optimizer", ("adamw_8bit",), "bitsandbytes' kernels take no sharded tensor; use optimizer=adamw")
+    refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
+    refuse(
+        recipe, "precision", ("fp16",), "the loss scaler takes no mixture of whole and cut gradients; use bf16 or fp32"
+    )  # fmt: skip
+    refuse(recipe, "compile", (True,), "not supported here; use parallel.strategy=ddp")
+    if recipe.lora.dora:
+        raise BadInput(
+            f"parallel.strategy={recipe.parallel.strategy} with lora.dora=true: DoRA's norms need whole columns; "
+            "set lora.dora=false"
+        )
+
+
+def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
+    """Cut the blocks' matrices in place, those of LoRA with them.
+
+    Of a column matrix LoRA's B is cut and A is whole, as they share the input; of a row matrix A is cut and B is whole.
+
+    Args:
+        total: from a micro-batch to the sum of its losses; holds the model.
+        plan: not needed here.
+        world: the processes.
+    """
+    assert world.mesh is not None
+    split(total, world.mesh["tensor"])
+    return total
+
+
+def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Nothing: each process has seen all rows."""
+    return contextlib.nullcontext()
+
+
+def split(model: torch.nn.Module, mesh: Any) -> None:
+    """Cut the matrices of a model's blocks in place, peft's LoRA matrices with them.
+
+    Args:
+        model: of transformers, with or without peft; its parameters must be the same in all processes.
+        mesh: one dimension of a ``DeviceMesh``.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind not in COLUMNS + ROWS:
+            continue
+        style, adapter = (ColwiseParallel, "lora_B") if kind in COLUMNS else (RowwiseParallel, "lora_A")
+        parts = {"base_layer": style(), f"{adapter}.default": style()} if hasattr(module, "base_layer") else style()
+        parallelize_module(module, mesh, parts)
+
+
+def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
+    """Hold a model's widths against the number of processes.
+
+    Args:
+        name: of the model.
+        heads: of the queries.
+        kv_heads: of keys and values.
+        inner: width inside the MLP.
+        processes: that share a block.
+
+    Raises:
+        BadInput: if one is not divisible, with the numbers that would be.
+    """
+    if any(width % processes for width in (heads, kv_heads, inner)):
+        fitting = [n for n in range(2, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)]
+        cure = f"use {' or '.join(map(str, fitting))} processes" if fitting else "use parallel.strategy=ddp or fsdp"
+        raise BadInput(
+            f"tensor parallelism over {processes} processes: {name} has {heads} heads, {kv_heads} of keys and values, "
+            f"and {inner} columns in its MLP, which {processes} does not divide; {cure}"
+        )
+
+
+def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
+    """What an optimizer step of fp32 activations sends."""
+    return []

@@ -1,0 +1,19 @@
+"""Two and four joined processes, for the whole session."""
+
+import pytest
+
+from tests.parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
