@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 import traceback
@@ -118,6 +119,27 @@ def plan(
 
 
 @app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
+    on: Annotated[str, typer.Option(help="Who starts the processes: torchrun or accelerate.")],
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Only print the command.")] = False,
+) -> None:
+    """Train a recipe in several processes: print the launcher's command, and run it."""
+    from cria_tricks.parallel import launch
+
+    words = launch.command(recipe, on, nproc, settings or [], out, resume)
+    print(launch.shown(words), flush=True)
+    if not only_print and (code := launch.run(words)):
+        raise typer.Exit(code)
+
+
+@app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="What pytest --benchmark-only --benchmark-json FILE wrote.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
@@ -187,12 +209,21 @@ def doctor(
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Look for six failures of the libraries that raise nothing.")
     ] = False,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Measure what passes between processes, or cards, and how fast.")
+    ] = False,
+    nproc: Annotated[int | None, typer.Option(help="Processes to measure; one a card, or two.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what this machine is and which toggles work on it. With --selftest exit code 1 if a check fails."""
     if selftest:
         _selftest(as_json)
         return
+    if collectives:
+        _collectives(nproc, as_json)
+        return
+    if nproc is not None:
+        raise BadInput(f"--nproc {nproc}: belongs to --collectives")
     from cria_tricks import doctor
 
     found = doctor.examine()
@@ -242,6 +273,31 @@ def _selftest(as_json: bool) -> None:
             screen.print("", f"{check['name']}: {check['asks']}", cause, cure, sep="\n", highlight=False, markup=False)
     if failing:
         raise typer.Exit(1)
+
+
+def _collectives(nproc: int | None, as_json: bool) -> None:
+    from cria_tricks.parallel import collectives
+    from cria_tricks.units import human
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = collectives.examine(nproc)
+    if found is None:  # another process of the launcher's says it
+        return
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    table = Table(title=f"{found['processes']} processes, {found['backend']}", title_justify="left")
+    for column in ("collective", "tensor", "median", "algorithm", "bus"):
+        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    for entry in found["collectives"]:
+        rates = (f"{entry[name] / 1e9:.3f} GB/s" for name in ("algorithm_rate", "bus_rate"))
+        table.add_row(entry["kind"], human(entry["bytes"]), f"{1000 * entry['seconds']:.3f} ms", *rates)
+    screen.print(table)
+    for kind, line in found["lines"].items():
+        said = f"{kind}: {1000 * line['latency']:.3f} ms + sent bytes / {line['rate'] / 1e9:.3f} GB/s"
+        screen.print(f"{said}, off by {line['error']:.0%} at most", highlight=False)
+    for note in found["notes"]:
+        screen.print(f"note: {note}", highlight=False, markup=False)
 
 
 @app.command()
@@ -477,14 +533,19 @@ def _unforeseen() -> NoReturn:
     if world.may_speak():
         with contextlib.suppress(OSError):
             print(redacted(traceback.format_exc()), file=sys.stderr, end="", flush=True)
-    sys.exit(1)
+    _exit(1)
 
 
 def _leave(sentence: str, code: int) -> None:
-    if not world.may_speak():  # another process of the run has said it
-        sys.exit(code)
-    with contextlib.suppress(OSError):  # nobody may be there any more to read it
-        print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)
+    if world.may_speak():  # else another process of the run has said it
+        with contextlib.suppress(OSError):  # nobody may be there any more to read it
+            print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    if world.processes() > 1:
+        os._exit(code)  # at once: the libraries' farewells would wait for processes that may be gone
     sys.exit(code)
 
 

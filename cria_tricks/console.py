@@ -9,16 +9,24 @@ class Aside(Console):
     def __init__(self) -> None:
         super().__init__(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
-    def __reduce__(self):
-        """What another process gets of it is silent: one speaks for all."""
-        return _silent, ()
-
     def on_broken_pipe(self) -> None:
         """Go on in silence; rich would end the process, and with it the save that is to come."""
         self.quiet = True
 
 
-def _silent() -> Aside:
-    aside = Aside()
-    aside.quiet = True
-    return aside
+class Voice:
+    """Says sentences on a console. What another process gets of it is silent: one speaks for all.
+
+    Args:
+        console: where; nowhere when left out.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self.console = console
+
+    def __call__(self, sentence: str) -> None:
+        if self.console:
+            self.console.print(sentence)
+
+    def __reduce__(self):
+        return Voice, ()

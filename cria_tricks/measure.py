@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.active = False
-        self._known: set[int] = set()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __enter__(self) -> "LiveBytes":
         self.active = True
@@ -44,16 +44,16 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was made outside of the context."""
-        storage = tensor.untyped_storage()
+        """Count a tensor that was made outside of the context; of one in pieces, this process's own."""
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         key = storage._cdata
         if key in self._known or tensor.is_meta:
             return
         size = storage.nbytes()
-        self._known.add(key)
+        self._known[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._free, key, size).atexit = False
+        weakref.finalize(storage, self._free, key).atexit = False
 
     def track_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors, and the scales of those that are quantised."""
@@ -62,11 +62,19 @@ class LiveBytes(TorchDispatchMode):
             for extra in _quantization_tensors(tensor):
                 self.track(extra)
 
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+    def _free(self, key: int) -> None:
+        self.live -= self._known.pop(key)[1]
+
+    def _remeasure(self) -> None:
+        """FSDP gives the bytes of a gathered weight back without letting go of its storage."""
+        for key, (reference, size) in list(self._known.items()):
+            if (storage := reference()) is not None and storage.nbytes() != size:
+                self._known[key] = reference, storage.nbytes()
+                self.live += storage.nbytes() - size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fsdp":
+            self._remeasure()
         out = func(*args, **(kwargs or {}))
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(leaf, torch.Tensor):

@@ -73,7 +73,7 @@ class ResumableTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         weights = sharded.weights(self.model, keep=self.world.is_first)
-        optimizer = sharded.whole(self.optimizer.state_dict(), keep=self.world.is_first)
+        optimizer = sharded.whole(sharded.states(self.optimizer, self.model), keep=self.world.is_first)
         states = self.world.gather(_random_states())
 
         def write() -> None:
@@ -115,10 +115,13 @@ class ResumableTrainer(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None:
+            return
+        saved = {name: Path(checkpoint) / f"{name}.pt" for name in ("optimizer", "scheduler")}
         with loading(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-            sharded.like_parameters(optimizer.state)
+            found = {name: torch.load(path, map_location="cpu", weights_only=True) for name, path in saved.items()}
+            sharded.put_back(found["optimizer"], self.optimizer, self.model)
+            self.lr_scheduler.load_state_dict(found["scheduler"])
             self._page_again()
 
     def _page_again(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cria_tricks.checkpoints import describe
-from cria_tricks.console import Aside
+from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.folders import Folders
@@ -65,7 +65,7 @@ def _train(
         "eval": sources.find(recipe.data.eval, "eval"),
     }
     about = describe(recipe, found, plan.device.name, world.size)
-    folders = world.first(lambda: Folders(recipe, out, resume, about, console.print))
+    folders = world.first(lambda: Folders(recipe, out, resume, about, Voice(console)))
     for sentence in plan.warnings:
         console.print(f"warning: {sentence}")
 
@@ -133,7 +133,7 @@ def _train(
             folders.mirror_results()
 
         world.first(write)
-    return summary
+    return world.first(lambda: summary)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,13 @@ Shapes: a grid of (N / M, M) processes for parallel.tensor_size M; a window of k
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware import products
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel import tensor
 from cria_tricks.parallel.common import several, share_window
@@ -89,4 +91,20 @@ def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step of one process sends: its group's sums, then its own gradients over the groups."""
-    return []
+    size = recipe.parallel.tensor_size
+    groups = processes // size
+    inside = [replace(call, times=call.times // groups) for call in tensor.traffic(recipe, shape, size)]
+    return [*inside, Call("all_reduce", 4 * own_weights(recipe, shape, size), 1, groups, "fp32 gradients of its pieces")]
+
+
+def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
+    """Trained weights of one process: of LoRA's two, the one that is cut and the other, which is whole."""
+    if recipe.tricks.peft == "none":
+        cut = shape.layers * sum(d_in * d_out for d_in, d_out in shape.linears.values())
+        return products.trained_weights(recipe, shape) - cut + cut // size
+    total = 0
+    for name in products.adapted(recipe, shape):
+        d_in, d_out = shape.linears[name]
+        in_cut = name in tensor.ROWS
+        total += d_in // (size if in_cut else 1) + d_out // (1 if in_cut else size)
+    return shape.layers * recipe.lora.r * total

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cria_tricks.hardware import products
+from cria_tricks.hardware import T4
+from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.common import refuse, several, share_window
+from cria_tricks.parallel.fsdp_bytes import gathered
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
@@ -148,5 +150,16 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step sends, when the processes divide every tensor's first dimension."""
-    return []
+    """What an optimizer step sends: weights to each micro-batch's two passes, gradients of what trains once."""
+    memory = estimate(recipe, shape, T4)  # the same bytes on any card
+    whole = gathered(memory, processes)
+    reached = whole.blocks * memory.learning_blocks // shape.layers  # by the gradient
+    mine = recipe.tricks.gradient_accumulation // processes
+    calls = (
+        Call("all_gather", whole.blocks, mine, processes, "the blocks' weights, forward"),
+        Call("all_gather", reached, mine, processes, "the blocks' weights, backward"),
+        Call("all_gather", whole.root, mine, processes, "embedding, last norm and head, whole through both passes"),
+        Call("reduce_scatter", whole.blocks_gradients, 1, processes, "gradients of what trains in the blocks"),
+        Call("reduce_scatter", whole.root_gradients, 1, processes, "gradients of what trains beside them"),
+    )
+    return [call for call in calls if call.bytes]

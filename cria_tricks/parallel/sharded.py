@@ -34,13 +34,43 @@ def weights(model: torch.nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     return whole(state, keep=keep) if any(isinstance(value, DTensor) for value in state.values()) else None
 
 
-def like_parameters(state: Mapping[torch.nn.Parameter, dict[str, Any]]) -> None:
-    """Cut an optimizer's loaded states as their parameters are cut, in place."""
-    for parameter, values in state.items():
+def states(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
+    """An optimizer's states by the names of their parameters.
+
+    Its own ``state_dict`` numbers them by groups, and transformers makes other groups where some are in pieces.
+
+    Returns:
+        ``lr``, the learning rate, and ``state``: tensors, some perhaps in pieces, and numbers.
+    """
+    own, names = optimizer.state_dict(), _names(optimizer, model)
+    lr = own["param_groups"][0]["lr"]
+    return {"lr": lr, "state": {names[number]: values for number, values in own["state"].items()}}
+
+
+def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module) -> None:
+    """Give an optimizer the states of another one over the same parameters, whole there and perhaps in pieces here.
+
+    Raises:
+        ValueError: if they are of other parameters.
+    """
+    own, names = optimizer.state_dict(), _names(optimizer, model)
+    if saved["state"] and saved["state"].keys() != set(names):
+        raise ValueError("its optimizer has states of other weights than these")
+    numbers = {name: number for number, name in enumerate(names)}
+    for group in own["param_groups"]:
+        group["lr"] = saved["lr"]
+    optimizer.load_state_dict({**own, "state": {numbers[name]: values for name, values in saved["state"].items()}})
+    for parameter, values in getattr(optimizer, "optimizer", optimizer).state.items():
         if isinstance(parameter, DTensor):
             for name, value in values.items():
-                if torch.is_tensor(value) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                if torch.is_tensor(value) and value.shape == parameter.shape:
                     values[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def _names(optimizer: Any, model: torch.nn.Module) -> list[str]:
+    """The parameters in the order in which the optimizer numbers them."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

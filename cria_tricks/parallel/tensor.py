@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4, products
+from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.common import refuse, several
 from cria_tricks.parallel.traffic import Call
@@ -189,5 +191,23 @@ def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step of fp32 activations sends."""
-    return []
+    """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
+    tricks, n = recipe.tricks, recipe.train.batch_size * recipe.data.max_length
+    memory = estimate(recipe, shape, T4)  # the same bytes an element on any card
+    adapted = products.adapted(recipe, shape)
+    thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
+    again = 1 + tricks.gradient_checkpointing
+    # What makes the last matrix again may stop before its sum, unless an adapter beside it is still to be made.
+    wide = 2 * again - (tricks.gradient_checkpointing and "down_proj" not in adapted)
+    back = len(COLUMNS) * shape.layers
+    if adapted and not tricks.gradient_checkpointing:
+        back -= 3  # nobody asks for the gradient of the embedding, which is the first block's q, k and v's input
+    steps, r = tricks.gradient_accumulation, recipe.lora.r
+    product, stream, width = memory.product, memory.stream, shape.width
+    calls = (
+        (n * width * product, wide * shape.layers, "what o and down make, summed"),
+        (n * r * product, again * thin_rows * shape.layers, "what LoRA's A beside them make"),
+        (n * width * stream, back, "the gradient of the input of q, k, v, gate and up"),
+        (n * r * product, thin_columns * shape.layers, "the gradient of what LoRA's A beside them made"),
+    )
+    return [Call("all_reduce", size, steps * times, processes, why) for size, times, why in calls if times]

@@ -1,0 +1,206 @@
+r"""Pipeline parallelism, 1F1B: each process has some of the blocks, and micro-batches follow one another through them.
+
+Saves    weights, gradients and optimizer states: L blocks -> L / S a process, beside the embedding on the first and the
+         head on the last                                                                            [bytes]
+Costs    idle time: (S - 1) / (k + S - 1) of every stage's step, if all stages take equally long; where they do not, all
+         wait for the slowest. B T D numbers sent on per micro-batch, and as many gradients back
+Claim    exact within rounding: losses, gradients and the adapter are those of one process
+Needs    at least S micro-batches a step (k >= S); rows of one length, so all are padded to the longest; LoRA
+Breaks   trained embeddings that are tied to the head, as both ends would have to add up their gradients: full
+         fine-tuning is refused. A mean of the micro-batches' means, which torch takes unless scale_grads=False
+Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,
+         arXiv:1811.06965, sec. 2.3 (GPipe: all forward, then all backward)
+Ours     the order of a stage's passes, and a step over plain sends and receives. What runs is torch's Schedule1F1B, in
+         pipeline_loop.py; from its first step on it holds a receive buffer each way for all k micro-batches, not for S
+
+Shapes: S stages, k micro-batches of (B, T), hidden states (B, T, D), L blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cria_tricks.hardware.traffic import stream
+from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.recipe import Recipe
+
+CLAIM = "exact within rounding"
+LESSON = "23_pipeline_parallel"
+REFERENCE = ("one_forward_one_backward", "step")
+PLAIN = """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+stage = PipelineStage(my_blocks, stage_index=rank, num_stages=stages, device=device)
+schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=summed_loss, scale_grads=False)
+schedule.step(*([input_ids] if rank == 0 else []), target=labels if rank == stages - 1 else None)
+"""
+
+Pass = tuple[str, int]
+"""``("F", 3)`` is the forward pass of micro-batch 3, ``("B", 3)`` its backward pass."""
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """The order of a stage's passes (Narayanan et al., sec. 2.2, fig. 4, top).
+
+    Warm-up: as many forward passes as there are stages behind it. Then one forward, one backward, in turn. At the end
+    the backward passes that are left. So never more than ``stages - stage`` micro-batches are under way in a stage.
+
+    Examples:
+        >>> "".join(what for what, _ in one_forward_one_backward(0, 3, 5))
+        'FFFBFBFBBB'
+    """
+    forward, backward = ([(what, number) for number in range(micro_batches)] for what in "FB")
+    ahead = min(stages - 1 - stage, micro_batches)
+    in_turn = chain.from_iterable(zip(forward[ahead:], backward, strict=False))
+    return [*forward[:ahead], *in_turn, *backward[micro_batches - ahead :]]
+
+
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """All forward passes, then all backward passes (Huang et al., sec. 2.3): every micro-batch is under way at once."""
+    return [(what, number) for what in "FB" for number in range(micro_batches)]
+
+
+def step(
+    run: Callable[[torch.Tensor | None, int], torch.Tensor],
+    passes: Sequence[Pass],
+    stage: int,
+    stages: int,
+    hidden: torch.Tensor,
+) -> int:
+    """One stage's step: its passes in their order, over plain sends and receives. Process ``stage`` must run it.
+
+    Args:
+        run: from what came in, shape (B, T, D), and a micro-batch's number to what goes out. Nothing comes into the
+            first stage, which has the rows; what comes out of the last is the micro-batch's share of the loss.
+        passes: from :func:`one_forward_one_backward` or :func:`gpipe`.
+        stage: this one's number.
+        stages: how many there are.
+        hidden: a tensor with the shape, dtype and device of what goes from stage to stage.
+
+    Returns:
+        The most micro-batches that were under way at once. Gradients are in ``.grad``, added up.
+    """
+    first, last = stage == 0, stage == stages - 1
+    kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+    sent: list[tuple[Any, torch.Tensor]] = []
+    most = 0
+
+    def receive(source: int) -> torch.Tensor:
+        found = torch.empty_like(hidden)
+        dist.recv(found, source)
+        return found
+
+    def send(tensor: torch.Tensor, to: int) -> None:
+        # Not dist.send: it waits until the other side receives, and that may itself be waiting in a send to this one.
+        sent.append((dist.isend(tensor, to), tensor))
+
+    for what, number in passes:
+        if what == "F":
+            x_BTD = None if first else receive(stage - 1).requires_grad_()
+            y_BTD = run(x_BTD, number)
+            kept[number] = x_BTD, y_BTD
+            most = max(most, len(kept))
+            if not last:
+                send(y_BTD.detach(), stage + 1)
+        else:
+            x_BTD, y_BTD = kept.pop(number)
+            y_BTD.backward(None if last else receive(stage + 1))
+            if x_BTD is not None and x_BTD.grad is not None:
+                send(x_BTD.grad, stage - 1)
+    for work, _ in sent:
+        work.wait()
+    return most
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """The share of its step that a stage has nothing to do: S - 1 of k + S - 1 slots, in 1F1B and in GPipe alike.
+
+    Narayanan et al. give the same bubble over the time that is worked, (S - 1) / k.
+
+    Examples:
+        >>> bubble(4, 12)
+        0.2
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+class Slot(NamedTuple):
+    """One pass in a timetable: ``F`` or ``B``, of which micro-batch, from when to when."""
+
+    what: str
+    number: int
+    begin: float
+    end: float
+
+
+def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: float = 2.0) -> list[list[Slot]]:
+    """When each stage does what, if every pass begins as soon as it can and nothing has to travel.
+
+    Args:
+        orders: each stage's passes, e.g. ``[one_forward_one_backward(s, 4, 8) for s in range(4)]``.
+        forward: what a forward pass takes.
+        backward: what a backward pass takes; a gradient for the input and one for the weights make it about twice.
+    """
+    done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> when
+    slots: list[list[Slot]] = [[] for _ in orders]
+    while any(len(mine) < len(order) for mine, order in zip(slots, orders, strict=True)):
+        before = len(done)
+        for stage, order in enumerate(orders):
+            for what, number in order[len(slots[stage]) :]:
+                source = stage - 1 if what == "F" else stage + 1
+                if 0 <= source < len(orders) and (what, number, source) not in done:
+                    break
+                free = slots[stage][-1].end if slots[stage] else 0.0
+                begin = max(free, done.get((what, number, source), 0.0))
+                slots[stage].append(Slot(what, number, begin, begin + (forward if what == "F" else backward)))
+                done[what, number, stage] = slots[stage][-1].end
+        assert len(done) > before, "the orders wait for each other"
+    return slots
+
+
+def idle_share(slots: Sequence[Sequence[Slot]]) -> float:
+    """The part of all stages' time, from the first pass to the last, in which they do nothing."""
+    every = list(chain.from_iterable(slots))
+    span = max(slot.end for slot in every) - min(slot.begin for slot in every)
+    return 1 - sum(slot.end - slot.begin for slot in every) / (span * len(slots))
+
+
+def traffic(
+    recipe: Recipe, shape: Shape, processes: int, stage: int = 0, tokens: int | None = None, shares: int = 1
+) -> list[Call]:
+    """What one stage sends in an optimizer step, but for the first: before it, torch asks all stages for their shapes.
+
+    Args:
+        recipe: ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` of them.
+        shape: the model's.
+        processes: stages.
+        stage: which one.
+        tokens: of a row, as all are padded to the longest; ``data.max_length`` when left out.
+        shares: pipelines that share the micro-batches.
+    """
+    hidden = hidden_bytes(recipe, shape, tokens or recipe.data.max_length)
+    k = recipe.tricks.gradient_accumulation // shares
+    calls = [Call("all_reduce", 3 * 8, 1, processes, "the square of the gradient's norm, the loss, the seconds worked")]
+    if recipe.tricks.precision == "fp16":
+        calls.append(Call("all_reduce", 4, 1, processes, "whether gradients overflowed"))
+    if stage > 0:
+        calls.append(Call("send", hidden, k, 2, f"the hidden states' gradients, back to stage {stage - 1}"))
+    if stage < processes - 1:
+        calls.append(Call("send", hidden, k, 2, f"hidden states, on to stage {stage + 1}"))
+    return calls
+
+
+def hidden_bytes(recipe: Recipe, shape: Shape, tokens: int) -> int:
+    """Of a micro-batch's hidden states between two blocks, B T D numbers."""
+    return recipe.train.batch_size * tokens * shape.width * (2 if stream(recipe) == "half" else 4)
+
+
+if __name__ == "__main__":
+    from cria_tricks.parallel import script
+    from cria_tricks.parallel.pipeline_run import command
+
+    script.run(command)

@@ -1,0 +1,246 @@
+"""Recipe -> Report + adapter, over a pipeline: ``torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline RECIPE``.
+
+The way of ``run.py`` with another loop in the middle: rows, their order, loading, report and adapter are the same. It
+has no checkpoints, and so nothing that rests on them: ``--resume`` and ``train.time_budget``.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from cria_tricks import recipes
+from cria_tricks.errors import BadInput
+from cria_tricks.parallel import world as processes
+from cria_tricks.parallel.pipeline import bubble
+from cria_tricks.parallel.world import World
+from cria_tricks.plan import Plan
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
+
+if TYPE_CHECKING:
+    from cria_tricks.data.sources import Source
+    from cria_tricks.folders import Folders
+    from cria_tricks.models import Weights
+    from cria_tricks.parallel.pipeline_loop import Loop
+
+COMMAND = "torchrun --nproc-per-node {} -m cria_tricks.parallel.pipeline"
+NOT_LORA = {
+    "none": "an embedding that is tied to the head would train in two stages",
+    "head": "only the last stage would train",
+    "prompt_tuning": "only the first stage would train, and rows would grow in all",
+    "side_network": "only the last stages would train",
+}
+"""Why ``tricks.peft`` must be ``lora``."""
+
+
+def refuse(recipe: Recipe, size: int, data: int) -> None:
+    """Hold a recipe against the loop and the number of processes.
+
+    Args:
+        recipe: what is to be trained.
+        size: processes.
+        data: pipelines.
+
+    Raises:
+        BadInput: for what does not work in a pipeline, with the reason and what to use.
+    """
+    stages, k = size // data, recipe.tricks.gradient_accumulation
+    if recipe.parallel.strategy != "none":
+        raise BadInput(
+            f"parallel.strategy={recipe.parallel.strategy} in a pipeline: it is for cria train; leave it out"
+        )
+    if size % data or stages < 2:
+        raise BadInput(
+            f"{size} process{'es' * (size > 1)} for {data} pipeline{'s' * (data > 1)}: each takes as many, and two or "
+            f"more; start {2 * data}: {COMMAND.format(2 * data)} {recipe.name}{f' --data {data}' * (data > 1)}"
+        )
+    if why := NOT_LORA.get(recipe.tricks.peft):
+        raise BadInput(f"tricks.peft={recipe.tricks.peft} in a pipeline: {why}; set tricks.peft=lora")
+    if k % data or k // data < stages:
+        raise BadInput(
+            f"tricks.gradient_accumulation={k} with {size} processes: a pipeline takes at least as many of a step's "
+            f"micro-batches as it has stages ({stages}), and no more than another one; set "
+            f"tricks.gradient_accumulation={-(-max(k, size) // data) * data}"
+        )
+    if recipe.train.time_budget:
+        raise BadInput("train.time_budget in a pipeline: there are no checkpoints to stop at; leave it out")
+
+
+def find_blocks(sizes: str, layers: int, stages: int, kind: str) -> list[range]:
+    """Which blocks each stage has.
+
+    Args:
+        sizes: e.g. ``"18,12"``; equally many when empty, and one more in the first stages, as the last has the head.
+        layers: of the model.
+        stages: how many there are.
+        kind: the model's ``model_type``.
+
+    Raises:
+        BadInput: if they do not fit the model, or it is of a kind that cannot be cut.
+    """
+    from cria_tricks.parallel.pipeline_part import KINDS
+
+    if kind not in KINDS:
+        raise BadInput(f"a model of kind {kind}: a pipeline cuts {', '.join(KINDS)}; use parallel.strategy=fsdp")
+    if layers < stages:
+        raise BadInput(f"{stages} stages for {layers} blocks: each needs one; start at most {layers} stages")
+    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    each = [int(size) if size.strip().isdecimal() else 0 for size in sizes.split(",")] if sizes else even
+    if len(each) != stages or sum(each) != layers or 0 in each:
+        raise BadInput(
+            f"--blocks {sizes}: name {stages} numbers that add up to {layers}, e.g. {','.join(map(str, even))}"
+        )
+    return [range(sum(each[:stage]), sum(each[: stage + 1])) for stage in range(stages)]
+
+
+def train(
+    recipe: Recipe, out: str | Path | None = None, *, data: int = 1, schedule: str = "1f1b", blocks: str = ""
+) -> dict[str, Any]:
+    """Train one recipe over the processes that a launcher has started, and write its adapter and report.
+
+    Args:
+        recipe: what to train.
+        out: folder to write; ``runs/NAME`` (or the next free one) when left out.
+        data: pipelines that share the rows; each has as many stages as there are processes for it.
+        schedule: ``1f1b`` or ``gpipe``.
+        blocks: how many blocks each stage has, e.g. ``"18,12"``; equally many when left out.
+
+    Returns:
+        The report, in every process.
+
+    Raises:
+        BadInput: naming what is wrong and what would be right.
+        Diverged: if the gradients are not finite.
+        Lost: if another process died.
+    """
+    began = time.perf_counter()
+    processes.see_one_card()
+    size = processes.processes()
+    refuse(recipe, size, data)
+    plan = resolve(recipe)
+    with processes.joined(recipe.parallel.timeout):
+        return _train(recipe, plan, World(processes.rank(), size, data), out, schedule, blocks, began)
+
+
+def _train(
+    recipe: Recipe, plan: Plan, world: World, out: str | Path | None, schedule: str, blocks: str, began: float
+) -> dict[str, Any]:
+    from cria_tricks.checkpoints import describe
+    from cria_tricks.console import Aside
+    from cria_tricks.data import sources
+    from cria_tricks.folders import Folders
+
+    aside, stages = Aside(), world.size // world.data
+    aside.quiet = not world.is_first
+    found = {"train": sources.find(recipe.data.train, "train"), "eval": sources.find(recipe.data.eval, "eval")}
+    about = describe(recipe, found, plan.device.name, world.size)
+    folders = world.first(lambda: Folders(recipe, out, False, about, aside.print))
+
+    # Only now the heavy libraries: what was wrong so far took a second to say.
+    import torch
+    from transformers import AutoConfig, set_seed
+
+    from cria_tricks import models, report
+    from cria_tricks.data.tokens import tokenize
+    from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
+    from cria_tricks.measure import Meter, every_tensor
+    from cria_tricks.parallel.pipeline_fit import fit
+    from cria_tricks.run import count_parameters
+
+    quiet_libraries()
+    weights = models.find(recipe.model)
+    tokenizer = load_tokenizer(weights)
+    rows = {
+        part: tokenize(source.rows, tokenizer, recipe.data.max_length, recipe.data.overflow)
+        for part, source in found.items()
+    }
+    trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
+    config = AutoConfig.from_pretrained(weights.path)
+    parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
+    if recipe.train.save_steps:
+        plan = plan.warn("train.save_steps has no effect: a pipeline writes no checkpoints")
+    for sentence in (*plan.warnings, *report.data_warnings(rows, recipe)):
+        aside.print(f"warning: {sentence}")
+    with world.within(folders.claimed(trainable, plan.optimizer["bits"])):
+        cut = " | ".join(f"{part.start}-{part.stop - 1}" for part in parts)
+        aside.print(f"loading {weights.name} on {plan.device.name}, blocks {cut}, writing to {folders.folder}")
+        set_seed(recipe.train.seed)
+        meter = Meter(plan.device.kind, began, compiled=plan.compiled)
+        with meter.phase("load"):
+            model = load(plan, weights).model
+            meter.track(every_tensor(model))
+        parameters = count_parameters(model)
+        torch.manual_seed(recipe.train.seed + world.rank)  # the adapter began the same everywhere, dropout need not
+        loop, run = fit(
+            model, plan, recipe, {part: tokens.rows for part, tokens in rows.items()}, parts, world,
+            pad_id=tokenizer.pad_token_id, meter=meter, schedule=schedule, folder=folders.checkpoints.folder,
+            say=print if world.is_first else lambda line: None,
+        )  # fmt: skip
+        descriptions = {part: source.description for part, source in found.items()}
+        summary = report.summarise(recipe, plan, run, meter, rows, descriptions, parameters)
+        summary |= report.compare(None, run) | {"model": weights.name, "adapter": str(folders.folder / "adapter")}
+        summary["pipeline"] = of_the_pipeline(run.training, parts, world.data, schedule, recipe)
+        _write(summary, folders, loop, world, tokenizer, weights, found, recipe)
+    return summary
+
+
+def of_the_pipeline(
+    steps: Sequence[Mapping[str, Any]], parts: Sequence[range], data: int, schedule: str, recipe: Recipe
+) -> dict[str, Any]:
+    """What the report says beyond a run of one process: the cut, and the idle time beside the formula's."""
+    idle = [entry["idle_share"] for entry in steps]
+    return {
+        "data": data,
+        "blocks": [[part.start, part.stop - 1] for part in parts],
+        "schedule": schedule,
+        "idle_share": statistics.median(idle[2:] or idle),  # the first two are watched, which takes its time
+        "idle_share_of_equal_stages": bubble(len(parts), recipe.tricks.gradient_accumulation // data),
+    }
+
+
+def _write(
+    summary: dict[str, Any],
+    folders: "Folders",
+    loop: "Loop",
+    world: World,
+    tokenizer: Any,
+    weights: "Weights",
+    found: Mapping[str, "Source"],
+    recipe: Recipe,
+) -> None:
+    from cria_tricks import artifact, card, provenance, report
+
+    made = provenance.describe(summary, weights, found) | {"pipeline": summary["pipeline"]}
+    text = card.model_card(summary, made, weights.name, weights.note, recipe)
+    one_of_each = world.rank < len(summary["pipeline"]["blocks"])  # equal stages of all pipelines have learnt the same
+    mine = {name: p.detach().cpu() for name, p in loop.trained.items()} if one_of_each else {}
+    learnt = {name: weight for stage in world.gather(mine) for name, weight in stage.items()}
+
+    def write() -> None:
+        artifact.save(Path(summary["adapter"]), loop.part.model, tokenizer, weights.name, text, recipe, made, learnt)
+        report.write(folders.folder, summary)
+        folders.mirror_results()
+
+    world.first(write)
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
+    data: Annotated[int, typer.Option(min=1, help="Pipelines that share the rows.")] = 1,
+    schedule: Annotated[Literal["1f1b", "gpipe"], typer.Option(help="The order of a stage's passes.")] = "1f1b",
+    blocks: Annotated[str, typer.Option(help="Blocks of each stage, e.g. 18,12; equally many when left out.")] = "",
+) -> None:
+    """Train a recipe's LoRA adapter over a pipeline of the processes that torchrun has started."""
+    found = train(with_settings(recipes.get(recipe), settings or []), out, data=data, schedule=schedule, blocks=blocks)
+    if processes.rank() == 0:
+        idle = found["pipeline"]
+        print(f"idle {idle['idle_share']:.0%}, of equally long stages {idle['idle_share_of_equal_stages']:.0%}")
+        print(f"adapter: {found['adapter']}")

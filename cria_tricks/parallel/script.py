@@ -1,0 +1,34 @@
+"""A module as a command of its own, started by ``torchrun -m``: what goes wrong is said as ``cria`` says it."""
+
+from collections.abc import Callable
+
+import typer
+
+from cria_tricks import cli
+from cria_tricks.errors import BadInput, Diverged, Lost, is_out_of_memory
+
+
+def run(function: Callable[..., None]) -> None:
+    """Run a function with the arguments of the command line.
+
+    Every foreseen error is one line of one process on stderr, and an exit code; there are no checkpoints to go on from.
+
+    Args:
+        function: its parameters are the command's.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(function)
+    try:
+        app(standalone_mode=False)
+    except cli.UsageError as error:
+        cli._leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
+    except BadInput as error:
+        cli._leave(f"error: {error}", 2)
+    except (Diverged, Lost) as error:
+        cli._leave(f"error: {error}; nothing was saved", 1)
+    except KeyboardInterrupt:
+        cli._leave("interrupted; nothing was saved", 130)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            cli._unforeseen()
+        cli._leave("error: out of memory; nothing was saved", 3)

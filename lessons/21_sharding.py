@@ -1,0 +1,638 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 21. Sharding: everybody keeps a piece
+# > **Promise.** Two processes keep half of every weight, gradient and optimizer state each, and train to the same
+# > losses. You build it, count its bytes, and find that on our own job it saves less than nothing.
+#
+# > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
+# > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after lesson 20
+#
+# The job is QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. In lesson 20 each of two cards held
+# all of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Bit for bit the same
+# things, twice. Must that be? ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data
+# parallel*.
+
+# %% tags=["hide-input"]
+import logging
+import math
+import random
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from bitsandbytes.nn import Linear4bit
+from bitsandbytes.optim import AdamW8bit
+from torch import nn
+
+from cria_tricks import course, parallel
+from cria_tricks.cases import TRAINED_SHARE
+from cria_tricks.errors import BadInput
+from cria_tricks.figures import Theme, panels
+from cria_tricks.hardware import T4, cost
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure import LiveBytes
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel import ddp, fsdp
+from cria_tricks.parallel.per_process import per_process
+from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.parallel.traffic import CountCollectives, ring_share
+from cria_tricks.plan import diff
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+# %% [markdown]
+# ## 1. The bill
+# Who needs what, and when? An optimizer's state is needed in the optimizer's step only, and there each number by
+# itself. So process $r$ could keep the states of its own $N$-th part of the weights, step that part, and hand it
+# around: *stage 1*. Then it also needs no more than its part of the gradient: *stage 2*. And a weight is needed only
+# while its block runs: *stage 3*, and FSDP2.
+#
+# ZeRO's example: 7.5 billion weights on 64 cards, in mixed precision: 2 bytes a weight, 2 a gradient, 12 for AdamW (an
+# fp32 copy and two moments). 120 GB in every card. Write down what is left of it after each stage. Then compare with
+# the paper's figure 1: 31.4, 16.6 and 1.9.
+
+
+# %%
+sizes = {"weights": (2, 3), "gradients": (2, 2), "states": (12, 1)}  # bytes of each, and the stage that divides them
+
+
+def after(stage, weights=7.5e9, N=64):
+    return sum(weights * size / (N if stage >= divides else 1) for size, divides in sizes.values())
+
+
+print(*(f"stage {stage}: {after(stage) / 1e9:.1f} GB;" for stage in range(4)))
+assert [round(after(stage) / 1e9, 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
+
+# %% [markdown]
+# That is full fine-tuning. In our job 11 million numbers learn beside 1.2 billion that do not, and what is frozen has
+# neither gradient nor states. How many MiB does each stage take off *our* state, on two cards? Guess three numbers.
+# (AdamW has fp32 states here; section 6 says why.)
+
+# %%
+job = with_settings(course.CAPSTONE, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
+whole_model = ("peft=none", "quantization=none", "double_quantization=false", "lean_preparation=false")
+full = with_settings(job, [f"tricks.{off}" for off in whole_model])
+stages = {"all whole": "none", "stage 1": "zero1", "stage 2": "zero2", "stage 3": "fsdp"}
+
+
+def bill(recipe, strategy, cards=2, model="llama-3.2-1b"):
+    return per_process(recipe, find_shape(model), T4, strategy, 1 if strategy == "none" else cards)
+
+
+for name, recipe in {"full": full, "QLoRA": job}.items():
+    for stage, strategy in stages.items():
+        found = bill(recipe, strategy)
+        print(f"{name:6}{stage:10}state {found.state_bytes / MIB:6,.0f} MiB, peak {found.peak_bytes / MIB:6,.0f}")
+state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values()}
+assert state["none"] - state["zero2"] < 0.06 * state["none"]
+assert state["fsdp"] < 0.51 * state["none"]
+assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
+
+
+# %% tags=["hide-input"]
+def of_the_state(theme: Theme):
+    """What a card holds between two steps, stage by stage."""
+    drawn, both = panels(2, 2.5)
+    kinds = {"weights": theme.series[0], "gradients": theme.series[1], "optimizer states": theme.series[2]}
+    for axes, (name, recipe) in zip(both, {"full fine-tuning": full, "QLoRA": job}.items(), strict=True):
+        for place, strategy in enumerate(stages.values()):
+            left = 0.0
+            for kind, colour in kinds.items():
+                size = sum(row.bytes for row in bill(recipe, strategy).state if row.name.startswith(kind)) / GIB
+                axes.barh(place, size, left=left, color=colour, height=0.66, label=kind if place == 0 else None)
+                left += size
+        axes.set_yticks(range(4), list(stages))
+        axes.set(xlabel=f"{name}: state of each of two, GiB", ylim=(3.6, -0.6))
+        axes.grid(axis="x")
+    both[0].legend(loc="lower right", fontsize=7.5)
+    return drawn
+
+
+course.show(
+    of_the_state,
+    "Figure 1. Stages 1 and 2 divide gradients and optimizer states. LoRA left next to nothing of either; what there "
+    "is to divide are the frozen weights, in 4 bits and 16.",
+)
+
+# %% [markdown]
+# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And the *peak* grows
+# all the same. Keep that in mind until section 5. We build stage 3 first: with larger blocks it is what lets a model
+# fit at all.
+#
+# ## 2. From scratch, in three steps
+# Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
+
+# %%
+L, D, H = 4, 64, 256  # blocks, width, inner width
+
+
+def new_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)) for _ in range(L)))
+
+
+shapes = [p.shape for p in new_model()[0].parameters()]
+E = sum(math.prod(shape) for shape in shapes)
+torch.manual_seed(1)
+rows, targets = torch.randn(2, 32, D)
+
+
+def block(whole, x):
+    """What a block makes of x, its weights in one vector."""
+    parts = whole.split([math.prod(shape) for shape in shapes])
+    up, up_bias, down, down_bias = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    return F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
+
+
+# %% tags=["hide-input"]
+ranks = Ranks(2)
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+_ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
+
+# %% [markdown]
+# **Cut.** Process $r$ keeps part $r$ of each vector, and that is all it keeps of the model.
+#
+# **Gather for the forward pass, scatter on the way back.** An *all-gather* gives everyone all parts. Each process runs
+# the block on its own rows, so each gets a gradient of the *whole* block, of its rows. A *reduce-scatter* adds those up
+# and gives each process its part of the sum: the first half of an all-reduce. The one is the other's backward pass.
+
+
+# %%
+def piece_of(block):
+    flat = torch.cat([p.detach().flatten() for p in block.parameters()])
+    return flat.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+
+
+def gathered(piece):
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, piece):
+            whole = piece.new_empty(len(piece) * dist.get_world_size())
+            dist.all_gather_into_tensor(whole, piece)
+            return whole
+
+        @staticmethod
+        def backward(ctx, gradient):
+            piece = gradient.new_empty(len(gradient) // dist.get_world_size())
+            dist.reduce_scatter_tensor(piece, gradient)
+            return piece
+
+    return Gather.apply(piece)
+
+
+def keeping(piece, x):
+    return block(gathered(piece), x)
+
+
+def passes(way):
+    """Bytes that live between the two passes, and at most, beside the pieces; and the pieces' gradients."""
+    pieces = [piece_of(block) for block in new_model()]
+    y = rows[dist.get_rank() :: dist.get_world_size()]
+    count = LiveBytes()
+    count.track_all(pieces)
+    before = count.live
+    with count:
+        for piece in pieces:
+            y = way(piece, y)
+        loss = y.square().sum()
+        between = count.live
+        loss.backward()
+    return between - before, count.peak - before, [piece.grad for piece in pieces]
+
+
+# %% tags=["hide-input"]
+model = new_model()
+model(rows).square().sum().backward()
+expected = [torch.cat([p.grad.flatten() for p in block.parameters()]) for block in model]
+
+
+def apart(found):
+    """The pieces of all processes, put together, against one process's gradients."""
+    together = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+    return max(((p - q).norm() / q.norm()).item() for p, q in zip(together, expected, strict=True))
+
+
+# %%
+kept = ranks.run(passes, keeping)
+print(f"gradients off by {apart([pieces for _, _, pieces in kept]):.0e}")
+print(f"between the passes {kept[0][0] / KIB:,.0f} KiB; all weights have {4 * L * E / KIB:,.0f}")
+assert apart([pieces for _, _, pieces in kept]) < 1e-5
+assert kept[0][0] > 4 * L * E
+
+# %% [markdown]
+# Right, and useless: at the end of the forward pass all blocks are whole. Autograd did what it must (lesson 3): a
+# product keeps what it multiplied, and that is the weight.
+#
+# **Forget, and fetch again.** torch lets us say what is kept in a tensor's place. Of the gathered vector's parts we
+# keep their places only: shape, strides, offset. When the backward pass asks, we gather once more. Predict by how much
+# the bytes between the passes will fall.
+
+
+# %%
+def sharded(piece, x):
+    whole, again = gathered(piece), []
+    address = whole.untyped_storage().data_ptr()
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() != address:
+            return tensor
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def fetch(kept):
+        if torch.is_tensor(kept):
+            return kept
+        if not again:
+            again.append(gathered(piece.detach()))  # once for all matrices of the block
+        return again[0].as_strided(*kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+        return block(whole, x)
+
+
+forgot = ranks.run(passes, sharded)
+print(f"gradients off by {apart([pieces for _, _, pieces in forgot]):.0e}")
+for name, place in (("between the passes", 0), ("at the peak", 1)):
+    print(f"{name:19}{kept[0][place] / KIB:6,.0f} KiB -> {forgot[0][place] / KIB:6,.0f}")
+assert all(map(torch.equal, kept[0][2], forgot[0][2]))
+assert kept[0][0] - forgot[0][0] == 4 * L * E
+
+
+# %% tags=["hide-input"]
+def over_time(theme: Theme):
+    """What of each block process 0 holds, moment by moment."""
+    sketch = course.Sketch(theme, 42, 13)
+    moments = [("forward", n) for n in range(4)] + [("backward", n) for n in (3, 2, 1, 0)]
+    for column, (way, opened) in enumerate(moments):
+        left = 7 + 4.3 * column + (0.7 if way == "backward" else 0)
+        sketch.text(left + 1.8, 0.7, f"{way} {opened + 1}", quiet=True)
+        for number in range(4):
+            y = 1.6 + 2.5 * number
+            if number == opened:
+                sketch.tensor(left, y, 3.6, 2, "whole", color=1)
+            else:
+                sketch.tensor(left, y, 1.8, 2, "", color=0)
+    for number in range(4):
+        sketch.text(0, 2.6 + 2.5 * number, f"block {number + 1}", align="left")
+    sketch.text(
+        7, 12.3, "process 0 of 2; process 1 has the other halves, and opens the same block", align="left", quiet=True
+    )
+    return sketch.figure
+
+
+course.show(over_time, "Figure 2. Half of every block, and one of them whole, twice a micro-batch.")
+
+# %% [markdown]
+# Bit for bit the same gradients, and no weights between the passes. That is stage 3. The package's `fsdp.Sharded` wraps
+# any module so. torch's `fully_shard` adds prefetching: the next block's all-gather runs under this block's products.
+#
+# ## 3. Prove it
+# Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
+# it takes a matrix. (What looks at all numbers must talk: for clipping the norm is summed over the processes.) Claim:
+# equal losses to rounding, and half of the state.
+
+
+# %%
+def train(way):
+    """The losses of 20 steps, bytes of weights, gradients and states in this process, and what was sent."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, N = (0, 1) if way == "alone" else (dist.get_rank(), dist.get_world_size())
+    model, history = new_model(), []
+    if way == "package":
+        model = nn.Sequential(*map(fsdp.Sharded, model))
+    if way == "torch":
+        for module in (*model, model):
+            fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.003)
+    with CountCollectives() as sent:
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (model(rows[rank::N]) - targets[rank::N]).square().sum() / len(rows)
+            (loss * N if way == "torch" else loss).backward()  # torch's takes the mean over processes
+            history.append(loss.item())
+            optimizer.step()
+    states = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+    held = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
+    return history, sum(getattr(t, "_local_tensor", t).nbytes for t in held), dict(sent.bytes)
+
+
+history, alone_bytes, _ = train("alone")
+print(f"alone    loss {history[0]:.4f} -> {history[-1]:.4f}, state {alone_bytes:,} bytes")
+for way in ("package", "torch"):
+    (mine, bytes_, sent), (others, _, _) = ranks.run(train, way)
+    off = max(abs((p + q) / r - 1) for p, q, r in zip(mine, others, history, strict=True))
+    print(f"{way:8} losses off by at most {off:.0e}, state {bytes_:,} bytes; sent {sent}")
+    assert off < 1e-5
+    assert bytes_ == alone_bytes / 2
+
+# %% [markdown]
+# ## 4. What it costs
+# **The wire.** Each block is gathered twice a step, and its gradient scattered once: predict the bytes of the 20 steps
+# that were counted above. An all-gather is half of an all-reduce, and so is a reduce-scatter. So three halves against
+# DDP's two: 1.5 times the bytes (ZeRO, section 7).
+
+# %%
+assert sent == {"all_gather": 20 * 2 * 4 * L * E, "reduce_scatter": 20 * 4 * L * E}
+with_ddp = ring_share("all_reduce", 2)
+with_fsdp = 2 * ring_share("all_gather", 2) + ring_share("reduce_scatter", 2)
+print(f"of the model's bytes each process sends {with_ddp} in a step with ddp, {with_fsdp} sharded")
+assert with_fsdp == 1.5 * with_ddp
+
+# %% [markdown]
+# That is the famous factor, and it is of full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
+# sends nothing of them. FSDP sends them all for each of four micro-batches, those of the blocks twice. How many times
+# DDP's bytes is that? Guess before you run.
+
+# %%
+shape = find_shape(job.model)
+mine = with_settings(job, ["tricks.gradient_accumulation=4"])
+work = cost.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
+by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
+for name, size in by.items():
+    wire = size / CARDS["t4"].link_rate / cost.EFFICIENCY
+    print(f"{name:5}{size / 1e6:6,.0f} MB a step, {wire:.3f} s on PCIe at half its rate, beside {work:.1f} s of work")
+assert by["fsdp"] > 50 * by["ddp"]
+
+# %% [markdown]
+# Seventy times. torch hides under products what it can, and a tenth of a step may be hidden. Over Ethernet of 10 Gbit a
+# second, at half its rate, it would be 5 seconds: more than the work.
+#
+# ## 5. The production switch
+
+# %%
+print("cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=fsdp \\")
+print("    --set tricks.optimizer=adamw --set tricks.paged_optimizer=false")
+shared = with_settings(job, ["parallel.strategy=fsdp"])
+print(diff(resolve(job, T4), resolve(shared, T4, processes=2)))
+
+# %% [markdown]
+# Our switch calls `fully_shard` on every block, NF4 matrices too, and on the model around them: the *root*, with what
+# is in no block. Rows are shared as in lesson 20. When is it worth it? Predict for each line whether a card needs less
+# when there are two:
+
+# %%
+models = {"llama-3.2-1b": job, "llama-3.1-8b": job, "llama-2-13b": job, "llama-3.2-1b, full": full}
+needs = {}
+for name, recipe in models.items():
+    model = name.partition(",")[0]
+    needs[name] = [bill(recipe, "fsdp" if n > 1 else "none", n, model).needed_bytes / GIB for n in (1, 2, 4, 8)]
+    print(f"{name:20}" + "".join(f"{size:7.2f}" for size in needs[name]), "GiB on 1, 2, 4, 8 cards")
+assert needs["llama-3.2-1b"][1] > needs["llama-3.2-1b"][0]
+assert needs["llama-2-13b"][1] < 0.75 * needs["llama-2-13b"][0]
+
+
+# %% tags=["hide-input"]
+def of_needs(theme: Theme):
+    """What each card must have, against the number of cards."""
+    drawn, axes = course.figure(height=3.2)
+    for number, (name, sizes) in enumerate(needs.items()):
+        axes.plot((1, 2, 4, 8), sizes, color=theme.series[number], marker="osD^"[number], label=name)
+    axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.text(8, T4.memory_bytes / GIB + 0.4, "a T4 has 14.7", color=theme.alarm, ha="right")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks((1, 2, 4, 8), ["1", "2", "4", "8"])
+    axes.set(xlabel="cards", ylabel="needed in each, GiB", ylim=(0, None))
+    axes.grid(axis="y")
+    axes.legend(fontsize=7.5)
+    return drawn
+
+
+course.show(
+    of_needs,
+    "Figure 3. Sharding makes full fine-tuning of a billion weights fit, on four T4s. QLoRA of the same model gains "
+    "nothing from a second card.",
+)
+
+# %% [markdown]
+# The rule: it pays where blocks are most of the bill. Llama-3 has 128,256 words, so half of the small model's frozen
+# bytes are its embedding, which is the head as well. It is in the root, and whole from the forward to the end of the
+# backward pass, *beside* the process's own piece of it. Llama-2 has 32,000 words and large blocks: 28 % less.
+#
+# ## 6. Where it breaks
+# **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
+# fp32. An embedding and its half live in each process. Predict by how many MB the peak grows.
+
+# %% tags=["hide-input"]
+folder = tempfile.TemporaryDirectory()
+data = Path(parallel.__file__).parents[1] / "data" / "nguzo_saba_eval.jsonl"
+few = Path(folder.name) / "few.jsonl"
+few.write_text("".join(data.read_text(encoding="utf-8").splitlines(keepends=True)[:4]), encoding="utf-8")
+tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=256"]
+tiny += ["tricks.chunked_loss=true", "train.max_steps=2", "train.epochs=2"]
+tiny += ["train.learning_rate=0.01", f"data.train={few}", f"data.eval={few}"]
+
+
+def train_it(settings, out):
+    from cria_tricks.console import Aside
+    from cria_tricks.run import train
+
+    console = Aside()
+    console.quiet = True
+    report = train(with_settings(Recipe(), settings), out, console=console)
+    return [entry["loss"] for entry in report["history"] if "loss" in entry], report["peak_bytes"]
+
+
+# %%
+one, one_peak = train_it(tiny, Path(folder.name) / "one")
+two, two_peak = ranks.run(train_it, [*tiny, "parallel.strategy=fsdp"], Path(folder.name) / "two")[0]
+folder.cleanup()
+print("losses alone  ", *(f"{loss:.6f}" for loss in one), f"  peak {one_peak / 1e6:.1f} MB")
+print("losses sharded", *(f"{loss:.6f}" for loss in two), f"  peak {two_peak / 1e6:.1f} MB")
+half = 4 * 49_152 * 256 / 2
+print(f"grown by {(two_peak - one_peak) / 1e6:.1f} MB; half an embedding is {half / 1e6:.1f}")
+assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
+assert two_peak - one_peak > 0.9 * half
+
+# %% [markdown]
+# Equal losses; more memory. Cure: look at the bill first, and take `ddp` when one card holds the run.
+#
+# **`got mixed torch.Tensor and DTensor`.** `fully_shard` makes each weight a `DTensor`: a piece that knows of the
+# whole. torch's operations take those, bitsandbytes' kernels do not, and the 8-bit AdamW of lesson 7 is one of them.
+# Cure: `optimizer=adamw`, whose states are divided by the cards and not by four. Our switch refuses the pair.
+
+
+# %%
+def eight_bits():
+    from torch.distributed.fsdp import fully_shard
+
+    layer = fully_shard(nn.Linear(128, 128))
+    optimizer = AdamW8bit(layer.parameters())
+    layer(torch.ones(1, 128)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+print(said := ranks.run(eight_bits)[0])
+assert "got mixed torch.Tensor and DTensor" in said
+try:
+    resolve(with_settings(course.CAPSTONE, ["parallel.strategy=fsdp"]), T4, processes=2)
+    raise AssertionError("it must be refused")
+except BadInput as refused:
+    print(refused)
+
+# %% [markdown]
+# **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
+# bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
+
+
+# %% tags=["hide-input"]
+def of_accelerate(model):
+    """Lay accelerate's FSDP2 around a model, without the rest of its Accelerator."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+    )
+    around = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        is_main_process=dist.get_rank() == 0,
+        device=torch.device("cpu"),
+        mixed_precision="no",
+    )
+    fsdp2_prepare_model(around, model)
+
+
+# %%
+def four_bits(way, storage):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = Linear4bit(128, 128, bias=False, quant_type="nf4", quant_storage=storage)
+    model = nn.Sequential(layer).to("cpu").requires_grad_(False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if way == "accelerate":
+            of_accelerate(model)
+        else:
+            fully_shard(layer)
+            fully_shard(model)
+    (weight,) = model.parameters()
+    return getattr(weight, "_local_tensor", weight).nbytes, " ".join(str(one.message) for one in said)
+
+
+for way, storage in (("accelerate", torch.uint8), ("accelerate", torch.bfloat16), ("fully_shard", torch.uint8)):
+    size, said = ranks.run(four_bits, way, storage)[0]
+    print(f"{way}, {storage}: {size:,} of 8,192 bytes in each process. {said[:104]}")
+    assert size == (8192 if said else 4096)
+ranks.close()
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** Llama-3.1-70B has 70,553,706,496 weights. Full fine-tuning by stage 3, with ZeRO's 2, 2 and 12 bytes a
+#    weight. Activations are free. How many cards of 80 GB ($80 \cdot 10^9$ bytes) does the state alone take?
+# 2. **Build.** Stage 1 in one process. Fill in `stage_1(weight, gradients, moments, rate)`: `gradients` holds one
+#    vector for each of $N$ processes, `moments` one for each *piece*, changed in place. Add gradients up; let each
+#    process do SGD with momentum on its piece ($m \leftarrow 0.9\,m + g$, $w \leftarrow w - \text{rate} \cdot m$); put
+#    the pieces together. (About five lines. $N$ divides the length.)
+# 3. **Reach.** Prefetching. Fill in `forward_seconds(computes, gathers)`: block $i$ takes `gathers[i]` seconds on the
+#    wire and `computes[i]` to run. It starts when it has come and the one before it is done. Block $i + 1$ sets off
+#    when block $i$ starts. When is the last one done? (Then ask how slow the wire may be before you notice.)
+
+# %% tags=["exercise"]
+cards_of_80_gb = None
+
+
+def stage_1(weight, gradients, moments, rate):
+    """FILL ME IN."""
+
+
+def forward_seconds(computes, gathers):
+    """FILL ME IN."""
+
+
+# %% tags=["hide-input"]
+def of_stage_1(answer):
+    torch.manual_seed(2)
+    weight, m = torch.randn(12), torch.zeros(12)
+    moments, right = [torch.zeros(3) for _ in range(4)], weight.clone()
+    for _ in range(3):
+        gradients = [torch.randn(12) for _ in range(4)]
+        if (found := answer(weight.clone(), [g.clone() for g in gradients], moments, 0.1)) is None:
+            raise NotImplementedError
+        m = 0.9 * m + sum(gradients)
+        right = right - 0.1 * m
+        assert [len(moment) for moment in moments] == [3] * 4, "a moment is as long as a piece"
+        assert torch.allclose(found, right, atol=1e-5), "another weight; is the gradient the sum, and do moments stay?"
+        weight = found
+
+
+def of_forward(answer):
+    drawn = random.Random(0)
+    for _ in range(20):
+        computes, gathers = ([drawn.uniform(1, 5) for _ in range(5)] for _ in range(2))
+        if (found := answer(computes, gathers)) is None:
+            raise NotImplementedError
+        come, started, done = gathers[0], 0.0, 0.0
+        for number, takes in enumerate(computes):
+            started = max(come, done)
+            done = started + takes
+            if number < 4:
+                come = started + gathers[number + 1]
+        assert found > done - 1e-9, f"{found:.3f} s is too fast; {done:.3f} it is, for {computes} and {gathers}"
+        assert found < done + 1e-9, f"{found:.3f} s is too slow; {done:.3f} it is, for {computes} and {gathers}"
+
+
+course.check(1, cards_of_80_gb, course.equal(15, "bytes of all states over those of a card, and no part of a card"))
+course.check(2, stage_1, of_stage_1)
+course.check(3, forward_seconds, of_forward)
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# cards_of_80_gb = math.ceil(16 * 70_553_706_496 / 80e9)  # 14.1
+#
+#
+# def stage_1(weight, gradients, moments, rate):
+#     pieces = []
+#     for w, g, m in zip(weight.chunk(len(moments)), sum(gradients).chunk(len(moments)), moments):
+#         m.mul_(0.9).add_(g)
+#         pieces.append(w - rate * m)
+#     return torch.cat(pieces)
+#
+#
+# def forward_seconds(computes, gathers):
+#     come, done = gathers[0], 0.0
+#     for number, takes in enumerate(computes):
+#         started = max(come, done)
+#         done = started + takes
+#         if number + 1 < len(gathers):
+#             come = started + gathers[number + 1]
+#     return done
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** $(N - 1) / N$ of weights, gradients and optimizer states: stages 1 and 2 of what trains, stage 3 of
+#   everything.
+# - **Costs** the blocks' weights twice a micro-batch on the wire, frozen ones too; in memory a whole block, and the
+#   root through the step.
+# - **Exact within rounding**, as data parallelism is.
+# - **When**: what does not fit one card by its blocks: full fine-tuning, or a large base, over a fast link.
+# - **When not**: LoRA of a model that fits. Its gradients and states are small already, and `ddp` sends a seventieth.
+#
+# ## Sources
+# - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, figure 1, sections 5 (stages) and 7 (1.5 times the bytes).
+# - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.
+# - torch 2.13: `torch/distributed/fsdp/_fully_shard` (the root, prefetching). accelerate 1.15: `fsdp2_prepare_model` in
+#   `accelerate/utils/fsdp_utils.py`. NVIDIA's T4 datasheet, for the rates.
+# - Ours: `cria_tricks/parallel/fsdp.py`, `cria_tricks/parallel/per_process.py`, `tests/parallel/test_fsdp.py`.

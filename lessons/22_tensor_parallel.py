@@ -1,0 +1,625 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 22. Tensor parallelism: half of every matrix
+# > **Promise.** With two operators of a few lines you cut a Llama block over two processes, and loss and gradients stay
+# > those of one. You count what the two say to each other, 216 times as much as in lesson 20, and know what link that
+# > asks for.
+#
+# > **Card.** saves the blocks' matrices, and what is wide inside a block: 1/N of each a process / costs sums of
+# > $B\,T\,D$ in every block, for which all wait / exact within rounding / 35 minutes / after lesson 21
+#
+# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens. Lesson 20 shared the rows. Lesson 21 shared
+# the bytes at rest; to compute, each process still put whole matrices together. Here no matrix is ever whole. All
+# processes take the *same* rows, and each computes a part of every product.
+
+# %% tags=["hide-input"]
+import logging
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+import cria_tricks
+from cria_tricks import course, recipes
+from cria_tricks.console import Aside
+from cria_tricks.errors import BadInput
+from cria_tricks.figures import Theme
+from cria_tricks.hardware import T4
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.load import quiet_libraries
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel import STRATEGIES, ddp, tensor
+from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
+from cria_tricks.parallel.per_process import per_process
+from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.parallel.traffic import CountCollectives, totals
+from cria_tricks.plan import diff
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+from cria_tricks.tricks import resolve
+
+ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+ranks.run(quiet_libraries)
+quiet_libraries()
+torch.manual_seed(0)
+MIB = 2**20
+
+# %% [markdown]
+# ## 1. The bill
+# Section 6 says why NF4, 8-bit and paged AdamW and fp16 cannot come along. So this bill is of the same recipe without
+# them, in bf16, for an A100. Which rows become a half with two processes, and which do not? Write down what you expect
+# of the peak with eight. Then run.
+
+# %%
+A100 = CARDS["a100"]
+ours = recipes.kwanzaa(A100.device)
+refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
+whole = with_settings(ours, [f"tricks.{one}" for one in refused])
+shape = find_shape(whole.model)
+MATRICES, OTHERS, WAITING = "weights: blocks' matrices", "weights: all others", "blocks: waiting"
+bills = {N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N) for N in (1, 2, 4, 8)}
+for N, bill in bills.items():
+    row = {row.name: row.bytes for moment in bill.moments if moment.name == "last block" for row in moment.rows}
+    sizes = {"matrices": row[MATRICES], "inside the open block": row["block: kept"] + row["block: open"]}
+    sizes |= {"embedding, norms": row[OTHERS], "waiting between blocks": row[WAITING], "peak": bill.peak_bytes}
+    print(f"N = {N}:", ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()), "MiB")
+    assert row[MATRICES] == 2 * 16 * shape.block_linear_weights / N
+    assert (row[OTHERS], row[WAITING]) == (2 * (shape.embedding_weights + 33 * 2048), 16 * 2 * 2048 * 2048)
+assert bills[8].peak_bytes > bills[1].peak_bytes / 3
+
+
+# %% tags=["hide-input"]
+def divided(theme: Theme):
+    """The peak of a step by rows, for one to eight processes."""
+    groups = {
+        "blocks' matrices": (MATRICES,),
+        "adapter, its gradients and states": ("weights: added", "gradients", "optimizer states", "weights in 16 bits"),
+        "whole: embedding, all that is D wide, logits": (),
+    }
+    named = {name for names in groups.values() for name in names}
+    drawn, axes = course.figure(height=2.9)
+    left = dict.fromkeys(bills, 0.0)
+    for (label, names), colour in zip(groups.items(), theme.series, strict=False):
+        for place, (N, bill) in enumerate(bills.items()):
+            size = sum(row.bytes for row in bill.rows if row.name in names or not (names or row.name in named)) / MIB
+            axes.barh(place, size, left=left[N], color=colour, height=0.62, label=label if N == 1 else None)
+            left[N] += size
+    axes.set_yticks(range(len(bills)), [f"N = {N}" for N in bills])
+    axes.set(xlabel="peak of a step in each process, MiB", ylim=(len(bills) - 0.4, -0.6))
+    axes.grid(axis="x")
+    axes.legend(loc="lower right")
+    return drawn
+
+
+course.show(divided, "Figure 1. The matrices are divided; what is whole stays, and soon is most of the peak.")
+
+# %% [markdown]
+# Eight processes need more than a third of one's memory each. The embedding is whole in all of them, and so are the
+# hidden states, which are $D$ wide. Only the matrices and what is *wider* than $D$ is divided: heads, and the inside of
+# the MLP.
+#
+# ## 2. From scratch, in five steps
+# **Cut a matrix.** $y = x W^\top$ can be cut in two ways. By *columns*, which are outputs: every process takes all of
+# $x$ and makes some of $y$. By *rows*, which are inputs: every process takes some of $x$, and what it makes is as wide
+# as $y$. Those must be added up.
+
+# %%
+B, T, D, M = 2, 32, 64, 128  # rows, tokens, width, width inside the MLP
+x, up, down = torch.randn(B, T, D), torch.randn(M, D) / D**0.5, torch.randn(D, M) / M**0.5
+side_by_side = torch.cat([x @ W.T for W in up.chunk(2, dim=0)], dim=-1)
+added = sum(part @ W.T for part, W in zip(x.chunk(2, dim=-1), up.chunk(2, dim=1), strict=True))
+torch.testing.assert_close(side_by_side, x @ up.T)
+torch.testing.assert_close(added, x @ up.T)
+
+# %% [markdown]
+# **Columns, then rows.** The MLP is `down(gelu(up(x)))`. Cut `up` by columns, and a process can apply gelu to its own
+# numbers. They are just what it needs if `down` is cut by rows. So two matrices meet once, in one sum.
+#
+# `added_up` is that sum. It adds up behind autograd's back, in `.data`: autograd sees a copy, and hands the gradient on
+# as it is. That is right, as each process has the gradient of the whole sum already.
+
+
+# %%
+def mine(W, dim):
+    """This process's of N equal parts; alone, all of it."""
+    return W.chunk(dist.get_world_size(), dim)[dist.get_rank()] if dist.is_initialized() else W
+
+
+def added_up(y):
+    total = y.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total.data)
+    return total
+
+
+def without_f(x, up, down):
+    return added_up(F.gelu(x @ mine(up, 0).T) @ mine(down, 1).T)
+
+
+def step(mlp, *given):
+    """The loss, and the gradients of x, up and down."""
+    leaves = [one.clone().requires_grad_() for one in given]
+    loss = mlp(*leaves).square().mean()
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def apart(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+alone = step(without_f, x, up, down)  # here, where nothing is cut
+for rank, (loss, of_x, of_up, _) in enumerate(ranks.run(step, without_f, x, up, down)):
+    off_up, off_x = apart(of_up.chunk(2)[rank], alone[2].chunk(2)[rank]), apart(of_x, alone[1])
+    print(f"process {rank}: loss off by {apart(loss, alone[0]):.0e}, its part of up by {off_up:.0e}, x by {off_x:.0%}")
+    assert max(apart(loss, alone[0]), off_up) < 1e-6
+    assert off_x > 0.3
+
+# %% [markdown]
+# A perfect loss, a perfect gradient of the matrix, no error. And the gradient of $x$ is wrong, so everything that was
+# computed *before* this MLP learns something else; in each process another thing.
+#
+# **Add up on the way back.** Every process used all of $x$, so each has a part of its gradient. Megatron calls the
+# cure *f*: forward nothing, backward a sum. Its mirror, forward a sum and backward nothing, is *g*, which we have.
+
+
+# %%
+def f(x):
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(added_up)
+    return x
+
+
+g = added_up
+
+
+def mlp(x, up, down):
+    return g(F.gelu(f(x) @ mine(up, 0).T) @ mine(down, 1).T)
+
+
+for found in ranks.run(step, mlp, x, up, down):
+    assert apart(found[1], alone[1]) < 1e-6
+
+
+# %% tags=["hide-input"]
+def two_processes(theme: Theme):
+    """An MLP in two processes: what each has, and where they meet."""
+    sketch = course.Sketch(theme, 44, 15)
+    for rank, top in enumerate((0.6, 8.4)):
+        sketch.text(0, top + 2.4, f"process {rank}", align="left")
+        sketch.tensor(6, top + 0.6, 3, 3.6, "x", color=0)
+        sketch.tensor(13.4, top, 3.2, 2, "up" if rank == 0 else "", color=1, kept=rank == 0)
+        sketch.tensor(13.4, top + 2.8, 3.2, 2, "up" if rank == 1 else "", color=1, kept=rank == 1)
+        sketch.tensor(19.6, top + 0.6, 1.7, 3.6, "", color=0, kept=rank == 0)
+        sketch.tensor(21.6, top + 0.6, 1.7, 3.6, "", color=0, kept=rank == 1)
+        sketch.text(21.4, top + 5.5, "gelu", quiet=True)
+        sketch.tensor(26.4, top, 2, 4.8, "", color=1, kept=rank == 0)
+        sketch.tensor(28.8, top, 2, 4.8, "", color=1, kept=rank == 1)
+        sketch.text(28.6, top + 5.5, "down", quiet=True)
+        sketch.tensor(38.6, top + 0.6, 3, 3.6, "y", color=0)
+        for start, end in ((9.2, 13.1), (16.8, 19.3), (23.5, 26.1), (31.1, 38.3)):
+            sketch.arrow((start, top + 2.4), (end, top + 2.4))
+    for place, name in ((11.2, "f"), (34.8, "g")):
+        sketch.arrow((place, 7.6), (place, 3.4), color=2)
+        sketch.arrow((place, 7.6), (place, 10.4), color=2)
+        sketch.text(place + 0.5, 7.2, name, align="left")
+    sketch.text(13, 7.2, "sums on the way back", align="left", quiet=True)
+    sketch.text(36.4, 7.2, "sums forward", align="left", quiet=True)
+    return sketch.figure
+
+
+course.show(
+    two_processes,
+    "Figure 2. Columns, then rows. Dashed is the other's part. Between f and g no process asks the other anything.",
+)
+
+# %% [markdown]
+# **Attention: cut by heads.** A head is $C$ neighbouring outputs of q, k and v, and heads do not look at each other. So
+# q, k and v are cut by columns, o by rows: f in front, g behind, once more.
+#
+# **LoRA: cut beside.** An adapter adds $B A x$. Beside a matrix cut by columns $B$ is cut, as it has the same outputs,
+# and $A$ is whole. Beside one cut by rows it is the other way round. Where does the thin tensor of $r$ numbers a token
+# need an f, and where a g? Decide before you read on.
+
+# %%
+H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank
+WIDTHS = {"q": (D, H * C), "k": (D, K * C), "v": (D, K * C), "o": (H * C, D)}
+WIDTHS |= {"gate": (D, M), "up": (D, M), "down": (M, D)}
+CUT = {name: 1 if name in ("o", "down") else 0 for name in WIDTHS}
+CUT |= {f"{name}.A" if dim else f"{name}.B": dim for name, dim in CUT.items()}  # the others are whole
+
+
+def columns(x, w, name, fx):
+    return fx @ mine(w[name], 0).T + f(x @ w[name + ".A"].T) @ mine(w[name + ".B"], 0).T
+
+
+def rows(x, w, name):
+    return g(x @ mine(w[name], 1).T) + g(x @ mine(w[name + ".A"], 1).T) @ w[name + ".B"].T
+
+
+def block(x, w):
+    n = F.rms_norm(x, (D,))
+    fn = f(n)
+    q, k, v = (columns(n, w, name, fn).view(B, T, -1, C).transpose(1, 2) for name in "qkv")
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + rows(y.transpose(1, 2).reshape(B, T, -1), w, "o")
+    n = F.rms_norm(x, (D,))
+    fn = f(n)
+    return x + rows(F.silu(columns(n, w, "gate", fn)) * columns(n, w, "up", fn), w, "down")
+
+
+# %% [markdown]
+# Look at `columns` once more. The matrix takes $f(x)$, and $A$ takes plain $x$. $A$ is whole, so each process makes all
+# of its product and gets all of its gradient, by the inner f. Had it taken $f(x)$, a complete gradient would be added
+# up, and count twice. In `rows` $B$ is whole, so the parts of $A x$ are added up before it.
+#
+# ## 3. Prove it
+# The claim is *exact within rounding*. If it is only rounding, it must shrink when the numbers get finer. So compare
+# with one process twice, in fp32 and in fp64.
+
+
+# %%
+def run(dtype):
+    """The loss, all gradients, and what was sent forward and back."""
+    torch.manual_seed(0)
+    w = {}
+    for name, (d_in, d_out) in WIDTHS.items():
+        w[name], w[name + ".A"] = (torch.randn(n, d_in, dtype=dtype) / d_in**0.5 for n in (d_out, r))
+        w[name + ".B"] = torch.randn(d_out, r, dtype=dtype) / r**0.5
+    w["x"] = torch.randn(B, T, D, dtype=dtype)
+    leaves = [one.requires_grad_() for one in w.values()]
+    with CountCollectives() as forward:
+        loss = block(w["x"], w).square().mean()
+    with CountCollectives() as back:
+        loss.backward()
+    return loss.detach(), dict(zip(w, [p.grad for p in leaves], strict=True)), forward, back
+
+
+def own(grad, name, rank):
+    """What a process has of a gradient: its part of what is cut, else all."""
+    return grad.chunk(2, CUT[name])[rank] if name in CUT else grad
+
+
+for dtype in (torch.float32, torch.float64):
+    expected, off = run(dtype), 0.0
+    found = ranks.run(run, dtype)
+    for rank, (_, grads, *_) in enumerate(found):
+        for name, grad in grads.items():
+            off = max(off, apart(own(grad, name, rank), own(expected[1][name], name, rank)))
+    loss_off = apart(found[0][0], expected[0])
+    print(f"{str(dtype)[6:]}: loss off by {loss_off:.0e}, the worst of {len(grads)} gradients by {off:.0e}")
+    assert off < 100 * torch.finfo(dtype).eps
+    assert torch.equal(found[0][0], found[1][0])
+
+# %% [markdown]
+# Nine digits came with fp64, for attention, MLP, adapters and input. The package has f and g as `Copied` and `Summed`,
+# with an MLP as ours. And torch has an engine: *DTensor*, a tensor that knows how it is cut. The package's
+# `tensor.split` gives it the same cuts for a model of transformers with peft's LoRA.
+
+
+# %% tags=["hide-input"]
+def llama():
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": H, "num_key_value_heads": K, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=D, intermediate_size=M, vocab_size=500, **heads))
+
+
+def engine():
+    """Loss and gradients of a Llama with LoRA, whole and cut; what was sent."""
+    lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
+    model, ids, found = get_peft_model(llama(), lora), torch.arange(B * T).view(B, T), []
+    for cut in (False, True):
+        if cut:
+            tensor.split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.zero_grad()
+        with CountCollectives() as forward:
+            loss = model(input_ids=ids, labels=ids).loss
+        with CountCollectives() as back:
+            loss.backward()
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in grads]
+        found.append((loss.detach(), *grads))
+    return *found, forward, back
+
+
+# %%
+assert torch.equal(ranks.run(tensor.mlp, x, up, down)[0], ranks.run(mlp, x, up, down)[0])
+one, two, *of_dtensor = ranks.run(engine)[0]
+worst = max(apart(found, expected) for found, expected in zip(two, one, strict=True))
+print(f"DTensor: loss {two[0]:.6f} and {one[0]:.6f}, the worst of {len(one) - 1} gradients off by {worst:.0e}")
+assert worst < 1e-5
+
+# %% [markdown]
+# ## 4. What it costs
+# How many sums does our block make, and how large? Count the f and g in the code above, forward and back, for tensors
+# of $B\,T\,D$ and of $B\,T\,r$. Then run.
+
+# %%
+wide, thin = 4 * B * T * D, 4 * B * T * r
+forward, back = (count.bytes["all_reduce"] for count in ranks.run(run, torch.float32)[0][2:])
+print(f"ours, a block:  forward {forward:,} bytes, back {back:,}")
+assert forward == 2 * wide + 2 * thin  # g of o and down
+assert back == 2 * wide + 5 * thin  # f of attention and MLP; of each A beside columns
+forward, back = (count.bytes["all_reduce"] for count in of_dtensor)
+print(f"DTensor, two blocks: forward {forward:,}, back {back:,}")
+assert forward == 2 * (2 * wide + 2 * thin)
+assert back == 2 * (5 * wide + 5 * thin) - 3 * wide
+
+# %% [markdown]
+# DTensor cuts matrix by matrix, so each of q, k, v, gate and up has an f of its own: 5 sums where Megatron needs 2.
+# (The first block's q, k and v have none: nobody asks for the frozen embedding's gradient.) Our switch runs that.
+#
+# Now our job. An optimizer step is 8 rows through 16 blocks, with checkpointing, which runs every block's forward sums
+# again. How many MiB does a process add up? Lesson 20 added up 43.
+
+# %%
+calls = tensor.traffic(whole, shape, 2)
+sums, gradients = (totals(found)["all_reduce"] for found in (calls, ddp.traffic(whole, shape, 2)))
+times = 8 * 16 * (2 + 2 + 5)  # rows, blocks; forward, again, back
+assert sums == times * 2 * 2048 * (shape.width + whole.lora.r)
+print(f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, {sums / gradients:.0f} times as much")
+assert 215 < sums / gradients < 217
+
+# %% [markdown]
+# And no call can hide behind other work: the next product needs its result. So what does a step take? By lesson 15's
+# reckoning each process computes a model with 1/N of the heads and of the MLP; norms, residual sums and the head it
+# computes whole. On top come the calls: a start, hops around the ring, and bytes at the rate that NCCL really gets from
+# a link. Guess the best number of A100s on PCIe.
+
+
+# %%
+def seconds_of(card, recipe, N, link, way="tensor"):
+    """An optimizer step of one of N processes."""
+    calls = STRATEGIES[way].traffic(recipe, shape, N) if N > 1 else []
+    return step_seconds(compute_seconds(recipe, shape, CARDS[card], way, N), calls, LINKS[link]).seconds
+
+
+one = seconds_of("a100", whole, 1, "pcie4")
+for N in (1, 2, 4, 8):
+    times = {LINKS[link].name: seconds_of("a100", whole, N, link) for link in ("pcie4", "nvlink_a100", "10gbe")}
+    print(f"{N} A100:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()), end="")
+    print(f"; data parallel over PCIe {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s")
+    assert N == 1 or times["NVLink of an A100"] < 0.75 * one
+    assert 0.9 * one < times["PCIe 4.0 x16"] <= one
+
+
+# %% tags=["hide-input"]
+def over_links(theme: Theme):
+    """Seconds of a step against the number of cards, by link."""
+    drawn, axes = course.figure(height=3.0)
+    many = (1, 2, 4, 8)
+    for link, colour, marker in zip(("pcie4", "nvlink_a100"), theme.series, "oD", strict=False):
+        found = [seconds_of("a100", whole, N, link) for N in many]
+        axes.plot(many, found, color=colour, marker=marker, markersize=4, label=f"tensor, {LINKS[link].name}")
+    found = [seconds_of("a100", whole, N, "pcie4", "ddp") for N in many]
+    axes.plot(many, found, color=theme.series[2], marker="s", markersize=4, label="data parallel, PCIe 4.0 x16")
+    axes.set(xscale="log", xlabel="A100 cards", ylabel="seconds of a step, estimated", ylim=(0, None))
+    axes.set_xticks(many, [str(N) for N in many])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.legend()
+    return drawn
+
+
+course.show(
+    over_links,
+    "Figure 3. Over PCIe no number of A100s gains anything to speak of. Over NVLink they gain, and less with every "
+    "doubling, as what is whole stays.",
+)
+
+# %% [markdown]
+# A few per cent, with any number: over PCIe two cards spend on talking what they gain. (The estimate is right within a
+# factor of two. Take it for nothing.) Over Ethernet a step takes more than five times as long. NVLink gains, and even
+# there two data-parallel cards on PCIe gain more. So nobody cuts matrices for speed who can share rows. One cuts them
+# when a single row does not fit. Slower cards talk relatively less. But a T4 has no bf16, and our switch takes no fp16,
+# so two T4s take three times as long as one does in lesson 17:
+
+# %%
+l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
+t4 = seconds_of("t4", recipes.kwanzaa(T4), 1, "pcie3")
+two_t4 = seconds_of("t4", with_settings(whole, ["tricks.precision=fp32"]), 2, "pcie3")
+print(f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f}; one T4 as the course runs it {t4:.1f}, two in fp32 {two_t4:.1f}")
+assert l4[0] / 1.5 < l4[1] < l4[0]
+assert two_t4 > 2.5 * t4
+
+# %% [markdown]
+# ## 5. The production switch
+
+# %%
+command = "cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=tensor"
+print(command, *(f"--set tricks.{one}" for one in refused), sep=" \\\n    ")
+switched = with_settings(whole, ["parallel.strategy=tensor"])
+print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes=2)))
+
+# %% [markdown]
+# The plan says one word; all else is done with the loaded model. For `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
+# `up_proj` torch gets `ColwiseParallel` for peft's `base_layer` and `lora_B`. For `o_proj` and `down_proj` it gets
+# `RowwiseParallel` for `base_layer` and `lora_A`. The adapter that is saved is whole. (Megatron goes on: *sequence
+# parallelism* cuts what is whole between g and f by tokens, and each sum becomes a reduce-scatter and an all-gather, of
+# the same bytes. Ours does not.) Two steps of the tiny model, in one process and in two:
+
+
+# %% tags=["hide-input"]
+def tiny(folder, name, *settings):
+    """Each step's loss and gradient norm, and the evaluation loss after them."""
+    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=200", "tricks.gradient_accumulation=2"]
+    few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true"]
+    few += [f"data.{use}={folder}/few.jsonl" for use in ("train", "eval")]
+    recipe = with_settings(Recipe(name="short"), [*few, *settings])
+    aside = Aside()
+    aside.quiet = True
+    report = train(recipe, f"{folder}/{name}", console=aside)
+    found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
+    return [*found, report["eval_loss_after"]]
+
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
+    Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
+    expected = tiny(folder, "one")
+    found = ranks.run(tiny, folder, "two", "parallel.strategy=tensor")[0]
+print("one process:", *(f"{number:.6f}" for number in expected))
+print("two:        ", *(f"{number:.6f}" for number in found))
+assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
+
+# %% [markdown]
+# ## 6. Where it breaks
+# **The loss is another one, and nothing else.** The first matrix was cut by rows. Then a process has a part of a *sum*,
+# and gelu of a part is no part of gelu. Cure: columns first, as then nonlinearities see whole numbers; or a sum in
+# between, which costs as much as the MLP's own.
+
+
+# %%
+def rows_first(x, up, down):
+    return g(F.gelu(mine(f(x), -1) @ mine(up, 1).T) @ down.T)
+
+
+wrong = ranks.run(step, rows_first, x, up, down)[0][0]
+print(f"loss {wrong:.4f}, and in one process {alone[0]:.4f}")
+assert apart(wrong, alone[0]) > 0.01
+
+# %% [markdown]
+# **`shape '[...]' is invalid for input of size ...`.** transformers cuts a model by itself (`tp_plan="auto"`), and then
+# peft puts whole adapters beside the parts. $A$ beside o gets half of the heads, and expects all. (Versions 5.23 and
+# 0.21.) Cure: cut after peft, the adapters as in section 2.
+
+
+# %%
+def automatic(folder):
+    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    model = get_peft_model(model, LoraConfig(r=r, target_modules="all-linear"))
+    try:
+        return model(input_ids=torch.arange(B * T).view(B, T)) and "it works by now"
+    except RuntimeError as error:
+        return str(error)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    llama().save_pretrained(folder)
+    said = ranks.run(automatic, folder)[0]
+print(said)
+assert "is invalid for input of size" in said
+
+# %% [markdown]
+# **Refused, and why.** Half a head is no head: SmolLM2 has 9 heads, and 3 of keys. An NF4 weight is half a byte in a
+# flat row of blocks; it has neither rows nor columns to cut. (Lesson 21 cuts bytes, and takes them.) bitsandbytes'
+# optimizers take no DTensor. And fp16's loss scaler cannot look for overflow in a mixture of whole and cut gradients.
+
+# %%
+tries = [partial(tensor.refuse_undivided, "SmolLM2", 9, 3, 1536, 2)]
+for setting in ("quantization=nf4", "optimizer=adamw_8bit", "precision=fp16"):
+    tries.append(partial(resolve, with_settings(switched, [f"tricks.{setting}"]), A100.device, processes=2))
+for one_of_them in tries:
+    try:
+        one_of_them()
+        raise AssertionError("it must be refused")
+    except BadInput as refusal:
+        print(refusal)
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** Llama-3.1-8B: width 4,096, 32 blocks, one row of 4,096 tokens in bf16, no adapter, nothing
+#    checkpointed. With one f and one g around attention and MLP each, how many MiB does a process add up for a row,
+#    forward and back?
+# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`, which gives the
+#    mean cross entropy of whole logits without gathering them: `my_head` are the words from number `first` on. (About
+#    nine lines, forward only. Logits are far beyond 88 here; `dist.all_reduce` also knows `dist.ReduceOp.MAX`.)
+# 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave starts
+#    and hops out. (`compute_seconds`, and `call.sent` of each call in `calls`, are all you need.)
+
+# %% tags=["exercise"]
+mib_of_a_row = None
+
+
+def loss_of_parts(hidden, my_head, labels, first):
+    """FILL ME IN."""
+
+
+break_even_rate = None
+
+
+# %% tags=["hide-input"]
+def of_parts(answer):
+    torch.manual_seed(0)
+    hidden, head, labels = 20 * torch.randn(64, D), torch.randn(1000, D), torch.randint(1000, (64,))
+
+    def one_of_two():
+        first = 500 * dist.get_rank()
+        with CountCollectives() as count:
+            return answer(hidden, head[first : first + 500], labels, first), count.bytes
+
+    found, sizes = zip(*ranks.run(one_of_two), strict=True)
+    if found[0] is None:
+        raise NotImplementedError
+    right = F.cross_entropy(hidden @ head.T, labels)
+    assert all(torch.isfinite(one) for one in found), "infinite: subtract the largest logit of all processes first"
+    assert all(abs(one / right - 1) < 1e-5 for one in found), f"not {found[0]:.4f} but {right:.4f}, in every process"
+    most = sum(sizes[0].values())
+    assert most <= 64 * 4 * 4, f"{most:,} bytes: a few numbers a token are enough, logits stay at home"
+
+
+course.check(1, mib_of_a_row, course.equal(4096, "four sums of B T D in each block"))
+course.check(2, loss_of_parts, of_parts)
+computed = [compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2)]
+rate = sum(call.sent for call in calls) / (computed[0] - computed[1])
+course.check(3, break_even_rate, course.about(rate, "what they gain in computing must pay for what they send"))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# mib_of_a_row = 4 * 32 * 2 * 4096 * 4096 / 2**20
+#
+#
+# def loss_of_parts(hidden, my_head, labels, first):
+#     z = hidden @ my_head.T
+#     largest = z.amax(1)
+#     dist.all_reduce(largest, dist.ReduceOp.MAX)
+#     place = labels - first
+#     here = (place >= 0) & (place < len(my_head))
+#     its_own = z.gather(1, place.clamp(0, len(my_head) - 1)[:, None])[:, 0] * here
+#     both = torch.stack([(z - largest[:, None]).exp().sum(1), its_own])
+#     dist.all_reduce(both)
+#     return (both[0].log() + largest - both[1]).mean()
+#
+#
+# one, two = (compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2))
+# break_even_rate = sum(call.sent for call in calls) / (one - two)
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** 1/N of the blocks' matrices, of their adapters and of what is wide inside a block. The embedding, the head
+#   and the residual stream are whole in every process.
+# - **Costs** two sums of $B\,T\,D$ forward and two back in every block (five back with DTensor), for which all wait.
+# - **Exact within rounding**, if every f and g is in its place. A missing f is silent.
+# - **When**: one row, or one block, does not fit a card, and the cards have NVLink.
+# - **When not**: over PCIe or a network; when rows can be shared (lesson 20); with NF4 (lesson 21). For our job: never.
+#
+# ## Sources
+# - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3: columns and rows, f and g, the cut head.
+# - Korthikanti et al. 2022, arXiv 2205.05198, section 4: what is whole between blocks, cut by tokens.
+# - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
+# - NVIDIA's data sheets of T4, L4 and A100: PCIe 32 or 64 GB/s and NVLink 600 GB/s, both ways together.
+# - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

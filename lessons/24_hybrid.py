@@ -1,0 +1,577 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 24. Hybrid: a grid of processes
+# > **Promise.** Two divisions tell a process who it is, and torch agrees. One function trains over any grid of four, to
+# > the losses of one process. And you price all ten grids of eight cards, for a model of 70 billion weights and for
+# > ours: the answers are opposite.
+#
+# > **Card.** saves what each axis saves, of rows, blocks or matrices / costs what each axis costs, on the link that it
+# > gets / exact within rounding / 35 minutes / after lesson 23
+#
+# The job: QLoRA of Llama-3.2-1B on 107 answers. It fits one T4, so this lesson needs a larger one, too: LoRA of
+# Llama-3.1-70B in bf16, on two machines with four A100s of 40 GB each. Inside a machine is NVLink, between the two
+# InfiniBand, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a step. Which of them, for which cards?
+
+# %% tags=["hide-input"]
+import logging
+import math
+import tempfile
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import cria_tricks
+from cria_tricks import course, recipes
+from cria_tricks.console import Aside
+from cria_tricks.errors import BadInput
+from cria_tricks.figures import Theme
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.load import quiet_libraries
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel import ddp_tensor, fsdp, hybrid, pipeline, tensor
+from cria_tricks.parallel.links import LINKS, compute_seconds
+from cria_tricks.parallel.per_process import local, per_process
+from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.parallel.traffic import Call, CountCollectives
+from cria_tricks.plan import diff
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+from cria_tricks.tricks import resolve
+
+ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+ranks.run(quiet_libraries)
+quiet_libraries()
+torch.manual_seed(0)
+GIB = 2**30
+
+# %% [markdown]
+# ## 1. The bill
+# Eight processes may be $N$ groups that share the rows (*data*), each of $S$ stages of a pipeline (*stage*), each of
+# $M$ processes that share the matrices (*tensor*): $N S M = 8$. There are ten such grids. A process holds about
+# $1 / (S M)$ of the weights; $N$ saves nothing. 70 billion weights of two bytes are 131 GiB, and an A100 has 39.4. How
+# many of the ten fit? Write it down. (Without NF4, which tensor parallelism refuses.)
+
+# %%
+A100 = CARDS["a100"].device
+refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
+ours = with_settings(recipes.kwanzaa(A100), [f"tricks.{one}" for one in refused])
+large = with_settings(ours, ["model=llama-3.1-70b"])
+GRIDS = [{"data": N, "stage": S, "tensor": 8 // N // S} for N in (1, 2, 4, 8) for S in (1, 2, 4, 8) if N * S <= 8]
+
+
+def share(recipe, sizes):
+    """What a process computes: its part of the 8 micro-batches, and of heads and MLPs."""
+    mine = with_settings(recipe, [f"tricks.gradient_accumulation={8 // sizes['data']}"])
+    return local(mine, find_shape(recipe.model), "tensor", sizes["tensor"])
+
+
+def bill(recipe, sizes, card="a100"):
+    """The bill of the stage that needs most."""
+    S = sizes["stage"]
+    return per_process(*share(recipe, sizes), CARDS[card].device, "pipeline" if S > 1 else "none", S)
+
+
+def name(sizes):
+    return " x ".join(map(str, sizes.values()))
+
+
+for recipe in (large, ours):
+    needed = {name(sizes): bill(recipe, sizes).needed_bytes / GIB for sizes in GRIDS}
+    print(recipe.model, "GiB:", ", ".join(f"{grid}: {size:.1f}" for grid, size in needed.items()))
+fitting = [sizes for sizes in GRIDS if bill(large, sizes).fits]
+assert len(fitting) == 6
+assert all(bill(ours, sizes).fits for sizes in GRIDS)
+
+
+# %% tags=["hide-input"]
+def memory_of_grids(theme: Theme):
+    """What a process needs, grid by grid, beside what an A100 has."""
+    drawn, axes = course.figure(height=3.4)
+    sizes_of = [bill(large, sizes).needed_bytes / GIB for sizes in GRIDS]
+    has = A100.memory_bytes / GIB
+    colours = [theme.series[0] if size <= has else theme.quiet for size in sizes_of]
+    axes.barh(range(10), sizes_of, color=colours, height=0.66)
+    for place, size in enumerate(sizes_of):
+        axes.text(size, place, f" {size:.1f}", va="center", color=theme.ink)
+    axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.text(has, -0.95, f" an A100 has {has:.1f} GiB", color=theme.alarm, va="center")
+    axes.set_yticks(range(10), [name(sizes) for sizes in GRIDS])
+    axes.set(xlabel="needed by a process, GiB", ylabel="data x stage x tensor", ylim=(9.6, -1.5))
+    axes.grid(axis="x")
+    return drawn
+
+
+course.show(memory_of_grids, "Figure 1. Llama-3.1-70B over eight cards: six of ten grids fit. Of our model all do.")
+
+# %% [markdown]
+# Six. Memory says what is possible, and time will choose.
+#
+# ## 2. From scratch, in three steps
+# **Who am I?** A process knows its rank, one number. Let the last axis count fastest, like the digits of a clock; then
+# a division per axis gives its place. With whom does it share an axis? With those whose place differs in nothing else.
+
+
+# %%
+def place(rank, sizes):
+    found = {}
+    for axis, size in reversed(sizes.items()):
+        rank, found[axis] = divmod(rank, size)
+    return {axis: found[axis] for axis in sizes}
+
+
+def line(rank, axis, sizes):
+    """The processes that differ from this one along `axis` alone."""
+    here = place(rank, sizes) | {axis: 0}
+    return [other for other in range(math.prod(sizes.values())) if place(other, sizes) | {axis: 0} == here]
+
+
+cube = {"data": 2, "stage": 2, "tensor": 2}
+print(f"rank 5 of 8: {place(5, cube)}, lines", {axis: line(5, axis, cube) for axis in cube})
+assert {axis: line(5, axis, cube) for axis in cube} == hybrid.lines(5, cube)
+
+# %% [markdown]
+# torch calls this a `DeviceMesh`. It makes the process groups as well, one for each line, so that a collective can stay
+# among its own. Does it agree, for all six grids of our four processes?
+
+# %%
+FOURS = [{"data": N, "stage": S, "tensor": 4 // N // S} for N in (1, 2, 4) for S in (1, 2, 4) if N * S <= 4]
+
+
+def mesh_agrees(sizes):
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    found = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in sizes]
+    return found == [line(dist.get_rank(), axis, sizes) for axis in sizes]
+
+
+assert all(all(ranks.run(mesh_agrees, sizes)) for sizes in FOURS)
+
+
+# %% tags=["hide-input"]
+def eight(theme: Theme):
+    """A cube of eight processes on two machines: who talks to whom."""
+    sketch = course.Sketch(theme, 44, 16.4)
+    at = {}
+    for rank in range(8):
+        where = place(rank, cube)
+        x, y = 4 + 22 * where["data"] + 9.6 * where["tensor"], 2.6 + 6.6 * where["stage"]
+        at[rank] = (x, y)
+        sketch.tensor(x, y, 5, 2.6, f"rank {rank}", color=3)
+    for machine in (0, 1):
+        sketch.tensor(2.4 + 22 * machine, 1.2, 18, 12, "", color=3, kept=False)
+        sketch.text(11.4 + 22 * machine, 0.5, f"machine {machine}: rows of group {machine}", quiet=True)
+    for rank, (x, y) in at.items():
+        where = place(rank, cube)
+        if where["tensor"] == 0:
+            sketch.arrow((x + 5.1, y + 1.3), (x + 9.5, y + 1.3), color=0)
+            sketch.arrow((x + 9.5, y + 1.3), (x + 5.1, y + 1.3), color=0)
+        if where["stage"] == 0:
+            sketch.arrow((x + 2.5, y + 2.7), (x + 2.5, y + 6.5), color=1)
+            sketch.arrow((x + 2.5, y + 6.5), (x + 2.5, y + 2.7), color=1)
+    for y in (4.6, 8.2):
+        sketch.arrow((19, y), (25.8, y), color=2)
+        sketch.arrow((25.8, y), (19, y), color=2)
+    words = (("tensor: every product", 0), ("stage: every micro-batch", 1), ("data: once a step", 2))
+    for place_, (says, colour) in enumerate(words):
+        sketch.arrow((3 + 14 * place_, 15.2), (5.4 + 14 * place_, 15.2), color=colour)
+        sketch.text(5.9 + 14 * place_, 15.2, says, align="left")
+    return sketch.figure
+
+
+course.show(
+    eight,
+    "Figure 2. A cube on two machines. The innermost axis has neighbouring ranks, so it stays inside; what crosses the "
+    "border is what is sent once a step.",
+)
+
+# %% [markdown]
+# **One axis, one thing to do.** Our model is four blocks of an MLP, the task is to copy random targets. Along *tensor*,
+# lesson 22's f and g add up in their group. Along *stage*, a process receives hidden states from the one before it and
+# hands its own on (lesson 23, all forward, then all backward). Along *data*, it takes its share of the window, and
+# gradients are summed once. Nobody needs to know of the other axes.
+
+# %%
+D, INNER = 16, 32
+
+
+def new_blocks():
+    torch.manual_seed(0)
+    return [(torch.randn(INNER, D) / D**0.5, torch.randn(D, INNER) / INNER**0.5) for _ in range(4)]
+
+
+def added_up(y, group):
+    total = y.clone()
+    dist.all_reduce(total.data, group=group)
+    return total
+
+
+def cut_block(x, up, down, group):
+    n = F.rms_norm(x, (D,))
+    if n.requires_grad:
+        n.register_hook(lambda gradient: added_up(gradient, group))  # f
+    return x + added_up(F.gelu(n @ up.T) @ down.T, group)  # g
+
+
+def over_a_grid(sizes, windows, gradients_of="data", rows_of="data"):
+    """Train; the loss of each step."""
+    rank, here, (N, S, M) = dist.get_rank(), place(dist.get_rank(), sizes), sizes.values()
+    mesh = init_device_mesh("cpu", (N, S, M), mesh_dim_names=tuple(sizes))
+    group = {axis: mesh.get_group(axis) for axis in sizes} | {"all": None}
+    mine = new_blocks()[here["stage"] * 4 // S : (here["stage"] + 1) * 4 // S]
+    parts = [(up.chunk(M, 0)[here["tensor"]], down.chunk(M, 1)[here["tensor"]]) for up, down in mine]
+    weights = [part.clone().requires_grad_() for pair in parts for part in pair]
+    optimizer, history, last = torch.optim.SGD(weights, 0.5), [], here["stage"] == S - 1
+    for window in windows:
+        kept, loss = [], torch.zeros(())
+        first = {"data": here["data"], "rank": rank % len(window)}[rows_of]
+        for x, target in window[first::N]:
+            if here["stage"] > 0:
+                dist.recv(x := torch.empty_like(x), rank - M)
+            y = x = x.clone().requires_grad_(here["stage"] > 0)
+            for up, down in zip(weights[::2], weights[1::2], strict=True):
+                y = cut_block(y, up, down, group["tensor"])
+            if last:
+                y = (y - target).square().mean() / len(window)
+                loss += y.detach()
+            else:
+                dist.send(y.detach(), rank + M)
+            kept.append((x, y))
+        for x, y in kept:
+            gradient = None
+            if not last:
+                dist.recv(gradient := torch.empty_like(y), rank + M)
+            y.backward(gradient)
+            if here["stage"] > 0:
+                dist.send(x.grad, rank - M)
+        for total in [loss, *(weight.grad for weight in weights)]:
+            dist.all_reduce(total, group=group[gradients_of])
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    return history
+
+
+# %% [markdown]
+# ## 3. Prove it
+# The claim is *exact within rounding*, for every grid. So train ten steps of four micro-batches over all six of them,
+# and beside them in one process without any of this.
+
+
+# %%
+def alone(windows):
+    weights = [W.requires_grad_() for pair in new_blocks() for W in pair]
+    optimizer, history = torch.optim.SGD(weights, 0.5), []
+    for window in windows:
+        y, target = (torch.cat(both) for both in zip(*window, strict=True))
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            y = y + F.gelu(F.rms_norm(y, (D,)) @ up.T) @ down.T
+        loss = (y - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(loss.item())
+    return history
+
+
+def apart(found, expected):
+    return max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+
+
+rows = [(torch.randn(2, 8, D), torch.randn(2, 8, D)) for _ in range(4)]
+expected = alone([rows] * 10)
+print(f"one process: loss {expected[0]:.6f} -> {expected[-1]:.6f}")
+for sizes in FOURS:
+    found = ranks.run(over_a_grid, sizes, [rows] * 10)[-1]  # the last process is of a last stage
+    print(f"{name(sizes)}: loss {found[0]:.6f} -> {found[-1]:.6f}, off by at most {apart(found, expected):.0e}")
+    assert apart(found, expected) < 1e-5
+
+# %% [markdown]
+# ## 4. What it costs
+# Each axis has its own bill: *tensor* speaks in every product, *stage* in every micro-batch, *data* once a step. The
+# grid decides over which link. Rank $r$ sits in machine $\lfloor r / 4 \rfloor$, so an axis is slow if one of its lines
+# has ranks of both. Guess the fastest grid that fits the 70B model, and the fastest for ours. Then price them all:
+# lesson 15's computing, lesson 23's idle slots, and calls at the rate that NCCL gets from a link.
+
+
+# %%
+def slow(axis, sizes):
+    """Whether a line of the axis leaves its machine."""
+    return any(len({other // 4 for other in line(rank, axis, sizes)}) > 1 for rank in range(8))
+
+
+def sent_along(recipe, sizes):
+    """What a process of the last stage sends in a step, by axis; nothing along an axis of one."""
+    (here, _), shape, (S, M) = share(recipe, sizes), find_shape(recipe.model), (sizes["stage"], sizes["tensor"])
+    blocks = replace(shape, layers=shape.layers // S)
+    gradients = 4 * ddp_tensor.own_weights(here, blocks, M)
+    found = {
+        "data": [Call("all_reduce", gradients, 1, sizes["data"], "gradients")],
+        "stage": pipeline.traffic(here, shape, S, S - 1),
+        "tensor": tensor.traffic(here, blocks, M),
+    }
+    return {axis: found[axis] if sizes[axis] > 1 else [] for axis in sizes}
+
+
+def seconds(recipe, sizes, card="a100", inside="nvlink_a100", outside="hdr"):
+    """An optimizer step, estimated, of the last stage, which has the head and takes longest."""
+    (here, part), k, S = share(recipe, sizes), 8 // sizes["data"], sizes["stage"]
+    took = {}
+    for axis, calls in sent_along(recipe, sizes).items():
+        took[axis] = sum(LINKS[outside if slow(axis, sizes) else inside].seconds(call) for call in calls)
+    computing = compute_seconds(here, replace(part, layers=part.layers // S), CARDS[card], "none", 1)
+    return (computing + took["tensor"]) * (k + S - 1) / k + took["stage"] + took["data"]
+
+
+for recipe in (large, ours):
+    times = {name(sizes): seconds(recipe, sizes) for sizes in GRIDS if bill(recipe, sizes).fits}
+    print(recipe.model, "seconds:", ", ".join(f"{grid}: {time:.2f}" for grid, time in times.items()))
+best, best_ours = (min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r, g))) for r in (large, ours))
+assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
+
+# %% [markdown]
+# The cube, and for our model a line of eight. The estimate is right within a factor of two, but a rule comes out of it.
+# Take as much *data* as memory allows: it speaks least. Keep *tensor* inside a machine: 1 x 1 x 8 crosses the border,
+# and is slowest by far. Let *stage* cross it if something must: it sends little, and pays by idling. With 8 stages and
+# 8 micro-batches that is nearly half of the time.
+#
+# **The order is half of the choice.** The same cube, but *tensor* outermost: its lines are ranks 0 and 4, 1 and 5. No
+# error, the same memory, the same losses. How many times more goes between the machines?
+
+
+# %%
+def over_the_border(recipe, sizes):
+    """Bytes that a process sends to the other machine in a step."""
+    calls = [call for axis, found in sent_along(recipe, sizes).items() if slow(axis, sizes) for call in found]
+    return sum(call.sent for call in calls)
+
+
+inside_out = dict(reversed(best.items()))
+for sizes in (best, inside_out):
+    crossing = over_the_border(large, sizes) / 1e9
+    print(f"{', '.join(sizes):20} {crossing:6.2f} GB over the border, {seconds(large, sizes):.1f} s")
+assert over_the_border(large, inside_out) > 100 * over_the_border(large, best)
+assert seconds(large, inside_out) > 1.2 * seconds(large, best)
+
+
+# %% tags=["hide-input"]
+def time_of_grids(theme: Theme):
+    """Seconds of a step, the fast axis inside the machine and outside."""
+    drawn, axes = course.figure(height=3.0)
+    for shift, turned in ((-0.2, False), (0.2, True)):
+        times = [seconds(large, dict(reversed(sizes.items())) if turned else sizes) for sizes in fitting]
+        places = [number + shift for number in range(len(fitting))]
+        label = "tensor outermost" if turned else "tensor innermost"
+        axes.barh(places, times, height=0.36, color=theme.series[1 if turned else 0], label=label)
+    axes.set_yticks(range(len(fitting)), [name(sizes) for sizes in fitting])
+    axes.set(xlabel="seconds of a step, estimated", ylabel="data x stage x tensor", ylim=(len(fitting) - 0.4, -0.6))
+    axes.grid(axis="x")
+    axes.legend(loc="lower right")
+    return drawn
+
+
+course.show(
+    time_of_grids,
+    "Figure 3. The grids that fit the 70B model. A tensor axis that crosses the border costs seconds; 1 x 8 x 1 has no "
+    "tensor axis, and 1 x 1 x 8 crosses it either way.",
+)
+
+# %% [markdown]
+# ## 5. The production switch
+# Through the shared trainer runs data x tensor. The recipe names the strategy and how many share a matrix; the rest of
+# the processes share the rows. Pipelines have a loop of their own (lesson 23), and so has the cube:
+
+# %%
+print("torchrun --nproc-per-node 4 -m cria_tricks train RECIPE --set parallel.strategy=ddp_tensor", end=" ")
+print("--set parallel.tensor_size=2")
+print("torchrun --nproc-per-node 4 -m cria_tricks.parallel.pipeline RECIPE --data 2")
+print("torchrun --nproc-per-node 8 -m cria_tricks.parallel.hybrid")
+two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"])
+print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
+
+# %% [markdown]
+# A tiny Llama with LoRA: two steps of the trainer, then three of the cube's loop over grids of four.
+
+
+# %% tags=["hide-input"]
+def tiny(folder, name, *settings):
+    """Each step's loss and gradient norm, and the evaluation loss after them."""
+    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=200", "tricks.gradient_accumulation=2"]
+    few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true"]
+    few += [f"data.{use}={folder}/few.jsonl" for use in ("train", "eval")]
+    aside = Aside()
+    aside.quiet = True
+    report = train(with_settings(Recipe(), [*few, *settings]), f"{folder}/{name}", console=aside)
+    found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
+    return [*found, report["eval_loss_after"]]
+
+
+def over_the_cube(recipe, rows, sizes):
+    return [entry["loss"] for entry in hybrid.over_the_cube(recipe, rows, sizes)[1].training]
+
+
+def show(runs):
+    """Numbers of one process first; all others must be the same but for rounding."""
+    expected = next(iter(runs.values()))
+    for title, found in runs.items():
+        print(f"{title:24}", *(f"{number:.6f}" for number in found))
+        assert apart(found, expected) < 1e-5
+
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
+    Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
+    one = tiny(folder, "one")
+    show({"one process": one, "ddp_tensor, 2 x 2": ranks.run(tiny, folder, "four", "parallel.strategy=ddp_tensor")[0]})
+recipe, few = with_settings(Recipe(), [*hybrid.TINY, "train.max_steps=3"]), hybrid.random_rows()
+runs = {"one process": [entry["loss"] for entry in hybrid.alone(recipe, few).training]}
+for sizes in ({"data": 2, "stage": 2, "tensor": 1}, {"data": 1, "stage": 2, "tensor": 2}):
+    runs[name(sizes)] = ranks.run(over_the_cube, recipe, few, sizes)[0]
+show(runs)
+
+# %% [markdown]
+# **HSDP, or lesson 21 on a grid.** The most used hybrid cuts no matrix: shard inside a machine, replicate across. In
+# torch it is `fully_shard(block, mesh=mesh)` with a mesh of two axes, the outer one for the copies. Weights are then
+# gathered over the fast link, and what crosses the border is a piece of the gradients. What would it take here?
+
+# %%
+shape = find_shape(large.model)
+for cards, link, title in ((8, "hdr", "FSDP over eight"), (4, "nvlink_a100", "HSDP, 2 x 4")):
+    each = with_settings(large, [f"tricks.gradient_accumulation={cards}"])  # one micro-batch a process
+    sharded = per_process(each, shape, A100, "fsdp", cards)
+    gathers = sum(LINKS[link].seconds(call) for call in fsdp.traffic(each, shape, cards))
+    computing = compute_seconds(each, shape, CARDS["a100"], "fsdp", cards)
+    print(f"{title}: {sharded.needed_bytes / GIB:.1f} GiB; gathers {gathers:.1f} s, computing {computing:.1f} s")
+    assert sharded.fits == (cards == 8)
+
+# %% [markdown]
+# HSDP would beat the cube, and does not fit 40 GB; on cards of 80 GB it is the first thing to try. FSDP over all eight
+# fits. But it sends all weights over the slow link, and is as fast as the cube only if nearly all of that hides behind
+# computing.
+#
+# **And our job?** It fits one T4, in 1.9 GiB. Its answer is one card, or `ddp` (lesson 20). No axis of this lesson is
+# for it.
+#
+# ## 6. Where it breaks
+# **The first loss is right, and then training goes astray.** Gradients were summed over *all* processes: somebody left
+# `group=` out, and the default is everyone. Process 0 adds the other half of a matrix to its own. The shapes agree, so
+# nothing raises.
+#
+# **The loss is a little off from the first step on.** Rows were shared by rank. Then the two halves of a matrix see
+# different rows, and f and g add up what does not belong together. Cure: share by the place along *data*. Both at 2 x 1
+# x 2:
+
+# %%
+sizes = {"data": 2, "stage": 1, "tensor": 2}
+print("one process:       ", *(f"{loss:.4f}" for loss in expected[:4]))
+for title, wrong in (("gradients of all:  ", {"gradients_of": "all"}), ("rows by rank:      ", {"rows_of": "rank"})):
+    found = ranks.run(partial(over_a_grid, **wrong), sizes, [rows] * 4)[0]
+    print(title, *(f"{loss:.4f}" for loss in found))
+    assert apart(found, expected[:4]) > 0.01
+
+# %% [markdown]
+# **`they make no grid`.** Six processes, four to a matrix. A number of processes must be the product of its axes.
+
+# %%
+try:
+    resolve(with_settings(two_by_two, ["parallel.tensor_size=4"]), A100, processes=6)
+    raise AssertionError("it must be refused")
+except BadInput as refusal:
+    print(refusal)
+
+# %% [markdown]
+# **Nothing is wrong, and it is slow.** The order, or a launcher that deals ranks to machines in turn. Cure: print
+# `mesh.get_group("tensor")`'s ranks and each rank's host once, at the start.
+#
+# ## 7. Exercises
+# 1. **Predict.** 64 processes, 4 x 4 x 4 (data x stage x tensor). Which ranks are on the *data* line of rank 27?
+# 2. **Build.** An all-reduce on two levels, so that little crosses the border: fill in `two_levels(tensor, inside,
+#    across)`, with the groups of a process's machine and of its peers in the other machines. Between machines each
+#    process sends only its own piece. (Four lines: `dist.reduce_scatter_tensor`, `all_reduce`,
+#    `all_gather_into_tensor`.)
+# 3. **Reach.** Llama-2-13B by the same recipe, on two machines with four L4s each: PCIe 4.0 inside, 10 Gbit Ethernet
+#    between them. Which grid fits and is fastest? Give $(N, S, M)$. (`bill` and `seconds` take a card and links.)
+
+# %% tags=["exercise"]
+data_line_of_27 = None
+
+
+def two_levels(tensor, inside, across):
+    """FILL ME IN."""
+
+
+best_grid = None
+
+
+# %% tags=["hide-input"]
+def of_two_levels(answer):
+    def in_four():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+        mine = torch.arange(1000.0) * (dist.get_rank() + 1)
+        with CountCollectives() as count:
+            return answer(mine, mesh.get_group("inside"), mesh.get_group("across")), count.bytes
+
+    found, sent = zip(*ranks.run(in_four), strict=True)
+    if found[0] is None:
+        raise NotImplementedError
+    right = torch.arange(1000.0) * 10
+    assert all(torch.equal(one, right) for one in found), "not the sum over all four, in every process"
+    assert sent[0]["all_reduce"] == 2000, f"{sent[0]['all_reduce']:,} bytes in all-reduces; a piece has 2,000"
+
+
+smaller = with_settings(ours, ["model=llama-2-13b"])
+on_l4 = {tuple(g.values()): seconds(smaller, g, "l4", "pcie4", "10gbe") for g in GRIDS if bill(smaller, g, "l4").fits}
+course.check(1, data_line_of_27, course.equal([11, 27, 43, 59], "one step along data is 4 x 4 ranks"))
+course.check(2, two_levels, of_two_levels)
+hint = "does its process fit in 21.96 GiB, and which link does each of its axes get?"
+course.check(3, best_grid, course.equal(min(on_l4, key=on_l4.get), hint))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# data_line_of_27 = [27 % 16 + 16 * number for number in range(4)]
+#
+#
+# def two_levels(tensor, inside, across):
+#     piece = tensor.new_empty(len(tensor) // dist.get_world_size(inside))
+#     dist.reduce_scatter_tensor(piece, tensor, group=inside)
+#     dist.all_reduce(piece, group=across)
+#     dist.all_gather_into_tensor(tensor, piece, group=inside)
+#     return tensor
+#
+#
+# best_grid = (4, 1, 2)  # eight copies do not fit; two cards to a matrix cost less than a pipeline's idle slots
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** what its axes save: *stage* and *tensor* bytes, *data* time.
+# - **Costs** what they cost, over the link that the order of the axes gives them.
+# - **Exact within rounding**, for every grid; with a wrong group or wrong rows it is silently wrong.
+# - **When**: a model does not fit one card, nor one machine. Tensor innermost, inside a machine; data outermost; stage
+#   between them. With cards large enough: HSDP.
+# - **When not**: whenever the model fits one card. Then it is `ddp`, or nothing.
+#
+# ## Sources
+# - Narayanan et al. 2021, arXiv 2104.04473, section 3: how the three axes interact, and which goes where.
+# - Shoeybi et al. 2019, arXiv 1909.08053, section 5.1 (data x tensor); Grattafiori et al. 2024, *The Llama 3 Herd of
+#   Models*, arXiv 2407.21783, section 3.3.2: the order of axes, tensor innermost.
+# - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.2.2 (hybrid sharding).
+# - torch 2.13: `torch/distributed/device_mesh.py`. Rates of links, with their sources: `cria_tricks/parallel/links.py`.
+# - Ours: `cria_tricks/parallel/ddp_tensor.py`, `data_pipeline.py`, `hybrid.py`; `tests/parallel/`.

@@ -1,0 +1,52 @@
+"""Data x tensor: a grid of processes."""
+
+import pytest
+
+from cria_tricks.errors import BadInput
+from cria_tricks.parallel import ddp_tensor
+from cria_tricks.tricks import resolve
+from tests.parallel import steps
+from tests.parallel.strategies import alone, formula, spread, worst
+
+SETTINGS = [(), ("tricks.peft=none",), ("tricks.gradient_checkpointing=true", "lora.target_modules=q_proj,v_proj")]
+
+
+def averaged() -> list[float]:
+    """Gradients of a whole matrix and of one in pieces, averaged over the groups of a grid of 2 x 2."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from cria_tricks.parallel.world import World
+
+    world = World.of(2, "cpu")
+    whole = torch.nn.Parameter(torch.zeros(2))
+    pieces = torch.nn.Parameter(distribute_tensor(torch.zeros(4), world.mesh["tensor"], [Shard(0)]))
+    (whole.sum() * world.data_rank).backward()
+    pieces.grad = DTensor.from_local(torch.full((2,), float(dist.get_rank())), world.mesh["tensor"], [Shard(0)])
+    ddp_tensor.average_gradients([whole, pieces], world.mesh["data"].get_group())
+    return [*whole.grad.tolist(), *pieces.grad.to_local().tolist()]
+
+
+def test_math(four):
+    first, second = [0.5, 0.5, 1.0, 1.0], [0.5, 0.5, 2.0, 2.0]  # the means of groups 0 and 1, of ranks 0, 2 and 1, 3
+    assert four.run(averaged) == [first, second, first, second]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings[-1] if settings else "lora")
+def test_mechanism(four, settings: tuple[str, ...]):
+    found = spread(four, "ddp_tensor", *settings)
+    assert [process["bytes"] for process in found] == [formula("ddp_tensor", 4, *settings)] * 4
+    assert found[0]["weights"] < alone(*settings)["weights"]
+    assert worst(found[0]["gradients"], alone(*settings)["gradients"]) < 3e-6
+
+
+def test_switch():
+    plan = resolve(steps.recipe_of("parallel.strategy=ddp_tensor"), processes=4)
+    assert plan.parallel == {"strategy": "ddp_tensor", "data": 2}
+    assert plan.training["gradient_accumulation_steps"] == 2
+    for processes in (2, 3, 5):
+        with pytest.raises(BadInput, match=r"they make no grid .*parallel.tensor_size=2; start 4, or another multiple"):
+            resolve(steps.recipe_of("parallel.strategy=ddp_tensor"), processes=processes)
+    with pytest.raises(BadInput, match="quantization=nf4"):
+        resolve(steps.recipe_of("parallel.strategy=ddp_tensor", "tricks.quantization=nf4"), processes=4)

@@ -1,0 +1,176 @@
+"""Seconds of a call by hand, of a step, and the number of processes at which a doubling stops to pay."""
+
+import pytest
+
+from cria_tricks.hardware import cost
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel import ddp, links
+from cria_tricks.parallel.collectives import Timing
+from cria_tricks.parallel.links import LINKS, Link, compute_seconds, measured_link, step_seconds, when_it_stops
+from cria_tricks.parallel.per_process import local
+from cria_tricks.parallel.traffic import Call
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipes import kwanzaa
+
+CARD, SHAPE = CARDS["a100"], find_shape("llama-3.2-1b")
+HALF = ["tricks.quantization=none", "tricks.double_quantization=false", "tricks.optimizer=adamw"]
+LORA = with_settings(kwanzaa(CARD.device), [*HALF, "tricks.paged_optimizer=false"])
+FULL = with_settings(LORA, ["tricks.peft=none", "tricks.lean_preparation=false"])
+ROUND = Link("a round one", 2e9, 0.5, 1e-3, 1e-2, "made up")
+FREE = Link("a perfect one", 1e30, 1.0, 0.0, 0.0, "made up")
+
+
+def test_what_links_are_sold_as():
+    assert LINKS["pcie3"].peak == pytest.approx(8e9 * 16 * 128 / 130 / 8, rel=1e-3)
+    assert LINKS["pcie4"].peak == pytest.approx(16e9 * 16 * 128 / 130 / 8, rel=1e-3)
+    for name, gbits in (("hdr", 200), ("ndr", 400), ("10gbe", 10), ("25gbe", 25), ("100gbe", 100)):
+        assert LINKS[name].peak == gbits * 1e9 / 8
+    for name, both_ways in (("nvlink_a100", 600e9), ("nvlink_h100", 900e9)):
+        assert LINKS[name].peak == both_ways / 2
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
+def test_what_of_it_is_reached_has_a_source(link):
+    assert 0.7 < link.reached < 1
+    assert link.rate == link.peak * link.reached
+    assert link.hop > 0
+    assert len(link.source) > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        # 4 GB among 5, thrice: a start, the hops, and what a process sends at a gigabyte a second.
+        ("all_reduce", 3 * (0.01 + 8 * 0.001 + 4 * 8 / 5)),
+        ("all_gather", 3 * (0.01 + 4 * 0.001 + 4 * 4 / 5)),
+        ("reduce_scatter", 3 * (0.01 + 4 * 0.001 + 4 * 4 / 5)),
+        ("send", 3 * (0.01 + 0.001 + 4)),
+    ],
+)
+def test_a_call_takes_its_start_its_hops_and_its_bytes(kind, seconds):
+    assert ROUND.seconds(Call(kind, 4_000_000_000, 3, 5, "")) == pytest.approx(seconds)
+
+
+def test_a_measured_link_gives_its_timings_back():
+    timings = [Timing("all_reduce", size, 4, 2e-3 + 1.5 * size / 1e9) for size in (1000, 100_000, 10_000_000)]
+    link = measured_link(timings)
+    for timing in timings:
+        assert link.seconds(Call("all_reduce", timing.bytes, 1, 4, "")) == pytest.approx(timing.seconds)
+
+
+@pytest.mark.parametrize(("overlap", "hidden"), [(0.0, 0.0), (0.25, 0.5), (1.0, 1.01)])
+def test_a_step_computes_and_sends_and_hides_no_more_than_there_is(overlap, hidden):
+    call = Call("send", 1_000_000_000, 1, 2, "a gigabyte")
+    step = step_seconds(2.0, [call], ROUND, overlap)
+    communication = 1 + 0.001 + 0.01
+    assert step.calls == (("send: a gigabyte", pytest.approx(communication)),)
+    assert step.hidden == pytest.approx(min(hidden, communication), abs=1e-3)
+    assert step.seconds == pytest.approx(2.0 + communication - step.hidden)
+
+
+def test_processes_compute_their_own_micro_batches():
+    assert LORA.tricks.gradient_accumulation == 8
+    whole = cost.step(LORA, SHAPE, CARD)
+    alone = next(part.seconds for part in whole.parts if part.name == "optimizer")
+    for n in (2, 4, 8):
+        found = compute_seconds(LORA, SHAPE, CARD, "ddp", n)
+        fewer = local(LORA, SHAPE, "ddp", n)[0]
+        assert found == cost.step(fewer, SHAPE, CARD).seconds
+        assert found == pytest.approx((whole.seconds - alone) / n + alone, rel=0.01)
+    assert compute_seconds(LORA, SHAPE, CARD, "ddp", 16) == compute_seconds(LORA, SHAPE, CARD, "ddp", 8)
+
+
+def test_fsdp_divides_the_optimizers_work_too():
+    step = cost.step(local(FULL, SHAPE, "fsdp", 4)[0], SHAPE, CARD)
+    optimizer = next(part.seconds for part in step.parts if part.name == "optimizer")
+    saved = compute_seconds(FULL, SHAPE, CARD, "ddp", 4) - compute_seconds(FULL, SHAPE, CARD, "fsdp", 4)
+    assert saved == pytest.approx(optimizer * 3 / 4)
+
+
+def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
+    whole, part = (cost.step(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
+    by_name = [{each.name: each.flops for each in step.parts} for step in (whole, part)]
+    for name, divided in (("blocks forward", 4), ("attention", 4), ("head and loss", 1)):
+        assert by_name[0][name] == divided * by_name[1][name], name
+    assert compute_seconds(LORA, SHAPE, CARD, "tensor", 4) == part.seconds
+
+
+def test_on_a_perfect_link_it_ends_with_the_micro_batches():
+    found = when_it_stops(LORA, SHAPE, CARD, FREE, "ddp", ddp.traffic)
+    assert [point.processes for point in found.points] == [1, 2, 4, 8]
+    assert found.stops == 8
+    assert "8 micro-batches of a step are all given out" in found.why
+    assert found.points[-1].speedup == pytest.approx(8, rel=0.02)
+
+
+def test_it_stops_before_the_first_doubling_that_brings_less_than_the_gain():
+    for gain in (1.3, 1.5, 1.7):
+        found = when_it_stops(FULL, SHAPE, CARD, LINKS["pcie4"], "ddp", ddp.traffic, gain=gain)
+        ratios = [b.speedup / a.speedup for a, b in zip(found.points, found.points[1:], strict=False)]
+        assert all(ratio >= gain for ratio in ratios[:-1])
+        if ratios[-1] < gain:
+            assert found.stops == found.points[-2].processes
+            assert f"{ratios[-1]:.2f} times as fast" in found.why
+        else:
+            assert found.stops == found.points[-1].processes == 8
+    assert when_it_stops(FULL, SHAPE, CARD, LINKS["pcie4"], "ddp", ddp.traffic, gain=1.9).stops == 1
+
+
+def test_a_slower_link_stops_no_later():
+    stops = [
+        when_it_stops(FULL, SHAPE, CARD, LINKS[name], "ddp", ddp.traffic).stops
+        for name in ("nvlink_h100", "nvlink_a100", "pcie4", "pcie3", "25gbe", "10gbe")
+    ]
+    assert stops == sorted(stops, reverse=True)
+    assert stops[0] > stops[-1] == 1
+
+
+def test_speed_and_efficiency_count_tokens():
+    for growing in (False, True):
+        found = when_it_stops(FULL, SHAPE, CARD, LINKS["hdr"], "ddp", ddp.traffic, growing=growing, gain=1.0, most=8)
+        one = found.points[0]
+        assert one.speedup == one.efficiency == 1
+        for point in found.points:
+            windows = point.processes if growing else 1
+            assert point.speedup == pytest.approx(windows * one.step.seconds / point.step.seconds)
+            assert point.efficiency == point.speedup / point.processes
+
+
+def test_a_batch_that_grows_keeps_more_processes_busy():
+    fixed, growing = (
+        when_it_stops(FULL, SHAPE, CARD, LINKS["hdr"], "ddp", ddp.traffic, growing=growing) for growing in (False, True)
+    )
+    assert fixed.stops == 2
+    assert growing.stops is None
+    assert growing.points[-1].processes == 256
+    assert all(a.efficiency < b.efficiency for a, b in zip(fixed.points[1:], growing.points[1:], strict=False))
+    assert growing.points[3].step.compute == growing.points[0].step.compute
+
+
+def test_what_is_hidden_does_not_count():
+    plain, hidden = (
+        when_it_stops(FULL, SHAPE, CARD, LINKS["hdr"], "ddp", ddp.traffic, overlap=overlap) for overlap in (0.0, 0.5)
+    )
+    assert hidden.points[1].speedup > plain.points[1].speedup
+    assert hidden.stops >= plain.stops
+
+
+def test_tensor_parallelism_ends_where_heads_do_not_divide():
+    def nothing(recipe: Recipe, shape: object, processes: int) -> list[Call]:
+        return []
+
+    found = when_it_stops(LORA, SHAPE, CARD, FREE, "tensor", nothing, gain=1.0)
+    assert found.stops == found.points[-1].processes == SHAPE.kv_heads == 8
+    assert "16 does not divide the model's heads" in found.why
+
+
+def test_prediction_and_measurement_come_together(two):
+    first, second = two.run(links.predicted_and_measured, (100_000, 3_000_000))
+    assert first == second
+    assert [entry["bytes"] for entry in first] == [100_000, 3_000_000]
+    for entry in first:
+        assert set(entry) == {"bytes", "compute", "predicted", "measured"}
+        assert entry["predicted"] > entry["compute"] >= 0
+        assert entry["measured"] > 0
+    assert first[1]["predicted"] > first[0]["predicted"], "for more bytes"

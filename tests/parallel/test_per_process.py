@@ -1,0 +1,294 @@
+"""What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cria_tricks.errors import BadInput
+from cria_tricks.measure import LiveBytes, _quantization_tensors
+from cria_tricks.memory.estimate import Row, estimate, moments
+from cria_tricks.memory.shape import Shape, find_shape, shape_of
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.per_process import STRATEGIES as ESTIMATED
+from cria_tricks.parallel.per_process import PerProcess, local, per_process, zero_bytes
+from cria_tricks.parallel.pipeline import one_forward_one_backward
+from cria_tricks.parallel.pipeline_part import Part
+from cria_tricks.parallel.pipeline_run import find_blocks
+from cria_tricks.parallel.world import World
+from cria_tricks.recipe import Recipe, with_settings
+from tests.helpers import prepare
+from tests.memory.cases import CPU, T4
+
+WIDTHS = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+}
+SHAPE = shape_of({"model_type": "llama", **WIDTHS}, "five blocks")
+LORA = ("tricks.peft=lora", "lora.r=8", "tricks.attention=sdpa")
+CHECKPOINTED = (*LORA, "tricks.gradient_checkpointing=true")
+FULL = ("tricks.attention=sdpa",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Five blocks, whose heads, key heads and inner width four processes can share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    where = tmp_path_factory.mktemp("five-blocks")
+    LlamaForCausalLM(LlamaConfig(**WIDTHS)).save_pretrained(where)
+    return where
+
+
+class Live(LiveBytes):
+    """Sees at every operation that FSDP has given the bytes of a gathered weight back, not only at its next gather."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._remeasure()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Summed(torch.nn.Module):
+    """A model and its loss, summed."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+
+
+def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """A model that processes share, its optimizer, and a function that takes one micro-batch of a row through."""
+    _, plan, loaded = prepare(folder, *settings)
+    loaded.model.train()
+    if CHECKPOINTED[-1] in settings:
+        loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
+    total = STRATEGIES[strategy].spread(Summed(loaded.model), plan, World.of(data, "cpu"))
+    optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], foreach=False)
+
+    def micro_batch(tokens: int, last: bool = True) -> None:
+        if strategy == "fsdp":
+            total.set_requires_gradient_sync(last)
+        total(torch.arange(tokens)[None]).backward()
+
+    return total, optimizer, micro_batch
+
+
+def moments_of(optimizer: Any) -> list[torch.Tensor]:
+    """The two states of each trained tensor, without its count of steps."""
+    return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+
+
+def held(tensors: Any) -> int:
+    """Bytes of tensors that this process holds, of each storage once."""
+    live = LiveBytes()
+    live.track_all(tensors)
+    return live.live
+
+
+def state(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> tuple[int, int, int]:
+    """What a process holds after a step: bytes of weights, gradients, optimizer states."""
+    total, optimizer, micro_batch = made(folder, strategy, data, settings)
+    micro_batch(8)
+    optimizer.step()
+    scales = [tensor for module in total.modules() for tensor in _quantization_tensors(module)]  # of 4-bit weights
+    gradients = [p.grad for p in total.parameters() if p.requires_grad]
+    return held([*total.parameters(), *scales]), held(gradients), held(moments_of(optimizer))
+
+
+def counted_peak(
+    folder: Path, strategy: str, data: int, settings: tuple[str, ...], micro_batches: int, tokens: int = 64
+) -> int:
+    """The most bytes that are alive in the second step, in one process."""
+    total, optimizer, micro_batch = made(folder, strategy, data, settings)
+    live = Live()
+    for number in range(2):
+        if number == 1:
+            live.track_all(total.parameters())
+            live.track_all(moments_of(optimizer))
+            live.track_all([p.grad for p in total.parameters() if p.grad is not None])  # DDP's buckets
+            live.__enter__()
+        for index in range(micro_batches):
+            micro_batch(tokens, index == micro_batches - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    live.__exit__(None, None, None)
+    return live.peak
+
+
+def shares(strategy: str, processes: int) -> int:
+    """Shares of the rows."""
+    return {"tensor": 1, "ddp_tensor": processes // 2}.get(strategy, processes)
+
+
+def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **options: Any) -> PerProcess:
+    """By hand, for rows of 64 tokens."""
+    recipe = with_settings(Recipe(), ["data.max_length=64", *settings])
+    return per_process(recipe, shape, CPU, strategy, processes, **options)
+
+
+def rows(found: PerProcess) -> tuple[int, int, int]:
+    """Bytes of weights, gradients, optimizer states."""
+    by_name = {row.name: row.bytes for row in found.state}
+    weights = sum(size for name, size in by_name.items() if name.startswith("weights"))
+    return weights, by_name["gradients"], by_name["optimizer states"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("ddp", LORA),
+        ("ddp", FULL),
+        ("fsdp", LORA),
+        ("fsdp", FULL),
+        ("fsdp", ("tricks.peft=lora", "lora.r=2", "lora.dora=true")),
+        ("fsdp", (*LORA, "tricks.precision=bf16")),
+        ("fsdp", (*LORA, "tricks.quantization=nf4", "tricks.double_quantization=true")),
+        ("fsdp", ("tricks.peft=head",)),
+        ("tensor", LORA),
+        ("tensor", FULL),
+        ("ddp_tensor", LORA),
+    ],
+)
+@pytest.mark.parametrize(("pool", "processes"), [("two", 2), ("four", 4)])
+def test_a_process_holds_to_the_byte_what_was_estimated(request, folder, pool, processes, strategy, settings):
+    if strategy == "ddp_tensor" and processes == 2:
+        pytest.skip("a group of two and no second one")
+    counted = request.getfixturevalue(pool).run(state, folder, strategy, shares(strategy, processes), settings)
+    assert rows(bill(strategy, processes, *settings)) == counted[0]
+    assert all(one <= most for other in counted for one, most in zip(other, counted[0], strict=True))
+
+
+def test_fsdp_cuts_rows_and_not_elements(four, folder):
+    # Of LoRA's A, (2, D), two processes have one row each and two have none.
+    settings = ("tricks.peft=lora", "lora.r=2", "lora.target_modules=q_proj")
+    counted = four.run(state, folder, "fsdp", 4, settings)
+    a, b = 2 * WIDTHS["hidden_size"] // 2, 2 * WIDTHS["hidden_size"] // 4
+    assert rows(bill("fsdp", 4, *settings))[2] == counted[0][2] == 5 * 8 * (a + b)
+    assert counted[3][2] == 5 * 8 * b
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("settings", [LORA, CHECKPOINTED, FULL], ids=["LoRA", "checkpointed", "full"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_the_peak_is_that_of_a_counted_step(two, folder, strategy, settings, micro_batches):
+    counted = two.run(counted_peak, folder, strategy, shares(strategy, 2), settings, micro_batches)[0]
+    window = micro_batches * shares(strategy, 2)
+    found = bill(strategy, 2, f"tricks.gradient_accumulation={window}", *settings)
+    print(f"{strategy}: {found.peak_bytes / counted - 1:+.1%} at the {found.peak.name}")
+    assert found.peak_bytes == pytest.approx(counted, rel={"ddp": 0.01, "fsdp": 0.05, "tensor": 0.04}[strategy])
+
+
+def test_with_short_rows_the_peak_under_fsdp_is_where_weights_arrive(two, folder):
+    counted = two.run(counted_peak, folder, "fsdp", 2, LORA, 1, 8)[0]
+    found = bill("fsdp", 2, *LORA, "data.max_length=8")
+    assert found.peak.name.endswith("block arrives")
+    assert found.peak_bytes == pytest.approx(counted, rel=0.02)
+
+
+def states_of_zero_1(folder: Path) -> int:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    _, _, loaded = prepare(folder, *LORA)
+    trained = [p for p in loaded.model.parameters() if p.requires_grad]
+    optimizer = ZeroRedundancyOptimizer(trained, torch.optim.AdamW, lr=1e-3)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return held(moments_of(optimizer.optim if hasattr(optimizer, "optim") else optimizer))
+
+
+def test_zero_1_divides_the_states(two, folder):
+    counted = two.run(states_of_zero_1, folder)
+    whole, divided = rows(bill("ddp", 2, *LORA)), rows(bill("zero1", 2, *LORA))
+    assert sum(counted) == whole[2], "torch's optimizer gives each process whole tensors, in equal shares if it can"
+    assert max(counted) == pytest.approx(divided[2], rel=0.02)
+    assert divided[:2] == whole[:2]
+
+
+def test_zero_2_divides_the_gradients_too():
+    whole, divided = rows(bill("ddp", 4, *LORA)), rows(bill("zero2", 4, *LORA))
+    assert divided == (whole[0], whole[1] / 4, whole[2] / 4)
+
+
+def test_the_figure_of_the_zero_paper():
+    # Fig. 1: 7.5 billion weights on 64 processes, K = 12.
+    found = [f"{zero_bytes(7_500_000_000, 64, stage) / 1e9:.1f}" for stage in range(4)]
+    assert found == ["120.0", "31.4", "16.6", "1.9"]
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "model"])
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_stages_hold_what_one_process_holds_between_them(strategy, stages):
+    alone = rows(bill("none", 1, *LORA))
+    found = [rows(bill(strategy, stages, *LORA, stage=stage)) for stage in range(stages)]
+    embedding = 4 * SHAPE.embedding_weights * (strategy == "pipeline")  # whose last stage has a copy of it as its head
+    assert tuple(map(sum, zip(*found, strict=True))) == (alone[0] + embedding, *alone[1:])
+
+
+def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
+    for stage, blocks in enumerate(find_blocks("", 5, 3, "llama")):
+        _, plan, loaded = prepare(folder, *LORA)
+        Part(loaded.model, plan, blocks)
+        weights, gradients, _ = rows(bill("pipeline", 3, *LORA, stage=stage))
+        assert weights == held(loaded.model.parameters())
+        assert gradients == held([p for p in loaded.model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(("stage", "k", "others"), [(0, 8, 2), (1, 8, 1), (2, 8, 0), (0, 2, 1), (0, 1, 0)])
+def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, others):
+    found = bill("pipeline", 3, *LORA, f"tricks.gradient_accumulation={k}", stage=stage)
+    one = next(row.bytes for row in moments(found.memory)[0].rows if row.name == "blocks: waiting")
+    assert one > 0
+    for moment in found.moments[:-1]:
+        assert [row.bytes for row in moment.rows if row.name == "blocks: other micro-batches"] == [others * one]
+    under_way, most = 0, 0
+    for what, _ in one_forward_one_backward(stage, 3, k):
+        under_way += 1 if what == "F" else -1
+        most = max(most, under_way)
+    assert most == others + 1
+
+
+@pytest.mark.parametrize("strategy", ESTIMATED)
+def test_rows_sum_to_the_peak(strategy):
+    recipe = with_settings(Recipe(), [*LORA, "tricks.gradient_accumulation=8", "tricks.precision=fp16"])
+    found = per_process(recipe, find_shape("llama-3.2-1b"), T4, strategy, 4)
+    assert sum(row.bytes for row in found.rows) == found.peak_bytes == max(moment.bytes for moment in found.moments)
+    assert all(isinstance(row, Row) and row.bytes > 0 and row.why for row in found.rows)
+    assert found.needed_bytes == found.peak_bytes + sum(row.bytes for row in found.around)
+    assert found.fits == (found.needed_bytes <= T4.memory_bytes)
+
+
+def test_one_process_alone_is_the_estimate_itself():
+    recipe, shape = with_settings(Recipe(), LORA), find_shape("llama-3.2-1b")
+    assert per_process(recipe, shape, T4, "none", 1).rows == estimate(recipe, shape, T4).rows
+
+
+def test_each_process_has_its_part_of_the_window():
+    recipe = with_settings(Recipe(), ["tricks.gradient_accumulation=8"])
+    for strategy, processes, window in (("ddp", 4, 2), ("fsdp", 8, 1), ("ddp_tensor", 4, 4), ("tensor", 4, 8)):
+        assert local(recipe, SHAPE, strategy, processes)[0].tricks.gradient_accumulation == window
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "says"),
+    [
+        ("dpp", 2, "strategy dpp: there are none, ddp"),
+        ("tensor", 3, "3 does not divide; use 2 or 4 processes"),
+        ("ddp_tensor", 3, "3 processes make no groups of 2"),
+        ("pipeline", 6, "pipeline of 6 stages: five blocks has 5 blocks"),
+        ("model", 1, "model of 1 stages"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(strategy, processes, says):
+    with pytest.raises(BadInput, match=says):
+        bill(strategy, processes)

@@ -1,0 +1,393 @@
+"""Pipeline parallelism: one process's gradients, losses and adapter; kept micro-batches; bytes sent; the idle share."""
+
+import contextlib
+import copy
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cria_tricks.adapters import add_adapter
+from cria_tricks.counting import SavedBytes
+from cria_tricks.data import sources
+from cria_tricks.data.tokens import IGNORED
+from cria_tricks.errors import BadInput, Diverged
+from cria_tricks.measure import every_tensor
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel.pipeline import bubble, gpipe, idle_share, one_forward_one_backward, step, timetable, traffic
+from cria_tricks.parallel.pipeline_part import KINDS, Part, cut_windows
+from cria_tricks.parallel.pipeline_run import NOT_LORA, find_blocks, refuse
+from cria_tricks.parallel.traffic import CountCollectives, totals
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.trainer import CONTEXTS
+from cria_tricks.tricks import resolve
+from tests.helpers import difference, train
+from tests.parallel.pipelines import (
+    GRADIENT,
+    LORA,
+    LOSS,
+    WEIGHTS,
+    T,
+    alone,
+    gradients_of,
+    learning,
+    loop_of,
+    make_four_blocks,
+    ragged,
+    same_run,
+    trained,
+)
+
+ORDERS = {"1f1b": one_forward_one_backward, "gpipe": gpipe}
+
+
+@pytest.fixture(scope="module")
+def four_blocks(tmp_path_factory) -> Path:
+    return make_four_blocks(tmp_path_factory.mktemp("four-blocks"))
+
+
+def by_torch(folder: Path, schedule: str, many: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, int]]]:
+    """The gradients of this stage, and the passes that it made in their order."""
+    _, loop = loop_of(folder, schedule=schedule)
+    [window] = cut_windows(ragged(many), T, 1, 4, pad_id=0)
+    loop.divisor = window.trained
+    loop._through(loop.schedule.step, window)
+    return gradients_of(loop.part.model), [(slot.what, slot.number) for slot in loop.stage.slots]
+
+
+def by_the_reference(folder: Path, schedule: str, many: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The same over plain sends and receives, and the most micro-batches that were kept."""
+    stage, stages = dist.get_rank(), dist.get_world_size()
+    _, plan, model = learning(folder)
+    part = Part(model, plan, find_blocks("", 4, stages, "llama")[stage]).train()
+    [window] = cut_windows(ragged(many), T, 1, 4, pad_id=0)
+    ids, labels = window.inputs["input_ids"].split(1), window.labels.split(1)
+
+    def run(x_BTD: torch.Tensor | None, number: int) -> torch.Tensor:
+        y = part(ids[number] if x_BTD is None else x_BTD)
+        return part.loss_sum(y, labels[number]) / window.trained if part.last else y
+
+    most = step(run, ORDERS[schedule](stage, stages, 4), stage, stages, torch.empty(1, T, 64))
+    return gradients_of(model), most
+
+
+@pytest.mark.parametrize("many", [4, 3], ids=["whole window", "partial window"])
+@pytest.mark.parametrize("schedule", ORDERS)
+@pytest.mark.parametrize("stages", ["two", "four"])
+def test_math(stages, schedule, many, four_blocks, request):
+    """Gradients of the reference, of torch's schedule and of one process are the same, each in its stage only."""
+    ranks, expected = request.getfixturevalue(stages), alone(four_blocks, many)
+    found = ranks.run(by_torch, four_blocks, schedule, many)
+    reference = ranks.run(by_the_reference, four_blocks, schedule, many)
+    assert sorted(name for grads, _ in found for name in grads) == sorted(expected)
+    for (grads, passes), (again, _), stage in zip(found, reference, range(ranks.size), strict=True):
+        assert passes == ORDERS[schedule](stage, ranks.size, 4)
+        for name, gradient in grads.items():
+            assert difference(gradient, expected[name]) < GRADIENT
+            assert torch.equal(again[name], gradient)
+
+
+def peaks(folder: Path, schedule: str, *settings: str) -> int:
+    """The most bytes that this stage keeps for its backward passes, weights and labels not counted."""
+    _, loop = loop_of(folder, *settings, schedule=schedule)
+    [window] = cut_windows(ragged(4), T, 1, 4, pad_id=0)
+    loop._through(loop.schedule.step, window)  # before its first step torch runs a micro-batch, to see shapes
+    with SavedBytes(besides=[*every_tensor(loop.part), window.labels]) as saved:
+        loop._through(loop.schedule.step, window)
+    assert not loop.stage.output_chunks, "torch would keep every micro-batch's logits to give them back"
+    return saved.peak
+
+
+@pytest.mark.parametrize("stages", ["two", "four"])
+def test_mechanism(stages, four_blocks, request):
+    """A stage keeps the activations of S - s micro-batches in 1F1B, and of all in GPipe."""
+    ranks = request.getfixturevalue(stages)
+    every, few = (ranks.run(peaks, four_blocks, schedule) for schedule in ("gpipe", "1f1b"))
+    for stage in range(ranks.size):
+        one_micro_batch, left = divmod(every[stage], 4)
+        assert left == 0
+        assert few[stage] == (ranks.size - stage) * one_micro_batch
+    for stage, one_block in enumerate(ranks.run(peaks, four_blocks, "1f1b", "tricks.gradient_checkpointing=true")):
+        assert one_block < few[stage] / 2
+    kept = [most for _, most in ranks.run(by_the_reference, four_blocks, "1f1b", 4)]
+    assert kept == [ranks.size - stage for stage in range(ranks.size)]
+
+
+PRECISIONS = {
+    "fp32": (),
+    "bf16": ("tricks.precision=bf16",),
+    "fp16, NF4": ("tricks.precision=fp16", "tricks.quantization=nf4"),
+}
+
+
+def sent(folder: Path, *settings: str) -> dict[str, int]:
+    """What this stage's second step sends: before the first torch asks the stages for their shapes."""
+    _, loop = loop_of(folder, *settings)
+    windows = list(cut_windows(ragged(8), T, 2, 4, pad_id=0)) * 2
+    for window in windows:
+        with CountCollectives() as count:
+            loop.step(window)
+    return dict(count.bytes)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_mechanism_traffic(precision, four_blocks, two):
+    """Each stage sends k times B T D numbers, on or back, and a few numbers for the norm."""
+    settings = ("train.batch_size=2", *PRECISIONS[precision])
+    recipe, shape = with_settings(Recipe(), [*LORA, *settings]), find_shape(str(four_blocks))
+    for stage, counted in enumerate(two.run(sent, four_blocks, *settings)):
+        assert counted == totals(traffic(recipe, shape, 2, stage, tokens=T))
+        assert counted["send"] == 4 * 2 * T * 64 * (2 if precision == "bf16" else 4)
+
+
+def held(folder: Path) -> dict[str, int]:
+    """Numbers of elements, by the names that parameters have in the whole model."""
+    _, loop = loop_of(folder)
+    return {name: p.numel() for name, p in loop.part.model.named_parameters(remove_duplicate=False)}
+
+
+def test_mechanism_weights(four_blocks, four):
+    """Every block is in one stage, the embedding in the first, norm and head in the last; nothing else is anywhere."""
+    whole = {name: p.numel() for name, p in learning(four_blocks)[2].named_parameters(remove_duplicate=False)}
+    found = four.run(held, four_blocks)
+    for stage, names in enumerate(found):
+        blocks = {name for name in whole if f".layers.{stage}." in name}
+        ends = {"embed_tokens"} if stage == 0 else {"embed_tokens", "lm_head", ".model.norm"} if stage == 3 else set()
+        others = {name for name in whole if any(end in name for end in ends)}
+        # The head is tied: where one of the two names is held, so is the other, and it is one tensor.
+        assert blocks <= set(names) <= blocks | others | {"base_model.model.lm_head.weight"}
+        assert {name: whole[name] for name in names} == names
+    assert set().union(*found) == set(whole)
+
+
+SWITCHES = {
+    "20 steps": ("train.max_steps=20",),
+    "NF4, chunked loss, two rows": (
+        "tricks.quantization=nf4", "tricks.double_quantization=true", "tricks.chunked_loss=true", "train.batch_size=2",
+    ),
+    "packed": ("tricks.packing=true", "tricks.attention=sdpa", "data.max_length=48"),
+    "fp16, clipped, decayed": ("tricks.precision=fp16", "train.max_grad_norm=0.5", "train.weight_decay=0.1"),
+    "checkpointed, DoRA, AdamW in 8 bits": (
+        "tricks.gradient_checkpointing=true", "lora.dora=true", "lora.r=16", "tricks.optimizer=adamw_8bit",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switch(name, four_blocks, two, tmp_path):
+    """The shared trainer in one process and the loop in two: the same history. Every third window is partial."""
+    settings, precision = ("train.max_steps=6", "train.eval_steps=5", *SWITCHES[name]), name[:4].replace("20 s", "fp32")
+    run, loaded = train(four_blocks, ragged(), tmp_path, *LORA, *settings, eval_rows=ragged(5))
+    (first, blocks), (last, others) = two.run(trained, four_blocks, *settings)
+    same_run(first, run.history, LOSS.get(precision, LOSS["fp32"]))
+    assert [entry.get("loss") for entry in first] == [entry.get("loss") for entry in last]
+    expected = {key: p for key, p in loaded.model.named_parameters() if p.requires_grad}
+    assert not blocks.keys() & others.keys()
+    assert (blocks | others).keys() == expected.keys()
+    for key, weight in (blocks | others).items():
+        assert difference(weight, expected[key]) < WEIGHTS.get(precision, WEIGHTS["fp32"])
+
+
+def overflowing(folder: Path, *settings: str) -> list[Any]:
+    """Two steps, in the first of which one matrix of the last stage alone has an infinite gradient."""
+    _, loop = loop_of(folder, *settings)
+    [window] = cut_windows(ragged(4), T, 1, 4, pad_id=0)
+    before = [p.detach().clone() for p in loop.trained.values()]
+    hook = next(iter(loop.trained.values())).register_hook(lambda gradient: gradient / (0 if loop.part.last else 1))
+    moved = []
+    try:
+        for _ in range(2):
+            found = loop.step(window)
+            same = all(torch.equal(p, b) for p, b in zip(loop.trained.values(), before, strict=True))
+            moved.append((found["skipped"], not same, loop.scaler.get_scale()))
+            hook.remove()
+    except Diverged as error:
+        return [str(error)]
+    return moved
+
+
+def test_an_overflow_in_one_stage_skips_the_step_in_all(four_blocks, two):
+    halved = [(True, False, 2.0**15), (False, True, 2.0**15)]
+    assert two.run(overflowing, four_blocks, "tricks.precision=fp16") == [halved, halved]
+
+
+def test_gradients_that_are_not_finite_stop_all_stages(four_blocks, two):
+    [said], [again] = two.run(overflowing, four_blocks)
+    assert said == again
+    assert "not finite at step 1; stopped before the optimizer touched any weight" in said
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_make_the_whole(kind, tied):
+    """One after the other in one process they give the logits of the model that they were cut from, bit for bit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    widths = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **widths, num_hidden_layers=3, vocab_size=128, tie_word_embeddings=tied)
+    plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "lora.target_modules=q_proj,v_proj"]))
+    model = add_adapter(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), plan).eval()
+    ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = x = model(input_ids=ids).logits
+        x = ids
+        for blocks in find_blocks("1,1,1", 3, 3, kind):
+            x = Part(copy.deepcopy(model), plan, blocks).eval()(x)
+    assert torch.equal(x, expected)
+
+
+def test_what_a_plan_lays_around_a_forward_pass_is_there(four_blocks, monkeypatch):
+    entered = []
+    monkeypatch.setitem(CONTEXTS, "activation_offload", lambda model: contextlib.nullcontext(entered.append(model)))
+    _, plan, model = learning(four_blocks, "tricks.activation_offload=true", "tricks.precision=bf16")
+    part = Part(model, plan, range(4))
+    output = part(torch.ones(1, 5, dtype=torch.int64))
+    assert output.dtype == torch.bfloat16
+    assert part.loss_sum(output, torch.ones(1, 5, dtype=torch.int64)).dtype == torch.float32
+    assert entered == [model, model]
+
+
+def short_run(out: Path, settings: list[str]) -> dict[str, Any]:
+    from cria_tricks.parallel.pipeline_run import train
+
+    return train(with_settings(Recipe(name="short"), settings), out)
+
+
+def test_the_adapter_is_whole(two, tmp_path):
+    """From the first process: one that verifies, that plain peft loads, and that is the shared trainer's."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from cria_tricks import artifact, models
+    from cria_tricks.run import train
+
+    rows = Path(sources.__file__).parent / "nguzo_saba_eval.jsonl"
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    settings = [
+        *LORA, "model=random:tiny", "train.max_steps=2", "data.max_length=200", f"data.train={few}", f"data.eval={few}",
+    ]  # fmt: skip
+    first, last = two.run(short_run, tmp_path / "pipeline", settings)
+    alone = train(with_settings(Recipe(name="short"), settings), tmp_path / "alone")
+    folder = Path(first["adapter"])
+    assert artifact.verify(folder).files == artifact.verify(alone["adapter"]).files
+    found, expected = (load_file(Path(each) / "adapter_model.safetensors") for each in (folder, alone["adapter"]))
+    assert found.keys() == expected.keys()
+    assert all(difference(found[name], weight) < WEIGHTS["fp32"] for name, weight in expected.items())
+    assert (
+        first["eval_loss_after"] == last["eval_loss_after"] == pytest.approx(alone["eval_loss_after"], abs=LOSS["fp32"])
+    )
+    assert first["parameters"] == alone["parameters"]
+    assert first["pipeline"]["blocks"] == [[0, 0], [1, 1]]
+    assert 0 < first["pipeline"]["idle_share"] < 1
+    base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path)
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, folder))
+    assert all(torch.equal(loaded[name], weight) for name, weight in found.items())
+
+
+def test_windows_hold_every_row_once():
+    """Two pipelines together have what one has; the last window is filled with rows in which nothing is trained."""
+    rows = ragged(11)
+    whole, even, odd = (list(cut_windows(rows, T, 1, 4, 0, share, of)) for share, of in ((0, 1), (0, 2), (1, 2)))
+    for all_four, *halves in zip(whole, even, odd, strict=True):
+        assert torch.equal(torch.stack([half.labels for half in halves], dim=1).flatten(0, 1), all_four.labels)
+        assert {(w.trained, w.tokens) for w in (all_four, *halves)} == {(all_four.trained, all_four.tokens)}
+        assert all_four.trained == (all_four.labels != IGNORED).sum()
+    ids = [row for window in whole for row in window.inputs["input_ids"].tolist()]
+    assert ids[:11] == [row["input_ids"] + [0] * (T - len(row["input_ids"])) for row in rows]
+    assert (whole[-1].labels[3:] == IGNORED).all()
+    assert sum(window.tokens for window in whole) == sum(len(row["input_ids"]) for row in rows)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 5, 16])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_formula_is_the_timetable(stages, order, micro_batches):
+    """Of equally long stages S - 1 of k + S - 1 slots are idle, however long a pass takes, in both orders."""
+    orders = [order(stage, stages, micro_batches) for stage in range(stages)]
+    for backward in (1.0, 2.0, 3.0):
+        slots = timetable(orders, forward=1.0, backward=backward)
+        assert idle_share(slots) == pytest.approx(bubble(stages, micro_batches))
+        ends = {(slot.what, slot.number, stage): slot.end for stage, mine in enumerate(slots) for slot in mine}
+        assert len(ends) == 2 * stages * micro_batches
+        for stage, mine in enumerate(slots):
+            assert all(before.end <= after.begin for before, after in itertools.pairwise(mine))
+            for slot in mine:
+                source = stage - 1 if slot.what == "F" else stage + 1
+                assert slot.begin >= ends.get((slot.what, slot.number, source), 0)
+                assert slot.what == "F" or slot.begin >= ends["F", slot.number, stage]
+
+
+def test_a_stage_that_takes_longer_makes_all_wait():
+    slots = timetable([one_forward_one_backward(stage, 2, 8) for stage in range(2)])
+    slots[1] = [slot._replace(begin=2 * slot.begin, end=2 * slot.end) for slot in slots[1]]
+    assert idle_share(slots) > bubble(2, 8)
+
+
+RECIPE = with_settings(Recipe(name="mine"), LORA)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "data", "said"),
+    [
+        ([], 1, 1, "1 process for 1 pipeline: each takes as many, and two or more; start 2: torchrun"),
+        ([], 3, 2, "3 processes for 2 pipelines: .* start 4: .* mine --data 2"),
+        ([], 2, 2, "2 processes for 2 pipelines: .* start 4"),
+        (["tricks.gradient_accumulation=1"], 2, 1, "at least .* stages .2.*; set tricks.gradient_accumulation=2$"),
+        (["tricks.gradient_accumulation=5"], 4, 2, "no more than another one; set tricks.gradient_accumulation=6$"),
+        (["tricks.gradient_accumulation=2"], 4, 2, "set tricks.gradient_accumulation=4$"),
+        (["train.time_budget=1m"], 2, 1, "train.time_budget in a pipeline: there are no checkpoints to stop at"),
+        (["parallel.strategy=ddp"], 2, 1, "parallel.strategy=ddp in a pipeline: it is for cria train; leave it out"),
+        *(([f"tricks.peft={kind}"], 2, 1, f"={kind} in a pipeline: {why}; set") for kind, why in NOT_LORA.items()),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(settings, size, data, said):
+    with pytest.raises(BadInput, match=said) as error:
+        refuse(with_settings(RECIPE, settings), size, data)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_refusal_says_to_set_is_taken():
+    for settings, size, data in (
+        (["tricks.gradient_accumulation=1"], 6, 2),
+        (["tricks.gradient_accumulation=7"], 4, 2),
+    ):
+        with pytest.raises(BadInput) as error:
+            refuse(with_settings(RECIPE, settings), size, data)
+        refuse(with_settings(RECIPE, [str(error.value).rpartition("set ")[2]]), size, data)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "stages", "kind", "said"),
+    [
+        ("", 2, 4, "llama", "4 stages for 2 blocks: each needs one; start at most 2 stages"),
+        ("3", 4, 2, "llama", "--blocks 3: name 2 numbers that add up to 4, e.g. 2,2"),
+        ("4,0", 4, 2, "llama", "--blocks 4,0"),
+        ("-1,5", 4, 2, "llama", "--blocks -1,5"),
+        ("two,2", 4, 2, "llama", "--blocks two,2"),
+        ("", 4, 2, "gemma2", "a model of kind gemma2: a pipeline cuts llama"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused_in_one_line(sizes, layers, stages, kind, said):
+    with pytest.raises(BadInput, match=said):
+        find_blocks(sizes, layers, stages, kind)
+
+
+def test_the_command_says_what_is_wrong_in_one_line():
+    asked = [sys.executable, "-m", "cria_tricks.parallel.pipeline", "smoke"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 1 process for 1 pipeline")
+    assert (done.stderr.count("\n"), done.stdout) == (1, "")
+
+
+def test_blocks_are_shared_evenly_or_as_asked():
+    assert find_blocks("", 7, 3, "llama") == [range(3), range(3, 5), range(5, 7)]
+    assert find_blocks("5, 2", 7, 2, "qwen2") == [range(5), range(5, 7)]

@@ -1,0 +1,126 @@
+"""A run of several processes is the run of one: losses, schedule, history, checkpoints, report."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import steps
+from tests.parallel.ranks import Ranks
+
+TIMES = {"step_seconds", "peak_bytes", "eval_seconds"}
+ROWS = 11
+"""Neither two nor four divides them, nor the window of four micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """A tiny Llama on eleven ragged rows: three steps an epoch, the last with three micro-batches."""
+    few = tmp_path_factory.mktemp("rows") / "few.jsonl"
+    few.write_text("".join(map(row, range(ROWS))))
+    return [
+        "model=random:tiny", "data.max_length=64", "train.learning_rate=0.003", "tricks.peft=lora", "lora.r=4",
+        "tricks.gradient_accumulation=4", "tricks.attention=sdpa", f"data.train={few}", f"data.eval={few}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(base, tmp_path_factory) -> dict:
+    """Twenty steps in one process."""
+    return steps.train([*base, "train.max_steps=20"], tmp_path_factory.mktemp("alone") / "run")
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4)])
+def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, alone, request, tmp_path):
+    ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
+    settings = [*base, "train.max_steps=20", f"parallel.strategy={strategy}"]
+    report, *others = ranks.run(steps.train, settings, tmp_path / "run")
+    assert all(other == report for other in others)
+    assert len(report["history"]) == len(alone["history"])
+    for mine, its in zip(report["history"], alone["history"], strict=True):
+        assert mine.keys() - TIMES == its.keys() - TIMES
+        for key in mine.keys() - TIMES:
+            # Sums in another order: 1e-7 a step, which Adam's first steps, of the gradient's sign, make larger.
+            assert mine[key] == pytest.approx(its[key], rel=2e-4 if key == "grad_norm" else 2e-5), (mine["step"], key)
+    assert report.keys() == alone.keys()
+    for key in ("steps", "planned_steps", "data", "parameters", "attention_kernel", "warnings", "estimated_peak_bytes"):
+        assert report[key] == alone[key], key
+    assert report["eval_loss_after"] == pytest.approx(alone["eval_loss_after"], rel=2e-5)
+
+
+def test_the_adapter_is_one_that_plain_peft_loads(two, base, tmp_path, run_cria):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from cria_tricks import models
+
+    [report, _] = two.run(steps.train, [*base, "train.max_steps=3", "parallel.strategy=fsdp"], tmp_path / "run")
+    code, _, _ = run_cria("verify", report["adapter"])
+    assert code == 0
+    plain = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path)
+    adapted = PeftModel.from_pretrained(plain, report["adapter"])
+    trained = {name: p for name, p in adapted.named_parameters() if "lora_B" in name}
+    assert len(trained) == 14
+    assert all(p.abs().max() > 0 for p in trained.values())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resumed_run_is_the_uninterrupted_one(two, strategy: str, base, tmp_path):
+    """With dropout: each process goes on with its own draws."""
+    settings = [*base, "train.max_steps=6", "train.save_steps=3", "lora.dropout=0.1", f"parallel.strategy={strategy}"]
+    two.run(steps.train, settings, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    back_to(tmp_path / "stopped", 3)
+    two.run(steps.train, settings, tmp_path / "stopped", True)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("first", "then"), [("fsdp", "none"), ("none", "fsdp"), ("tensor", "ddp")])
+def test_another_number_of_processes_goes_on_from_a_checkpoint(two, first: str, then: str, base, alone, tmp_path):
+    """Whatever was in pieces is whole in a checkpoint: the optimizer's states too, or the losses would part."""
+    settings = [*base, "train.max_steps=6", "train.save_steps=3"]
+    run = {"none": steps.train}.get(first, lambda *given: two.run(steps.train, *given)[0])
+    run([*settings, f"parallel.strategy={first}"], tmp_path / "run")
+    back_to(tmp_path / "run", 3)
+    run = {"none": steps.train}.get(then, lambda *given: two.run(steps.train, *given)[0])
+    report = run([*settings, f"parallel.strategy={then}"], tmp_path / "run", True)
+    found = [entry["loss"] for entry in report["history"] if "loss" in entry]
+    whole = steps.train(settings, tmp_path / "whole")
+    wanted = [entry["loss"] for entry in whole["history"] if "loss" in entry]
+    assert found == pytest.approx(wanted, rel=2e-5)
+
+
+def test_full_fine_tuning_in_pieces_is_saved_whole(two, base, tmp_path):
+    from safetensors.torch import load_file
+
+    settings = [*base, "tricks.peft=none", "train.learning_rate=1e-4", "train.max_steps=2"]
+    steps.train(settings, tmp_path / "alone")
+    two.run(steps.train, [*settings, "parallel.strategy=fsdp"], tmp_path / "run")
+    mine, its = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "alone"))
+    assert its.keys() <= mine.keys()  # the tied head is the embedding once more
+    assert all((mine[name] - its[name]).abs().max() < 2e-4 for name in its)  # two steps of 1e-4 each
+
+
+def row(number: int) -> str:
+    """A short question and an answer of its own length."""
+    question = {"role": "user", "content": f"Count to {number}."}
+    answer = {"role": "assistant", "content": " ".join(map(str, range(1, number + 2)))}
+    return json.dumps({"messages": [question, answer]}) + "\n"
+
+
+def back_to(folder: Path, step: int) -> None:
+    """As if the run had been killed after this step's checkpoint."""
+    for path in folder.iterdir():
+        if path.name in ("adapter", "model"):
+            shutil.rmtree(path)
+        elif path.name.startswith("report"):
+            path.unlink()
+    for path in (folder / "checkpoints").iterdir():
+        if path.name != f"checkpoint-{step}":
+            shutil.rmtree(path)
+    assert json.loads((folder / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
