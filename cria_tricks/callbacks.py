@@ -120,7 +120,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, world: World):
         self.world = world
 
-    requested = False
+    requested, since = False, 0.0
     LAUNCHERS = 10.0
     """Seconds within which a launcher repeats a signal that the terminal has sent to every process already."""
 

@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 def describe(recipe: Recipe, found: Mapping[str, Source], device: str, processes: int = 1) -> dict[str, Any]:
-    """What makes two runs the same: the recipe, the rows, and what decides the last bit: versions, device, processes."""
+    """What makes two runs the same: recipe, rows, and what decides the last bit: versions, device, processes."""
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {
         "recipe": recipe.model_dump(mode="json"),

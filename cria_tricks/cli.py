@@ -87,6 +87,7 @@ def plan(
     advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; then minutes and price are given.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
@@ -101,7 +102,9 @@ def plan(
     device = find_card(gpu).device if gpu else here if here.kind == "cuda" else find_card("t4").device
     asked = [f"model={model}"] if model else []
     wanted = with_settings(recipes.get(recipe, device), [*asked, *(settings or [])])
-    bench = toggles.Bench(find_shape(wanted.model), device)
+    if nproc > 1 and wanted.parallel.strategy == "none":
+        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    bench = toggles.Bench(find_shape(wanted.model), device, nproc)
     with contextlib.redirect_stdout(sys.stderr):
         found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
         if advise:
@@ -195,10 +198,10 @@ def explain(
     for line, text in about.card.items():
         card.add_row(line, text)
     screen.print(card)
-    sets = "  ".join(f"--set tricks.{setting}" for setting in about.settings) or "cria chat uses it where it can"
+    sets = "  ".join(f"--set {about.group}.{setting}" for setting in about.settings) or about.command
     for title, code in (
-        (f"From scratch, in cria_tricks/tricks/{about.name}.py", about.reference),
-        (f"In plain Hugging Face code; here: {sets}", about.plain),
+        (f"From scratch, in cria_tricks/{about.group}/{about.name}.py", about.reference),
+        (f"In plain code of the libraries; here: {sets}", about.plain),
     ):
         screen.print(f"\n[bold]{title}[/bold]\n", highlight=False)
         screen.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))

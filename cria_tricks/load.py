@@ -22,6 +22,9 @@ import cria_tricks.attention  # noqa: F401 (names our attention functions to tra
 from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
+from cria_tricks.parallel.model import device_map
+from cria_tricks.parallel.tensor import refuse_undivided
+from cria_tricks.parallel.world import processes
 from cria_tricks.plan import Plan
 from cria_tricks.tricks import compile
 
@@ -69,7 +72,9 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
         arguments["device_map"] = {"": 0}
-    _refuse_unfit(plan, weights)
+    empty = _refuse_unfit(plan, weights)
+    if plan.parallel["strategy"] == "model":
+        arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
     model = _from_hub(AutoModelForCausalLM.from_pretrained, weights, use_safetensors=True, **arguments)
     model.config.use_cache = False  # training reads every token once
     forbid_cpu_repacking(model)
@@ -161,6 +166,9 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     for target in plan.peft.get("target_modules", ()):
         if target != ALL_LINEAR and not modules_named(model, target):
             raise BadInput(f"lora.target_modules: {name} has no module named {target}")
+    if (shares := processes() // plan.parallel["data"]) > 1:  # of the blocks' matrices
+        widths = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+        refuse_undivided(name, *widths, processes=shares)
     if plan.loss["kind"] == "chunked":
         text, head = config.get_text_config(), model.get_output_embeddings()
         changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]

@@ -72,9 +72,9 @@ def chunked_loss_sum(model: Any, batch: Batch, tokens_per_chunk: int) -> torch.T
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "trained")}
     hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
     row_N, column_N, label_N = batch["trained"] if "trained" in batch else trained_places(batch["labels"])
-    return chunked_cross_entropy(
-        hidden_BTD[row_N, column_N], causal_lm.get_output_embeddings().weight, label_N, tokens_per_chunk
-    )
+    head_VD = causal_lm.get_output_embeddings().weight
+    hidden_ND = hidden_BTD.to(head_VD.device)[row_N, column_N]  # with blocks on several cards it is elsewhere
+    return chunked_cross_entropy(hidden_ND, head_VD, label_N, tokens_per_chunk)
 
 
 def trained_places(labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -65,8 +65,8 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live -= self._known.pop(key)[1]
 
-    def _remeasure(self) -> None:
-        """FSDP gives the bytes of a gathered weight back without letting go of its storage."""
+    def remeasure(self) -> None:
+        """See which storages have another size now: FSDP gives a gathered weight's bytes back, and keeps the rest."""
         for key, (reference, size) in list(self._known.items()):
             if (storage := reference()) is not None and storage.nbytes() != size:
                 self._known[key] = reference, storage.nbytes()
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fsdp":
-            self._remeasure()
+            self.remeasure()
         out = func(*args, **(kwargs or {}))
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
             if isinstance(leaf, torch.Tensor):
@@ -185,6 +185,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         else:
             other = {"process_bytes": _peak_resident_bytes()}
+            self._live.remeasure()
             peak, self._live.peak = self._live.peak, self._live.live
             if not self.counts:
                 peak = other["process_bytes"]

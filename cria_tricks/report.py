@@ -14,6 +14,7 @@ from cria_tricks import durable
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.parallel.per_process import PerProcess
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.trainer import Run
@@ -99,7 +100,7 @@ def summarise(
     }
 
 
-def compare(memory: MemoryEstimate | None, run: Run) -> dict[str, Any]:
+def compare(memory: MemoryEstimate | PerProcess | None, run: Run) -> dict[str, Any]:
     """Lay the estimate beside what the training steps were measured to take.
 
     Args:

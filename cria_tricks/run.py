@@ -18,6 +18,7 @@ from cria_tricks.memory.estimate import MemoryEstimate, estimate
 from cria_tricks.memory.shape import Shape, find_shape
 from cria_tricks.memory.toggles import Bench, in_words
 from cria_tricks.parallel import world as processes
+from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
@@ -96,7 +97,7 @@ def _train(
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         shape = _shape(weights.path)
         longest = _as_long_as(rows["train"].rows, recipe)
-        with _memory_in_one_line(longest, plan, shape):
+        with _memory_in_one_line(longest, plan, shape, world.size):
             with meter.phase("load"):
                 loaded = load(plan, weights)
                 meter.track(every_tensor(loaded.model))
@@ -121,7 +122,7 @@ def _train(
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, count_parameters(loaded.model))
-        summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows), run)
+        summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows, world.size), run)
         summary |= {"adapter": str(trained), "model": weights.name}
         made = provenance.describe(summary, weights, found)
         text = card.model_card(summary, made, weights.name, weights.note, recipe)
@@ -137,7 +138,7 @@ def _train(
 
 
 @contextlib.contextmanager
-def _memory_in_one_line(recipe: Recipe, plan: Plan, shape: Shape | None) -> Iterator[None]:
+def _memory_in_one_line(recipe: Recipe, plan: Plan, shape: Shape | None, processes: int) -> Iterator[None]:
     """Say at what memory ran out, and what would save some."""
     try:
         yield
@@ -146,7 +147,7 @@ def _memory_in_one_line(recipe: Recipe, plan: Plan, shape: Shape | None) -> Iter
             raise
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
         if shape:
-            advice = in_words(Bench(shape, plan.device), recipe)
+            advice = in_words(Bench(shape, plan.device, processes), recipe)
         else:  # of a kind that cannot be estimated
             advice = f"still off: {', '.join(still_off(recipe, plan.device)) or 'no toggle that works here'}"
         raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
@@ -169,15 +170,19 @@ def _as_long_as(rows: list[dict[str, list[int]]], recipe: Recipe) -> Recipe:
 
 
 def _estimate(
-    recipe: Recipe, shape: Shape | None, plan: Plan, rows: list[dict[str, list[int]]]
-) -> MemoryEstimate | None:
-    """The bill of the largest micro-batch that may come."""
+    recipe: Recipe, shape: Shape | None, plan: Plan, rows: list[dict[str, list[int]]], processes: int
+) -> MemoryEstimate | PerProcess | None:
+    """The bill of the largest micro-batch that may come, in the process that needs most."""
     if shape is None:
         return None
     from cria_tricks.data.tokens import trained
 
     most = sum(sorted(map(trained, rows))[-recipe.train.batch_size :])
-    return estimate(recipe, shape, plan.device, trained_tokens=None if recipe.tricks.packing else most)
+    trained_tokens = None if recipe.tricks.packing else most
+    if processes == 1:
+        return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
+    strategy = recipe.parallel.strategy
+    return per_process(recipe, shape, plan.device, strategy, processes, trained_tokens=trained_tokens)
 
 
 def count_parameters(model: Any) -> dict[str, int]:

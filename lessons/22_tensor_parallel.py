@@ -11,7 +11,7 @@
 # > those of one. You count what the two say to each other, 216 times as much as in lesson 20, and know what link that
 # > asks for.
 #
-# > **Card.** saves the blocks' matrices, and what is wide inside a block: 1/N of each a process / costs sums of
+# > **Card.** saves the blocks' matrices and what is wide inside a block, of which a process has 1/N / costs sums of
 # > $B\,T\,D$ in every block, for which all wait / exact within rounding / 35 minutes / after lesson 21
 #
 # The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens. Lesson 20 shared the rows. Lesson 21 shared
@@ -112,9 +112,8 @@ def divided(theme: Theme):
 course.show(divided, "Figure 1. The matrices are divided; what is whole stays, and soon is most of the peak.")
 
 # %% [markdown]
-# Eight processes need more than a third of one's memory each. The embedding is whole in all of them, and so are the
-# hidden states, which are $D$ wide. Only the matrices and what is *wider* than $D$ is divided: heads, and the inside of
-# the MLP.
+# Eight processes need more than a third of one's memory each. The embedding is whole in all of them, and so is all that
+# is $D$ wide. What is divided is the matrices, and what comes out of their cut side: heads, and the inside of the MLP.
 #
 # ## 2. From scratch, in five steps
 # **Cut a matrix.** $y = x W^\top$ can be cut in two ways. By *columns*, which are outputs: every process takes all of
@@ -324,11 +323,13 @@ def llama():
 
 def engine():
     """Loss and gradients of a Llama with LoRA, whole and cut; what was sent."""
+    from cria_tricks.parallel.tensor import split  # a module would travel with all that is in it
+
     lora = LoraConfig(r=r, target_modules="all-linear", init_lora_weights=False)
     model, ids, found = get_peft_model(llama(), lora), torch.arange(B * T).view(B, T), []
     for cut in (False, True):
         if cut:
-            tensor.split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+            split(model, init_device_mesh("cpu", (dist.get_world_size(),)))
         model.zero_grad()
         with CountCollectives() as forward:
             loss = model(input_ids=ids, labels=ids).loss
@@ -373,7 +374,7 @@ assert back == 2 * (5 * wide + 5 * thin) - 3 * wide
 # %%
 calls = tensor.traffic(whole, shape, 2)
 sums, gradients = (totals(found)["all_reduce"] for found in (calls, ddp.traffic(whole, shape, 2)))
-times = 8 * 16 * (2 + 2 + 5)  # rows, blocks; forward, again, back
+times = 8 * 16 * (2 + 2 + 5)  # rows, blocks; forward, again, back: with checkpointing the first block's are made, too
 assert sums == times * 2 * 2048 * (shape.width + whole.lora.r)
 print(f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, {sums / gradients:.0f} times as much")
 assert 215 < sums / gradients < 217
@@ -429,8 +430,8 @@ course.show(
 # A few per cent, with any number: over PCIe two cards spend on talking what they gain. (The estimate is right within a
 # factor of two. Take it for nothing.) Over Ethernet a step takes more than five times as long. NVLink gains, and even
 # there two data-parallel cards on PCIe gain more. So nobody cuts matrices for speed who can share rows. One cuts them
-# when a single row does not fit. Slower cards talk relatively less. But a T4 has no bf16, and our switch takes no fp16,
-# so two T4s take three times as long as one does in lesson 17:
+# when a single row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our
+# switch takes no fp16:
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
@@ -452,9 +453,9 @@ print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes
 # %% [markdown]
 # The plan says one word; all else is done with the loaded model. For `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
 # `up_proj` torch gets `ColwiseParallel` for peft's `base_layer` and `lora_B`. For `o_proj` and `down_proj` it gets
-# `RowwiseParallel` for `base_layer` and `lora_A`. The adapter that is saved is whole. (Megatron goes on: *sequence
-# parallelism* cuts what is whole between g and f by tokens, and each sum becomes a reduce-scatter and an all-gather, of
-# the same bytes. Ours does not.) Two steps of the tiny model, in one process and in two:
+# `RowwiseParallel` for `base_layer` and `lora_A`. The adapter that is saved is whole. (Megatron also cuts what is whole
+# between g and f, by tokens, for the same bytes: *sequence parallelism*. Ours does not.) Two steps of the tiny model,
+# each with its loss and gradient norm, and an evaluation:
 
 
 # %% tags=["hide-input"]
@@ -484,8 +485,8 @@ assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
 # %% [markdown]
 # ## 6. Where it breaks
 # **The loss is another one, and nothing else.** The first matrix was cut by rows. Then a process has a part of a *sum*,
-# and gelu of a part is no part of gelu. Cure: columns first, as then nonlinearities see whole numbers; or a sum in
-# between, which costs as much as the MLP's own.
+# and gelu of a part is no part of gelu. Cure: columns first, so that gelu sees whole numbers. (A missing f, in section
+# 2, does not even move the loss.)
 
 
 # %%
@@ -610,8 +611,8 @@ course.check(3, break_even_rate, course.about(rate, "what they gain in computing
 # </details>
 #
 # ## In one breath
-# - **Saves** 1/N of the blocks' matrices, of their adapters and of what is wide inside a block. The embedding, the head
-#   and the residual stream are whole in every process.
+# - **Saves** all but 1/N of the blocks' matrices, of one of each adapter's two, and of what is wide inside a block. The
+#   embedding, the head and what goes from block to block are whole in every process.
 # - **Costs** two sums of $B\,T\,D$ forward and two back in every block (five back with DTensor), for which all wait.
 # - **Exact within rounding**, if every f and g is in its place. A missing f is silent.
 # - **When**: one row, or one block, does not fit a card, and the cards have NVLink.
@@ -621,5 +622,5 @@ course.check(3, break_even_rate, course.about(rate, "what they gain in computing
 # - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3: columns and rows, f and g, the cut head.
 # - Korthikanti et al. 2022, arXiv 2205.05198, section 4: what is whole between blocks, cut by tokens.
 # - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
-# - NVIDIA's data sheets of T4, L4 and A100: PCIe 32 or 64 GB/s and NVLink 600 GB/s, both ways together.
+# - Rates of links, each with its source: `cria_tricks/parallel/links.py`; of cards: `cria_tricks/hardware/cards.py`.
 # - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

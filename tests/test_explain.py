@@ -1,5 +1,6 @@
 """``cria explain`` and the table: told from the modules, the README's is theirs, and the plain code runs."""
 
+import ast
 import inspect
 import itertools
 import re
@@ -12,9 +13,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from cria_tricks import explain
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import BadInput
+from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.tricks import INFERENCE, TRICKS, nf4, trick_name
 
 ROOT = Path(__file__).parents[1]
+SPREAD = (*STRATEGIES.values(), *BESIDE)
 NAMES = [trick_name(trick) for trick in (*TRICKS, *INFERENCE)]
 
 
@@ -24,7 +27,8 @@ def test_the_readme_has_the_table_as_it_is_made(tmp_path):
     explain.write_into(copy)
     assert copy.read_text() == (ROOT / "README.md").read_text(), "run python -m cria_tricks.explain README.md"
     assert [row["name"] for row in explain.table()] == NAMES
-    assert all(row[column] for row in explain.table() for column in explain.COLUMNS)
+    assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
+    assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +50,16 @@ def test_the_plain_code_of_a_toggle_runs(name, tiny_model, rows, tmp_path, monke
     assert made.state.global_step == 1
 
 
-@pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE], ids=trick_name)
+@pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
+def test_the_plain_code_of_a_strategy_names_what_there_is(strategy):
+    """It needs several processes, so it is read, and what it imports is imported."""
+    tree = ast.parse(explain.explain(trick_name(strategy)).plain)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imports
+    exec(compile(ast.Module(imports, []), trick_name(strategy), "exec"), {})
+
+
+@pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], ids=trick_name)
 def test_the_whole_card_is_shown(trick):
     """No word of the docstring is lost on the way."""
     about = explain.explain(trick_name(trick))

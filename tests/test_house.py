@@ -1,6 +1,7 @@
 """The house holds together: one name in every place, cards, import direction, size."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 
 import cria_tricks.tricks as tricks_package
 from cria_tricks.hardware import T4
-from cria_tricks.recipe import Tricks
+from cria_tricks.parallel import BESIDE, STRATEGIES
+from cria_tricks.recipe import Parallel, Tricks
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
 PACKAGE = Path(tricks_package.__file__).parents[1]
+SPREAD = (*STRATEGIES.values(), *BESIDE)
 by_name = pytest.mark.parametrize("trick", TRICKS + INFERENCE, ids=trick_name)
+all_by_name = pytest.mark.parametrize("trick", (*TRICKS, *INFERENCE, *SPREAD), ids=trick_name)
 
 
 def test_every_module_in_tricks_is_listed_once():
@@ -25,7 +29,7 @@ def test_every_module_in_tricks_is_listed_once():
     assert len(names) == len(set(names))
 
 
-@by_name
+@all_by_name
 def test_the_card_has_its_eight_lines_in_order(trick: ModuleType):
     fields = card(trick)
     assert tuple(fields) == ("title", *CARD)
@@ -33,20 +37,21 @@ def test_the_card_has_its_eight_lines_in_order(trick: ModuleType):
     assert fields["Claim"].startswith(trick.CLAIM)
 
 
-@by_name
+@all_by_name
 def test_a_module_is_read_in_five_minutes(trick: ModuleType):
     assert len(Path(trick.__file__).read_text().splitlines()) <= 250
 
 
-@by_name
+@all_by_name
 def test_tricks_import_torch_and_nothing_heavier(trick: ModuleType):
     allowed = {"torch", "cria_tricks", *sys.stdlib_module_names}
     assert {name.partition(".")[0] for name in _imports(Path(trick.__file__))} <= allowed
 
 
-@by_name
+@all_by_name
 def test_a_trick_has_a_proof_a_lesson_and_plain_code_under_its_own_name(trick: ModuleType):
-    assert (Path(__file__).parent / "tricks" / f"test_{trick_name(trick)}.py").is_file()
+    folder = trick.__name__.split(".")[-2]
+    assert (Path(__file__).parent / folder / f"test_{trick_name(trick)}.py").is_file()
     assert trick.LESSON[:2].isdigit()
     assert trick.REFERENCE
     assert trick.PLAIN.strip()
@@ -63,11 +68,36 @@ def test_a_trick_has_toggles_and_a_technique_for_answering_has_none():
 
 
 @pytest.mark.parametrize(
-    "proof", sorted((Path(__file__).parent / "tricks").glob("test_*.py")), ids=lambda path: path.stem
+    "proof",
+    [
+        *sorted((Path(__file__).parent / "tricks").glob("test_*.py")),
+        *(Path(__file__).parent / "parallel" / f"test_{trick_name(strategy)}.py" for strategy in SPREAD),
+    ],
+    ids=lambda path: path.stem,
 )
 def test_a_proof_has_the_same_three_names_everywhere(proof: Path):
     defined = {node.name for node in ast.parse(proof.read_text()).body if isinstance(node, ast.FunctionDef)}
     assert {"test_math", "test_mechanism", "test_switch"} <= defined
+
+
+def test_a_strategy_is_one_setting_or_one_command():
+    assert {f"strategy={name}" for name in get_args(Parallel.model_fields["strategy"].annotation)} == {
+        "strategy=none",
+        *(switch for strategy in STRATEGIES.values() for switch in strategy.SWITCHES),
+    }
+    for name, strategy in STRATEGIES.items():
+        assert trick_name(strategy) == name
+        assert all(callable(getattr(strategy, part)) for part in ("switch_on", "spread", "window", "traffic"))
+    for strategy in BESIDE:
+        assert not hasattr(strategy, "SWITCHES")
+        assert strategy.COMMAND.startswith("torchrun")
+        assert callable(strategy.traffic)
+
+
+@pytest.mark.parametrize("strategy", SPREAD, ids=trick_name)
+def test_a_reference_of_a_strategy_is_short(strategy: ModuleType):
+    lines = sum(len(inspect.getsource(getattr(strategy, name)).splitlines()) for name in strategy.REFERENCE)
+    assert lines <= 80
 
 
 def test_every_value_of_every_toggle_is_some_tricks_business():

@@ -172,6 +172,8 @@ def the_map() -> str:
     rungs = toggles.ladder(toggles.Bench(find_shape(capstone.model), T4), capstone)
     rows = []
     for before, after in itertools.pairwise(rungs):
+        assert isinstance(before.memory, MemoryEstimate)
+        assert isinstance(after.memory, MemoryEstimate)
         old, new = _largest(before.memory), _largest(after.memory)
         changes = [f"{change:+,.0f}" if (change := (new[name] - old[name]) / 2**20) else "" for name in old]
         rows.append((f"`{after.set[0]}`", *changes))

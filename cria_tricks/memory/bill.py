@@ -28,15 +28,17 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
         dry: by dry run of the real modules, which takes seconds; by hand otherwise.
 
     Returns:
-        ``model``, ``gpu``, ``capacity_bytes``, ``peak_bytes`` (of the step's tensors), ``needed_bytes`` (with all that
-        the card holds besides), ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows
+        ``model``, ``gpu``, ``strategy``, ``processes``, ``capacity_bytes``, ``peak_bytes`` (of the step's tensors, in
+        the process that needs most), ``needed_bytes`` (with all that the card holds besides), ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows
         sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are not
         known), ``warnings`` and ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
 
     Raises:
         BadInput: for a toggle that cannot work there.
     """
-    plan = resolve(recipe, bench.device)
+    plan = resolve(recipe, bench.device, bench.processes)
+    if dry and bench.processes > 1:
+        raise BadInput(f"--dry-run with --nproc {bench.processes}: it runs one process; leave one of them out")
     setting = bench.bill(recipe)
     memory, around = setting.memory, setting.memory.around
     rows = _dry_rows(bench, recipe, plan) if dry else memory.rows
@@ -47,6 +49,8 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     return {
         "model": bench.shape.name,
         "gpu": bench.device.name,
+        "strategy": recipe.parallel.strategy,
+        "processes": bench.processes,
         "batch": recipe.train.batch_size,
         "tokens": recipe.data.max_length,
         "capacity_bytes": capacity,
@@ -107,8 +111,8 @@ def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
 def show(found: dict[str, Any], screen: Console) -> None:
     """Print a bill and what was asked for beside it."""
     screen.print(
-        f"[bold]{found['model']}[/] on {found['gpu']}, {found['batch']} x {found['tokens']:,} tokens a micro-batch, "
-        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
+        f"[bold]{found['model']}[/] on {found['gpu']}{_shared(found)}, "
+        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, {'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
         highlight=False,
     )
     table = Table(show_footer=True)
@@ -147,6 +151,10 @@ def show(found: dict[str, Any], screen: Console) -> None:
             f"{price['flavor']}: {price['minutes']:.0f} minutes, ${price['low']:.2f} to ${price['high']:.2f}",
             highlight=False,
         )
+
+
+def _shared(found: dict[str, Any]) -> str:
+    return f", the fullest of {found['processes']} ({found['strategy']})" if found["processes"] > 1 else ""
 
 
 def _show_suggestions(found: dict[str, Any], screen: Console) -> None:

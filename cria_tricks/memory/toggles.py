@@ -14,6 +14,9 @@ from cria_tricks.hardware.cost import step
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
 from cria_tricks.memory.shape import Shape
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
+from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.tricks import resolve
 from cria_tricks.units import human
@@ -63,7 +66,7 @@ class Setting:
 
     set: tuple[str, ...]
     recipe: Recipe
-    memory: MemoryEstimate
+    memory: MemoryEstimate | PerProcess
     seconds: float | None
 
 
@@ -102,11 +105,13 @@ class Bench:
 
     Attributes:
         shape: of the model.
-        device: that it would run on.
+        device: that it would run on, in each process.
+        processes: that share the run, by ``recipe.parallel.strategy``.
     """
 
     shape: Shape
     device: Device
+    processes: int = 1
 
     @property
     def card(self) -> Card | None:
@@ -114,17 +119,30 @@ class Bench:
         return next((card for card in CARDS.values() if card.device == self.device), None)
 
     def bill(self, recipe: Recipe, *changed: str) -> Setting:
-        """What a recipe costs."""
+        """What a recipe costs; in one of several processes the one that needs most."""
         seconds = None
         if self.card:
             work = step(recipe, self.shape, self.card)
-            seconds = work.seconds / work.tokens
-        return Setting(changed, recipe, estimate(recipe, self.shape, self.device), seconds)
+            seconds = (work.seconds if self.processes == 1 else self._shared(recipe, self.card)) / work.tokens
+        return Setting(changed, recipe, self.memory(recipe), seconds)
+
+    def memory(self, recipe: Recipe, tokens: int | None = None) -> MemoryEstimate | PerProcess:
+        """The bytes alone, for rows of this length or of ``data.max_length``."""
+        if self.processes == 1:
+            return estimate(recipe, self.shape, self.device, tokens)
+        strategy = recipe.parallel.strategy
+        return per_process(recipe, self.shape, self.device, strategy, self.processes, tokens=tokens)
+
+    def _shared(self, recipe: Recipe, card: Card) -> float:
+        """Seconds of a step of several cards in one machine, joined by PCIe."""
+        strategy, link = recipe.parallel.strategy, LINKS["pcie3" if card.link_rate < 20e9 else "pcie4"]
+        calls = STRATEGIES[strategy].traffic(recipe, self.shape, self.processes)
+        return step_seconds(compute_seconds(recipe, self.shape, card, strategy, self.processes), calls, link).seconds
 
     def works(self, recipe: Recipe) -> bool:
         """Whether no toggle is refused."""
         try:
-            resolve(recipe, self.device)
+            resolve(recipe, self.device, self.processes)
         except BadInput:
             return False
         return True
@@ -184,13 +202,13 @@ def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
         BadInput: if the recipe itself is refused.
     """
     before, found = bench.bill(recipe), []
-    warned = resolve(recipe, bench.device).warnings
+    warned = resolve(recipe, bench.device, bench.processes).warnings
     for field, values in _choices(recipe, bench.device).items():
         for value in values:
             changed = _with(recipe, {field: value})
             if value == getattr(recipe.tricks, field) or not bench.works(changed):
                 continue
-            if len(resolve(changed, bench.device).warnings) > len(warned):
+            if len(resolve(changed, bench.device, bench.processes).warnings) > len(warned):
                 continue  # it would have no effect
             after = bench.bill(changed, f"tricks.{named(changed, field)}")
             found.append(Change(after.set[0], (), before, after))
@@ -240,7 +258,7 @@ def longest(bench: Bench, recipe: Recipe) -> int:
     """The most tokens of a row that fit; 0 when not even the shortest does."""
 
     def fits(tokens: int) -> bool:
-        return estimate(recipe, bench.shape, bench.device, tokens).fits
+        return bench.memory(recipe, tokens).fits
 
     low, high = 0, LONGEST
     while low < high:

@@ -1,49 +1,17 @@
-"""Beyond one card: how several processes share one run, a strategy per file, chosen by ``recipe.parallel.strategy``.
+"""Beyond one card: how several processes share one run, a strategy per file, chosen by ``recipe.parallel.strategy``."""
 
-Each module opens with a card of eight lines, states its ``CLAIM``, and holds a from-scratch reference over plain
-collectives, ``switch_on(plan, recipe, processes) -> Plan``, ``spread(total, plan, world) -> module`` and
-``traffic(recipe, shape, processes) -> list[Call]``.
-"""
+from typing import TYPE_CHECKING, Any
 
-from dataclasses import replace
-from types import ModuleType
+if TYPE_CHECKING:
+    from cria_tricks.parallel.strategies import BESIDE, STRATEGIES, switch_on
 
-from cria_tricks.errors import BadInput
-from cria_tricks.parallel import ddp, ddp_tensor, fsdp, model, tensor
-from cria_tricks.plan import Plan
-from cria_tricks.recipe import Recipe
-
-STRATEGIES: dict[str, ModuleType] = {
-    # The rows are shared, the model is whole in each process ...
-    "ddp": ddp,
-    # ... or in pieces of which none computes with another's rows ...
-    "fsdp": fsdp,
-    # ... or its matrices are shared, and the rows are the same.
-    "tensor": tensor,
-    "ddp_tensor": ddp_tensor,
-    # One process, several cards.
-    "model": model,
-}
-"""What ``parallel.strategy`` can be."""
+__all__ = ["BESIDE", "STRATEGIES", "switch_on"]
 
 
-def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Write a recipe's strategy into its plan.
+def __getattr__(name: str) -> Any:
+    """Import the strategies when they are asked for: torch comes with them, and ``world`` is needed without."""
+    if name in __all__:
+        from cria_tricks.parallel import strategies
 
-    Args:
-        plan: with all tricks in it.
-        recipe: what is wanted.
-        processes: of the run.
-
-    Raises:
-        BadInput: for a strategy that does not fit the processes or the tricks, with the reason and what to use.
-    """
-    strategy = recipe.parallel.strategy
-    if strategy == "none":
-        if processes > 1:
-            raise BadInput(
-                f"parallel.strategy=none with {processes} processes: each would train the whole recipe; set "
-                "parallel.strategy=ddp"
-            )
-        return plan
-    return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)
+        return getattr(strategies, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,8 @@ from cria_tricks.parallel import pipeline
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe
 
-CLAIM = "exact within rounding"
+COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.parallel.pipeline RECIPE --data 2"
+CLAIM = "exact"
 LESSON = "24_hybrid"
 REFERENCE = ("place", "partners", "add_up")
 PLAIN = """

@@ -30,6 +30,7 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
+SWITCHES = ("strategy=ddp",)
 CLAIM = "exact"
 LESSON = "20_data_parallel"
 REFERENCE = ("Replicated",)

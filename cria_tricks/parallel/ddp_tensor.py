@@ -30,6 +30,7 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
+SWITCHES = ("strategy=ddp_tensor",)
 CLAIM = "exact"
 IN_PIECES = True
 LESSON = "24_hybrid"
@@ -94,7 +95,10 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     size = recipe.parallel.tensor_size
     groups = processes // size
     inside = [replace(call, times=call.times // groups) for call in tensor.traffic(recipe, shape, size)]
-    return [*inside, Call("all_reduce", 4 * own_weights(recipe, shape, size), 1, groups, "fp32 gradients of its pieces")]
+    return [
+        *inside,
+        Call("all_reduce", 4 * own_weights(recipe, shape, size), 1, groups, "fp32 gradients of its pieces"),
+    ]
 
 
 def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:

@@ -1,15 +1,15 @@
-r"""Sharded data parallelism (FSDP2, ZeRO-3): each process keeps a piece of everything, and has a block whole when it runs.
+r"""Sharded data parallelism (FSDP2, ZeRO-3): a piece of everything in each process, a block whole while it runs.
 
 Saves    weights, gradients and optimizer states: 1 / N of each in a process          [bytes]
-Costs    all weights travel twice a micro-batch, to the forward and to the backward pass, and the gradients of what
-         trains once a step; one block is whole while it runs, embedding and head through the step
+Costs    the blocks' weights travel twice a micro-batch, to the forward and to the backward pass, embedding and head
+         once, the gradients of what trains once a step; one block is whole while it runs, embedding and head throughout
 Claim    exact within rounding: the gradients are added up in another order
 Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
 Breaks   8-bit optimizers, whose kernels do not know a DTensor (refused); 4-bit weights under accelerate's wrapper,
          which leaves them whole with a warning; int8 weights (refused)
 Sources  Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3 (ZeRO-3); Zhao et al. 2023, arXiv:2304.11277, sec. 3
-Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps no gathered weight from the forward
-         to the backward pass. The switch takes torch's fully_shard, block by block
+Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps no gathered weight from one pass
+         to the other. The switch takes torch's fully_shard, block by block
 
 Shapes: N processes; a weight of E elements is ceil(E / N) in each; micro-batches of (B, T).
 """
@@ -31,6 +31,7 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
+SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact"
 IN_PIECES = True
 LESSON = "21_sharding"
@@ -140,7 +141,8 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     assert world.mesh is not None
     for block in [module for module in total.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(block, mesh=world.mesh["data"])
-    return fully_shard(total, mesh=world.mesh["data"])
+    fully_shard(total, mesh=world.mesh["data"])
+    return total
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:

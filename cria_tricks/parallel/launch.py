@@ -1,5 +1,6 @@
 """The command that starts a recipe in several processes: written out as a person could have typed it, then run."""
 
+import importlib
 import logging
 import os
 import shlex
@@ -71,8 +72,8 @@ def command(
 def run(words: list[str]) -> int:
     """Do what the command does, in this process: call the launcher's own entry.
 
-    Typed by hand it ends with the launcher's report on its processes, and exit code 1. Here the line of the process that
-    knew why stands alone.
+    Typed by hand it ends with the launcher's report on its processes, and exit code 1. Here the line of the process
+    that knew why stands alone.
 
     Args:
         words: of :func:`command`.
@@ -83,10 +84,8 @@ def run(words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if words[0] == "torchrun":
-        from torch.distributed.run import main
-    else:
-        from accelerate.commands.accelerate_cli import main
+    module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
+    main = importlib.import_module(module).main
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     sys.argv = words

@@ -27,6 +27,7 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
+SWITCHES = ("strategy=model",)
 CLAIM = "exact"
 LESSON = "23_pipeline_parallel"
 REFERENCE = ("one_after_the_other",)
@@ -90,16 +91,16 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
 
 
 def device_map(layers: int, cards: int) -> dict[str, int]:
-    """Which card holds what: an equal share of the blocks each; the embedding first, the last norm and the head last.
+    """Which card holds what: an equal share of the blocks each, the embedding and the head beside the first.
 
-    A tied head is the embedding, and stays with it: transformers moves the last states there.
+    A head that is tied is the embedding; and the labels, which the loss needs, are on the first card.
 
     Args:
         layers: blocks of the model.
         cards: to spread over.
     """
     blocks = {f"model.layers.{number}": number * cards // layers for number in range(layers)}
-    return {"model.embed_tokens": 0, **blocks, "model.norm": cards - 1, "model.rotary_emb": 0, "lm_head": cards - 1}
+    return {"model.embed_tokens": 0, **blocks, "model.norm": cards - 1, "model.rotary_emb": 0, "lm_head": 0}
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:

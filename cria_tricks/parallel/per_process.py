@@ -69,6 +69,16 @@ class PerProcess:
         return self.peak.bytes
 
     @property
+    def workspaces(self) -> Row:
+        """What products on a card work in."""
+        return self.memory.workspaces
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_allocated`` sees."""
+        return self.peak_bytes + self.workspaces.bytes
+
+    @property
     def around(self) -> tuple[Row, ...]:
         """What a card holds besides."""
         return self.memory.around
@@ -93,6 +103,7 @@ def per_process(
     *,
     stage: int | None = None,
     tokens: int | None = None,
+    trained_tokens: int | None = None,
 ) -> PerProcess:
     """Estimate what the process needs that needs most.
 
@@ -104,6 +115,7 @@ def per_process(
         processes: how many; for ``model``, cards.
         stage: of ``pipeline`` or ``model``; the one with the largest peak when left out.
         tokens: of a row; ``data.max_length`` when left out.
+        trained_tokens: of a micro-batch; all that can be when left out.
 
     Raises:
         BadInput: for a strategy that is none, or what it cannot divide.
@@ -116,7 +128,7 @@ def per_process(
         found = (_stage(recipe, shape, device, strategy, processes, number, tokens) for number in stages)
         return max(found, key=lambda one: one.peak_bytes)
     own, part = local(recipe, shape, strategy, processes)
-    memory = estimate(own, part, device, tokens)
+    memory = estimate(own, part, device, tokens, trained_tokens)
     if strategy in ("ddp", "zero1", "zero2"):
         memory = replace(memory, accumulates=True)  # the buckets are there from the beginning, and are added to
     steps = moments(memory)

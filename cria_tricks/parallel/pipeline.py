@@ -28,7 +28,8 @@ from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe
 
-CLAIM = "exact within rounding"
+COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline RECIPE"
+CLAIM = "exact"
 LESSON = "23_pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")
 PLAIN = """

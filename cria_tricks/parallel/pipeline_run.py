@@ -130,7 +130,7 @@ def _train(
     recipe: Recipe, plan: Plan, world: World, out: str | Path | None, schedule: str, blocks: str, began: float
 ) -> dict[str, Any]:
     from cria_tricks.checkpoints import describe
-    from cria_tricks.console import Aside
+    from cria_tricks.console import Aside, Voice
     from cria_tricks.data import sources
     from cria_tricks.folders import Folders
 
@@ -138,7 +138,7 @@ def _train(
     aside.quiet = not world.is_first
     found = {"train": sources.find(recipe.data.train, "train"), "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
-    folders = world.first(lambda: Folders(recipe, out, False, about, aside.print))
+    folders = world.first(lambda: Folders(recipe, out, False, about, Voice(aside)))
 
     # Only now the heavy libraries: what was wrong so far took a second to say.
     import torch
@@ -159,7 +159,7 @@ def _train(
         for part, source in found.items()
     }
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
-    config = AutoConfig.from_pretrained(weights.path)
+    config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)
     parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
     if recipe.train.save_steps:
         plan = plan.warn("train.save_steps has no effect: a pipeline writes no checkpoints")

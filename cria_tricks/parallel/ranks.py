@@ -5,8 +5,8 @@
     with Ranks(2) as ranks:
         ranks.run(lambda: torch.distributed.get_rank())  # [0, 1]
 
-Training is started by ``torchrun``; see ``launch.py``. A process takes seconds to import torch, so these stay. They have
-one core each, no card, and gloo between them.
+Training is started by ``torchrun``; see ``launch.py``. A process takes seconds to import torch, so these stay. They
+have one core each, no card, and gloo between them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import dill
 
@@ -67,7 +67,7 @@ class Ranks:
             assert process.stdin
             _write(process.stdin, call)
         answers: dict[int, Any] = {}
-        pipes = {process.stdout: rank for rank, process in enumerate(self.processes)}
+        pipes: dict[Any, int] = {process.stdout: rank for rank, process in enumerate(self.processes)}
         while len(answers) < self.size:
             waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
             failed = next((rank for rank, (wrong, _) in answers.items() if wrong), None)
@@ -116,13 +116,13 @@ def _serve() -> None:
         os._exit(0)  # the others may be gone already
 
 
-def _write(pipe: BinaryIO, message: bytes) -> None:
+def _write(pipe: IO[bytes], message: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):
         pipe.write(struct.pack("<q", len(message)) + message)
         pipe.flush()
 
 
-def _read(pipe: BinaryIO) -> bytes:
+def _read(pipe: IO[bytes]) -> bytes:
     head = pipe.read(8)
     return pipe.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
 

@@ -1,4 +1,4 @@
-"""Whose rows are whose: every micro-batch goes to exactly one share, in the order in which one process would read it."""
+"""Whose rows are whose: every micro-batch goes to one share, in the order in which one process would read it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

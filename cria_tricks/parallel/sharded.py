@@ -60,7 +60,8 @@ def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module) -
     for group in own["param_groups"]:
         group["lr"] = saved["lr"]
     optimizer.load_state_dict({**own, "state": {numbers[name]: values for name, values in saved["state"].items()}})
-    for parameter, values in getattr(optimizer, "optimizer", optimizer).state.items():
+    state: Mapping[Any, dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).state
+    for parameter, values in state.items():
         if isinstance(parameter, DTensor):
             for name, value in values.items():
                 if torch.is_tensor(value) and value.shape == parameter.shape:
@@ -83,10 +84,10 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Ten
     Returns:
         The norm that they had.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
     local = [(gradient.to_local() if isinstance(gradient, DTensor) else gradient) for gradient in gradients]
     squares = torch.zeros(2, dtype=torch.float32, device=local[0].device)  # of whole ones, of pieces
-    mesh = None
+    mesh: Any = None
     for gradient, mine in zip(gradients, local, strict=True):
         in_pieces = isinstance(gradient, DTensor) and any(isinstance(p, Shard) for p in gradient.placements)
         squares[int(in_pieces)] += mine.float().square().sum()

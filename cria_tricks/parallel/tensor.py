@@ -1,15 +1,15 @@
 r"""Tensor parallelism: every process computes a part of each block's matrices, for the same rows.
 
 Saves    weights of the blocks' matrices, and what is wide inside a block (heads, MLP): 1 / N in a process  [bytes]
-Costs    sums of (B, T, D) in every block, forward and backward, each of which all processes wait for: on anything slower
-         than NVLink it is slower than one card. Embedding, norms, head and the residual stream are whole everywhere
+Costs    sums of (B, T, D) in every block, forward and backward, for each of which all processes wait: over PCIe it is
+         slower than one card. Embedding, norms, head and the residual stream are whole everywhere
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
-Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch takes torch's parallelize_module with
-         a plan that knows peft's LoRA; DTensor sums the input's gradient once a matrix, 5 times a block where f does it
-         twice
+Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch takes torch's parallelize_module
+         with a plan that knows peft's LoRA; DTensor sums the input's gradient once a matrix, 5 times a block where f
+         does it twice
 
 Shapes: activations (B, T, D); a column matrix (F / N, D), a row matrix (D, F / N); LoRA A (r, D_in), B (D_out, r).
 """
@@ -30,6 +30,7 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
+SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
 IN_PIECES = True
 LESSON = "22_tensor_parallel"
@@ -163,9 +164,10 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
         kind = name.rpartition(".")[2]
         if kind not in COLUMNS + ROWS:
             continue
+        style: Any
         style, adapter = (ColwiseParallel, "lora_B") if kind in COLUMNS else (RowwiseParallel, "lora_A")
-        parts = {"base_layer": style(), f"{adapter}.default": style()} if hasattr(module, "base_layer") else style()
-        parallelize_module(module, mesh, parts)
+        parts: Any = {"base_layer": style(), f"{adapter}.default": style()}
+        parallelize_module(module, mesh, parts if hasattr(module, "base_layer") else style())
 
 
 def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:

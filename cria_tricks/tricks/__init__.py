@@ -12,7 +12,6 @@ from types import ModuleType
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.parallel import switch_on as switch_on_strategy
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import (
@@ -99,10 +98,12 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
     Raises:
         BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
     """
+    from cria_tricks.parallel import strategies  # they count with what tricks know
+
     plan = Plan(device or this_device())
     for trick in TRICKS:
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
-    return switch_on_strategy(plan, recipe, processes)
+    return strategies.switch_on(plan, recipe, processes)
 
 
 def still_off(recipe: Recipe, device: Device) -> list[str]:

@@ -19,6 +19,7 @@ from cria_tricks.hardware import Device
 from cria_tricks.tricks.expand_kv import IMPLEMENTATION
 
 CLAIM = "exact within rounding"
+COMMAND = "cria chat"
 LESSON = "10_flash_decoding"
 REFERENCE = ("attend_piece", "merge")
 PLAIN = """

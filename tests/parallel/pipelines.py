@@ -64,7 +64,9 @@ def loop_of(folder: Path, *settings: str, schedule: str = "1f1b", data: int = 1)
     mesh = init_device_mesh("cpu", (data, stages), mesh_dim_names=("data", "stage"))
     parts = find_blocks("", model.config.num_hidden_layers, stages, "llama")
     arguments = training_arguments(plan, recipe.train, 11, True, Path("unused"), None)
-    return recipe, Loop(model, plan, arguments, mesh, recipe.tricks.gradient_accumulation // data, parts, schedule)
+    loop = Loop(model, plan, arguments, mesh, recipe.tricks.gradient_accumulation // data, parts, schedule)
+    loop.part.train()  # as step() does
+    return recipe, loop
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

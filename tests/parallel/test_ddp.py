@@ -57,8 +57,8 @@ def test_switch():
     assert plan.training["gradient_accumulation_steps"] == 2  # of the window's four
     with pytest.raises(BadInput, match=r"3 processes cannot share the 4 micro-batches of a step evenly; set"):
         resolve(steps.recipe_of("parallel.strategy=ddp"), processes=3)
+    recipe = steps.recipe_of("parallel.strategy=ddp", "tricks.gradient_accumulation=2", "train.batch_size=4")
     with pytest.raises(BadInput, match=r"multiple of 4: 4 with train.batch_size=2 keeps the 8 rows of a step"):
-        recipe = steps.recipe_of("parallel.strategy=ddp", "tricks.gradient_accumulation=2", "train.batch_size=4")
         resolve(recipe, processes=4)
     with pytest.raises(BadInput, match=r"needs two processes or more, and this is one; start it with cria launch"):
         resolve(steps.recipe_of("parallel.strategy=ddp"))

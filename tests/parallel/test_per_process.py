@@ -50,7 +50,7 @@ class Live(LiveBytes):
     """Sees at every operation that FSDP has given the bytes of a gathered weight back, not only at its next gather."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._remeasure()
+        self.remeasure()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -44,7 +44,7 @@ def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, a
             # Sums in another order: 1e-7 a step, which Adam's first steps, of the gradient's sign, make larger.
             assert mine[key] == pytest.approx(its[key], rel=2e-4 if key == "grad_norm" else 2e-5), (mine["step"], key)
     assert report.keys() == alone.keys()
-    for key in ("steps", "planned_steps", "data", "parameters", "attention_kernel", "warnings", "estimated_peak_bytes"):
+    for key in ("steps", "planned_steps", "data", "parameters", "attention_kernel", "warnings"):
         assert report[key] == alone[key], key
     assert report["eval_loss_after"] == pytest.approx(alone["eval_loss_after"], rel=2e-5)
 

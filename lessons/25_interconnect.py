@@ -1,0 +1,571 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 25. Interconnect: when more cards stop helping
+# > **Promise.** You build the ring that adds gradients up, describe a link by two numbers, and predict a call that you
+# > have not measured. Then you say for three strategies and four links when another card stops helping, before you rent
+# > it.
+#
+# > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step within a
+# > factor of two, as in lesson 15 / 35 minutes / after lesson 24
+#
+# The job: QLoRA of Llama-3.2-1B on 107 answers, eight rows a step. Lessons 20 to 24 shared the step in every way there
+# is, and counted what processes send each other. Here we ask what a byte costs, and what a call costs that has next to
+# no bytes in it.
+
+# %% tags=["hide-input"]
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+import torch
+import torch.distributed as dist
+
+from cria_tricks import course, recipes
+from cria_tricks.figures import Theme
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel import STRATEGIES, collectives
+from cria_tricks.parallel.collectives import Timing
+from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds, when_it_stops
+from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.parallel.traffic import Call, CountCollectives, ring_share
+from cria_tricks.recipe import with_settings
+
+ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
+ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
+ranks.run(warnings.simplefilter, "ignore", FutureWarning)  # torch 2.13 has new names for two of the functions
+torch.manual_seed(0)
+MIB = 2**20
+
+
+def trial(all_reduce, dtype=torch.int64):
+    """Our sum and torch's of 1,024 numbers, and what this process sent: in bytes, in calls."""
+    torch.manual_seed(dist.get_rank())
+    ours = (100 * torch.randn(1024)).to(dtype)
+    dist.all_reduce(theirs := ours.clone())
+    with CountCollectives() as count:
+        all_reduce(ours)
+    return ours, theirs, count.bytes["send"], count.calls["send"]
+
+
+def sent_by_each(all_reduce):
+    """Bytes over those of the tensor, rank by rank."""
+    found = ranks.run(trial, all_reduce)
+    assert all(torch.equal(ours, theirs) for ours, theirs, *_ in found)
+    return [size / (8 * 1024) for *_, size, _ in found]
+
+
+# %% [markdown]
+# ## 1. The bill
+# Two A100s with NVLink between them: 300 GB a second one way, says the data sheet. Data parallelism sends 45 MB a step,
+# tensor parallelism 216 times as much. (It takes no NF4, so it runs in bf16, as in lesson 22; sharding takes no 8-bit
+# AdamW.) Divide bytes by the rate, and compare with this lesson's reckoning. For which is the division badly wrong?
+
+# %%
+A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
+job = recipes.kwanzaa(A100.device)
+plain_adamw = with_settings(job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
+bf16 = with_settings(plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"])
+RECIPES = {"ddp": job, "fsdp": plain_adamw, "tensor": bf16}
+nvlink, parts = LINKS["nvlink_a100"], {}
+for way in ("ddp", "tensor"):
+    calls = STRATEGIES[way].traffic(RECIPES[way], shape, 2)
+    number, sent = sum(call.times for call in calls), sum(call.sent for call in calls)
+    reckoned = sum(map(nvlink.seconds, calls))
+    parts[way] = 1 - sent / nvlink.rate / reckoned
+    print(f"{way:7}{sent / 1e6:6,.0f} MB in {number:,} calls: {1000 * sent / nvlink.peak:.2f} ms by division", end=", ")
+    print(f"{1000 * reckoned:.2f} by reckoning; {parts[way]:.0%} of that are no bytes")
+assert parts["ddp"] < 0.1 < 0.4 < parts["tensor"]
+
+
+# %% [markdown]
+# For tensor parallelism. No link reaches its data sheet's rate, that is one thing. The other: 2,304 calls must be
+# started, which takes nearly half of the time. So a call has two prices.
+#
+# ## 2. From scratch, in four steps
+# A message takes $t = \alpha + s / \beta$: $\alpha$ seconds however small it is, and its $s$ bytes at a rate $\beta$.
+# An all-reduce is made of messages. How many, and how large? That depends on how it is done.
+#
+# **One adds up for all.** Everyone sends to process 0, which adds, and sends the sum back. (`sent_by_each` calls it in
+# four processes, holds the sum against torch's, and counts.)
+# %%
+def star(x):
+    others = range(1, dist.get_world_size())
+    if dist.get_rank() > 0:
+        dist.send(x, 0)
+        dist.recv(x, 0)
+        return
+    for other in others:
+        dist.recv(received := torch.empty_like(x), other)
+        x += received
+    for other in others:
+        dist.send(x, other)
+
+
+print("of a tensor each process sends", sent_by_each(star))
+assert sent_by_each(star) == [3, 1, 1, 1]
+
+# %% [markdown]
+# The sum is right. But process 0 sends $N - 1$ tensors and receives as many: with twice the processes it takes twice as
+# long.
+#
+# **Only neighbours talk, and only in pieces.** Put the processes in a ring, and cut the tensor into $N$ pieces. In each
+# round everyone sends *one* piece to the right, and adds what comes from the left. So a sum goes round and grows. After
+# $N - 1$ rounds everyone has one piece that is complete. This is a *reduce-scatter*.
+
+
+# %%
+def exchange(sent, to, received, source):
+    """Send and receive at once. If all sent first, nobody would receive, and all would wait forever."""
+    both = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, source)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def reduce_scatter(pieces):
+    rank, N = dist.get_rank(), dist.get_world_size()
+    for turn in range(N - 1):
+        growing = pieces[(rank - turn - 1) % N]
+        exchange(pieces[(rank - turn) % N], (rank + 1) % N, received := torch.empty_like(growing), (rank - 1) % N)
+        growing += received
+
+
+# %% [markdown]
+# **Hand complete pieces on.** $N - 1$ more rounds, without adding: an *all-gather*. **Put both together.** How much of
+# the tensor does each of four processes send now? Count the rounds before you run.
+
+
+# %%
+def all_gather(pieces):
+    rank, N = dist.get_rank(), dist.get_world_size()
+    for turn in range(N - 1):
+        exchange(pieces[(rank + 1 - turn) % N], (rank + 1) % N, pieces[(rank - turn) % N], (rank - 1) % N)
+
+
+def ring(x):
+    pieces = x.tensor_split(dist.get_world_size())  # views: what happens to them happens to x
+    reduce_scatter(pieces)
+    all_gather(pieces)
+
+
+print("of a tensor each process sends", sent_by_each(ring))
+assert sent_by_each(ring) == [1.5] * 4
+
+
+# %% tags=["hide-input"]
+def rounds(theme: Theme):
+    """How many processes' numbers are in each piece, round by round, as the code above moves them."""
+    sketch = course.Sketch(theme, 46, 13.4)
+    inside = [[1] * 4 for _ in range(4)]
+    for turn in range(7):
+        left = 4.6 + 6 * turn
+        head = "at first" if turn == 0 else f"round {turn}"
+        sketch.text(left + 2.6, 0.6, head)
+        for rank in range(4):
+            if turn == 0:
+                sketch.text(0, 2.9 + 2.6 * rank, f"rank {rank}", align="left")
+            for piece in range(4):
+                held = inside[rank][piece]
+                box = (left + 1.3 * piece, 1.9 + 2.6 * rank, 1.2, 2)
+                sketch.tensor(*box, str(held), color=1 if held == 4 else 0, kept=held > 1)
+        before = [list(row) for row in inside]
+        for rank in range(4):
+            piece = (rank - turn - 1) % 4 if turn < 3 else (rank - turn + 3) % 4
+            inside[rank][piece] = before[rank - 1][piece] + (before[rank][piece] if turn < 3 else 0)
+    sketch.text(4.6 + 6 * 2 + 2.6, 12.8, "reduce-scatter: sums grow", quiet=True)
+    sketch.text(4.6 + 6 * 5 + 2.6, 12.8, "all-gather: sums are handed on", quiet=True)
+    return sketch.figure
+
+
+course.show(
+    rounds,
+    "Figure 1. Four processes, four pieces, and how many processes' numbers are in each. After three rounds every "
+    "process has one complete piece, after six all of them.",
+)
+
+# %% [markdown]
+# $2 (N - 1)$ rounds of $1 / N$: each sends $2 (N - 1) / N$ of the tensor, never twice of it. So the bytes hardly grow
+# with $N$; the number of starts does:
+#
+# $$t = 2 (N - 1)\,\alpha + \frac{2 (N - 1)}{N} \cdot \frac{s}{\beta}$$
+#
+# ## 3. Prove it
+# Whole numbers were equal to torch's, to the bit. Floats are added in another order, so that is *exact within
+# rounding*. But all processes must hold the same bits, or replicas drift apart. And ours and the package's must send
+# what the formula says.
+
+# %%
+for name, all_reduce in (("ours", ring), ("package", collectives.ring_all_reduce)):
+    found = ranks.run(trial, all_reduce, torch.float32)
+    ours, theirs, sent, calls = found[0]
+    print(f"{name:8} off by {(ours - theirs).norm() / theirs.norm():.0e}; {sent:,} bytes sent in {calls} calls")
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-4)
+    assert all(torch.equal(ours, other) for other, *_ in found)
+    assert (sent, calls) == (4 * 1024 * ring_share("all_reduce", 4), 2 * 3)
+
+# %% [markdown]
+# **Two numbers from measurements.** Seconds against bytes sent lie on a line. Its height at zero is the latency of a
+# call, its slope $1 / \beta$. We want the smallest *relative* errors: else the largest size would decide alone. Timings
+# that we made up must give their line back.
+
+
+# %%
+def line_through(timings):
+    """Latency and rate: least squares of latency / t + (sent / t) / rate = 1."""
+    A = torch.tensor([[1 / one.seconds, one.sent / one.seconds] for one in timings], dtype=torch.float64)
+    latency, slope = torch.linalg.lstsq(A, torch.ones(len(A), 1, dtype=torch.float64)).solution[:, 0].tolist()
+    return latency, 1 / slope
+
+
+made_up = [Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (10**3, 10**5, 10**7)]
+for found in (line_through(made_up), collectives.fit(made_up)):
+    assert all(abs(one / right - 1) < 1e-6 for one, right in zip(found, (3e-4, 2e9), strict=True))
+
+# %% [markdown]
+# ## 4. What it costs
+# **Measured here.** Three collectives of torch between two processes of this machine, over gloo, in five sizes. Whoever
+# says "0.8 GB a second" can mean two things, as nccl-tests names them. The *algorithm bandwidth* is the tensor's bytes
+# over the seconds. The *bus bandwidth* is what each process *sends* over the seconds, so it can be held against a link.
+# An all-gather sends half of what an all-reduce does. Which of its two numbers will be near the all-reduce's?
+
+
+# %%
+def measure(sizes):
+    """Medians of ten calls in our first two processes; the others sit still."""
+    pair, found = dist.new_group([0, 1]), []
+    for size in sizes if dist.get_rank() < 2 else ():
+        whole, piece = torch.zeros(size // 4), torch.zeros(size // 8)
+        calls = {
+            "all_reduce": partial(dist.all_reduce, whole, group=pair),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, piece, group=pair),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, piece, whole, group=pair),
+        }
+        took = {kind: [] for kind in calls}
+        for kind, call in 11 * list(calls.items()):  # by turns: what slows one down slows all
+            start = time.perf_counter()
+            call()
+            took[kind].append(time.perf_counter() - start)
+        found += [Timing(kind, size, 2, statistics.median(seconds[1:])) for kind, seconds in took.items()]
+    return found
+
+
+SIZES, KINDS = [2**power for power in (12, 15, 18, 21, 24)], ("all_reduce", "all_gather", "reduce_scatter")
+timings = ranks.run(measure, SIZES)[0]
+for kind, last in zip(KINDS, timings[-3:], strict=True):
+    print(f"{kind:15}", *(f"{1000 * one.seconds:7.2f}" for one in timings if one.kind == kind), "ms;", end=" ")
+    print(f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, {last.sent / last.seconds / 1e9:.2f} bus")
+
+# %% [markdown]
+# Usually the bus bandwidth: a link charges for what is sent. A reduce-scatter should reach it, too. It does not: gloo
+# has none, and torch makes it of an all-reduce.
+#
+# Now the lines, and a prediction: 43 MiB, our job's gradients, more than anything that we measured.
+
+# %%
+lines = {kind: line_through([one for one in timings if one.kind == kind]) for kind in KINDS}
+for found in ranks.run(measure, [45_088_768])[0]:
+    latency, rate = lines[found.kind]
+    predicted, took = 1000 * (latency + found.sent / rate), 1000 * found.seconds
+    print(f"{found.kind:15}{1000 * latency:6.2f} ms + sent / {rate / 1e9:.2f} GB/s: predicted", end=" ")
+    print(f"{predicted:.0f} ms, measured {took:.0f}, off by {predicted / took - 1:+.0%}")
+
+
+# %% tags=["hide-input"]
+def measured_lines(theme: Theme):
+    """Seconds against bytes: what was measured, and the lines."""
+    drawn, axes = course.figure(height=3.2)
+    grid = [2 ** (power / 4) for power in range(48, 98)]
+    for (kind, (latency, rate)), colour, marker in zip(lines.items(), theme.series, "osD", strict=False):
+        own = [one for one in timings if one.kind == kind]
+        times = [1000 * (latency + size * ring_share(kind, 2) / rate) for size in grid]
+        axes.plot(grid, times, color=colour, linewidth=1)
+        label = kind.replace("_", "-")
+        axes.scatter([t.bytes for t in own], [1000 * t.seconds for t in own], color=colour, marker=marker, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="bytes of the tensor", ylabel="milliseconds of a call")
+    axes.grid()
+    axes.legend()
+    return drawn
+
+
+course.show(
+    measured_lines,
+    "Figure 2. Measured when this page was built, two processes and gloo. Left, calls of any size take the same time; "
+    "right, twice the bytes take twice as long.",
+)
+
+# %% [markdown]
+# Tens of per cent off is usual when other programs use the machine. It is good enough to choose by.
+#
+# **Links, by data sheet.** `LINKS` has for each the rate that it is sold at, the part that collectives reach, a start,
+# and a hop for each round, with sources. At which size does a call spend half of its time on bytes? Guess it for NVLink.
+
+
+# %%
+def seconds(call, link):
+    rounds = (2 if call.kind == "all_reduce" else 1) * (call.processes - 1)
+    return call.times * (link.start + rounds * link.hop) + call.sent / link.rate
+
+
+NAMES = ("nvlink_a100", "pcie4", "hdr", "10gbe")
+for name in NAMES:
+    link, (gradients,) = LINKS[name], STRATEGIES["ddp"].traffic(job, shape, 2)
+    assert abs(seconds(gradients, link) / link.seconds(gradients) - 1) < 1e-9
+    half_way = (link.start + 2 * link.hop) * link.rate
+    print(f"{link.name:18}{link.rate / 1e9:6.1f} of {link.peak / 1e9:.1f} GB/s;", end=" ")
+    print(f"gradients {1000 * seconds(gradients, link):5.2f} ms; half of the time is bytes at {half_way / 1e6:.2f} MB")
+
+# %% [markdown]
+# The faster the link, the larger. Below 3.5 MB NVLink waits more than it sends; tensor parallelism's sums are 8 MiB.
+#
+# **When do more cards stop helping?** A step is lesson 15's computing, divided among $N$, and its calls, of which none
+# is hidden here. We double $N$ as long as that makes it half as fast again. Which of twelve pairs stop at once?
+
+# %%
+fixed = {}
+for way, recipe in RECIPES.items():
+    for name in NAMES:
+        found = when_it_stops(recipe, shape, A100, LINKS[name], way, STRATEGIES[way].traffic)
+        fixed[way, name] = found
+        print(f"{way:7}{LINKS[name].name:18}{found.stops} cards, {found.points[-1].speedup:.2f} times: {found.why}")
+assert {found.stops for (way, _), found in fixed.items() if way == "ddp"} == {8}
+assert {found.stops for (way, _), found in fixed.items() if way == "tensor"} == {1}
+assert fixed["fsdp", "pcie4"].stops == 8 > fixed["fsdp", "10gbe"].stops
+
+
+# %% tags=["hide-input"]
+def of_speed(theme: Theme):
+    """Times as fast as one card, by strategy and link."""
+    drawn, axes = course.figure(height=3.4)
+    styles = {"nvlink_a100": ("-", "o"), "pcie4": ((0, (4, 2)), "s"), "10gbe": ((0, (1, 1.5)), "D")}
+    axes.plot((1, 8), (1, 8), color=theme.quiet, linewidth=0.8)
+    for (way, recipe), colour in zip(RECIPES.items(), theme.series, strict=False):
+        for name, (dashes, marker) in styles.items():
+            points = when_it_stops(
+                recipe, shape, A100, LINKS[name], way, STRATEGIES[way].traffic, gain=0, most=8
+            ).points
+            many, speed = [point.processes for point in points], [point.speedup for point in points]
+            label = f"{way}, {LINKS[name].name}"
+            axes.plot(many, speed, color=colour, linestyle=dashes, marker=marker, markersize=4, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="A100 cards", ylabel="times as fast as one, estimated")
+    axes.set_xticks((1, 2, 4, 8), list("1248"))
+    axes.set_yticks((0.25, 0.5, 1, 2, 4, 8), ["1/4", "1/2", *"1248"])
+    axes.minorticks_off()
+    axes.grid()
+    axes.legend(fontsize=6.5, loc="upper left", ncols=3)
+    axes.set_ylim(0.1, 40)
+    return drawn
+
+
+course.show(
+    of_speed,
+    "Figure 3. Eight rows a step on one to eight A100s. Data parallelism stays near the thin line over any link. "
+    "Tensor parallelism gains little over NVLink, and over Ethernet both others are slower than one card.",
+)
+
+# %% [markdown]
+# For `ddp` the wire never says stop: the *rows* do, eight of them. Let the window grow with the cards, and each has as
+# much to compute as before. Over Ethernet, 256 cards would be worth 244. But they take 2,048 rows a step, and we have
+# 107: with 14 cards an epoch is one step. That is another training.
+
+# %%
+growing = when_it_stops(job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True)
+print(f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f} times as fast; {growing.why}")
+assert growing.stops is None
+
+# %% [markdown]
+# **Amdahl's law** is the case in which something does not shrink at all. If that is a share $a$ of one card's step, $N$
+# cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a
+# share before any byte is sent: every card steps through *all* weights. Find $a$ from one card and eight, and predict
+# two and four. Then add the wire: a ring's bytes approach twice the gradients, and stay.
+
+# %%
+full = with_settings(bf16, ["tricks.peft=none", "tricks.lean_preparation=false"])
+computing = {N: compute_seconds(full, shape, A100, "ddp", N) for N in (1, 2, 4, 8)}
+stays = (8 * computing[8] - computing[1]) / 7
+a = stays / computing[1]
+for N in (2, 4):
+    assert abs(computing[1] / computing[N] * (a + (1 - a) / N) - 1) < 1e-3
+print(f"{a:.1%} of the step stay: at most {1 / a:.1f} times, with a wire for nothing;", end=" ")
+most = {name: computing[1] / (stays + 2 * 4 * shape.weights / LINKS[name].rate) for name in NAMES}
+print(", ".join(f"{LINKS[name].name} {times:.1f}" for name, times in most.items()))
+assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
+
+# %% [markdown]
+# Less than one: on Ethernet, any number of cards is slower than a single one.
+#
+# **Hide it.** Gradients travel while the backward pass goes on (lesson 20). With checkpointing that is two thirds of
+# our computing. The last bucket cannot hide: it is full when nothing is left to compute. So take small buckets? Each is
+# a call. Guess the best number for eight cards on Ethernet.
+
+# %%
+window = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
+waits = {}
+for buckets in (1, 2, 16, 128, 1024):
+    one = LINKS["10gbe"].seconds(Call("all_reduce", 45_088_768 // buckets, 1, 8, "a bucket"))
+    waits[buckets] = max(one, window / buckets + buckets * one - window)  # the first is full after a part of the window
+    print(f"{buckets:5} buckets of {45_088_768 / buckets / MIB:5.2f} MiB: {1000 * waits[buckets]:6.1f} ms of waiting")
+assert min(waits, key=waits.get) == 128
+assert waits[1024] > waits[1]
+
+# %% [markdown]
+# ## 5. The production switch
+# There is nothing to switch on, but to measure before you believe a data sheet. The command starts a process for each
+# card, or two on a CPU. 24 timings come first, then the lines. (For cards there are NVIDIA's nccl-tests, too.)
+
+# %%
+command = [sys.executable, "-m", "cria_tricks", "doctor", "--collectives"]
+print("$ cria doctor --collectives")
+done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"})
+print(*done.stdout.splitlines()[-4:], sep="\n")
+assert done.returncode == 0, done.stderr
+assert "reduce_scatter: gloo has none" in done.stdout
+
+# %% [markdown]
+# ## 6. Where it breaks
+# **The link is hardly used, and the step waits for it.** Many small calls: one for each matrix, or for each number that
+# somebody logs. Predict a MiB in 1,024 calls by your line. Cure: buckets; log once a step, all numbers in one tensor.
+
+
+# %%
+def in_pieces(calls):
+    pair = dist.new_group([0, 1])
+    start = time.perf_counter()
+    for piece in torch.zeros(2**18).chunk(calls) if dist.get_rank() < 2 else ():
+        dist.all_reduce(piece, group=pair)
+    return time.perf_counter() - start
+
+
+latency, rate = lines["all_reduce"]
+for calls in (1, 1024):
+    measured = ranks.run(in_pieces, calls)[0]
+    print(
+        f"{calls:5} calls: predicted {1000 * (calls * latency + MIB / rate):6.1f} ms, measured {1000 * measured:6.1f}"
+    )
+
+# %% [markdown]
+# **`all_reduce` takes a third of the step, on a link that should need a hundredth.** The bytes are innocent. All wait
+# for the slowest, and a profiler books their waiting under communication: in every process but the guilty one. Cure:
+# look for the rank that waits *least*, and ask what it does before the call. Who is it here?
+
+
+# %%
+def waiting(slow):
+    dist.barrier()
+    if dist.get_rank() == slow:
+        time.sleep(0.3)  # a longer row, a hot card, a slow disk
+    start = time.perf_counter()
+    dist.all_reduce(torch.zeros(1024))
+    return time.perf_counter() - start
+
+
+print("seconds in an all-reduce of 4 KiB:", *(f"{found:.3f}" for found in ranks.run(waiting, 2)))
+
+# %% [markdown]
+# **Eight cards, slower than one, and all of them 100 % busy.** Tensor parallelism has crossed the border of a machine.
+# A ring is as fast as its slowest link, and this one is waited for in every block. `nvidia-smi` counts a kernel that
+# waits as work; a low power draw gives it away. Cure: keep *tensor* inside, and let *data* cross (lesson 24).
+
+# %%
+times = {"1 card": compute_seconds(bf16, shape, A100, "tensor", 1)}
+for name, N, link in (("4 in a machine", 4, nvlink), ("8 in two", 8, LINKS["hdr"])):
+    calls = STRATEGIES["tensor"].traffic(bf16, shape, N)
+    times[name] = step_seconds(compute_seconds(bf16, shape, A100, "tensor", N), calls, link).seconds
+print(", ".join(f"{name}: {took:.2f} s" for name, took in times.items()))
+assert times["8 in two"] > times["1 card"] > times["4 in a machine"]
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** Eight cards, and nccl-tests says that an all-reduce of 1 GiB took 5.1 ms. What is its bus bandwidth,
+#    in bytes a second? (Then look into `LINKS`: which link may it have been?)
+# 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
+#    bit, and add. Then in the next bit, until all bits are done: $\log_2 N$ rounds, not $2 (N - 1)$. Fill in
+#    `doubling(x)`; it returns the sum. (Six lines with `exchange`. `rank ^ 2` differs from `rank` in the second bit.)
+# 3. **Reach.** Doubling sends whole tensors, so large ones are the ring's. From how many bytes on is the ring faster,
+#    for 64 processes over InfiniBand HDR? Both start once, each round costs a hop.
+
+# %% tags=["exercise"]
+bus_bandwidth = None
+
+
+def doubling(x):
+    """FILL ME IN."""
+
+
+break_even_bytes = None
+
+
+# %% tags=["hide-input"]
+def of_doubling(answer):
+    def in_four():
+        x = torch.arange(100) * (dist.get_rank() + 1)
+        dist.all_reduce(right := x.clone())
+        with CountCollectives() as count:
+            found = answer(x.clone())
+        return found, right, count.calls["send"], count.bytes
+
+    for found, right, rounds_made, sizes in ranks.run(in_four):
+        if found is None:
+            raise NotImplementedError
+        assert torch.equal(found, right), "not the sum over all four, in every process"
+        assert set(sizes) == {"send"}, "with nothing but exchange"
+        assert rounds_made == 2, f"{rounds_made} rounds; four processes need two"
+
+
+hdr = LINKS["hdr"]
+break_even = hdr.hop * (2 * 63 - 6) * hdr.rate / (6 - 2 * 63 / 64)
+course.check(1, bus_bandwidth, course.about(2 * 7 / 8 * 2**30 / 5.1e-3, "each card sends 2 (N - 1) / N of the tensor"))
+course.check(2, doubling, of_doubling)
+course.check(3, break_even_bytes, course.about(break_even, "where 6 hops and 6 s / rate are a ring's hops and bytes"))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# bus_bandwidth = 2 * 7 / 8 * 2**30 / 5.1e-3  # 368 GB/s: NVLink of an H100
+#
+#
+# def doubling(x):
+#     bit = 1
+#     while bit < dist.get_world_size():
+#         partner = dist.get_rank() ^ bit
+#         exchange(x, partner, received := torch.empty_like(x), partner)
+#         x, bit = x + received, 2 * bit
+#     return x
+#
+#
+# link = LINKS["hdr"]  # 6 hop + 6 s / rate = 126 hop + 126 / 64 s / rate
+# break_even_bytes = (126 - 6) * link.hop * link.rate / (6 - 126 / 64)  # 10 MB: our gradients go around, sums need not
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** cards that would only wait.
+# - **Costs** ten seconds of measuring, or a data sheet: a call takes its latency, and what is sent over the rate.
+# - **As good as** its two numbers: tens of per cent on gloo, a factor of two for a step.
+# - **When**: before a second card is rented. Few, large calls go over anything; many small ones need NVLink.
+# - **When not**: with LoRA and `ddp` on cards of one machine. There the rows end first, and the wire does not matter.
+#
+# ## Sources
+# - Patarasuk and Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, section 3 (the
+#   ring). Thakur, Rabenseifner and Gropp 2005, *Optimization of Collective Communication Operations in MPICH*, IJHPCA
+#   19(1) (latency and rate; doubling for small messages).
+# - nccl-tests, `doc/PERFORMANCE.md`: the two bandwidths. What links reach: the sources in `LINKS`.
+# - Amdahl 1967, *Validity of the single processor approach*, AFIPS 30. Li et al. 2020, arXiv 2006.15704, section 3.2
+#   (buckets, overlap).
+# - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever that does.
+# - torch 2.13, `ProcessGroupGloo.cpp`: its reduce-scatter is an all-reduce.
+# - Ours: `cria_tricks/parallel/collectives.py`, `links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.

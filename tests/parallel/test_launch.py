@@ -1,0 +1,152 @@
+"""The launcher's command, and what becomes of a run when one of its processes does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4
+from cria_tricks.hardware.device import pretend
+from cria_tricks.parallel import launch
+
+TINY = ["model=random:tiny", "data.max_length=200", "train.epochs=4", "train.save_steps=2"]
+
+
+def words(*arguments, **more) -> str:
+    return launch.shown(launch.command(*arguments, **more))
+
+
+def test_the_command_is_one_that_a_person_could_have_typed():
+    assert words("smoke", "torchrun", 2, ["train.max_steps=3"], out=Path("a b"), resume=True) == (
+        "torchrun --standalone --nproc-per-node 2 -m cria_tricks train smoke --set train.max_steps=3 "
+        "--set parallel.strategy=ddp --out 'a b' --resume"
+    )
+    assert words("smoke", "accelerate", settings=["parallel.strategy=fsdp"]) == (
+        "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no "
+        "--dynamo_backend no -m cria_tricks train smoke --set parallel.strategy=fsdp"
+    )
+
+
+def test_two_cards_get_a_process_each_and_no_device_map(monkeypatch):
+    """Kaggle's two T4s."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pretend(T4):
+        found = words("kwanzaa", "torchrun")
+        assert "--nproc-per-node 2 " in found
+        assert "parallel.strategy=ddp" in found
+        with pytest.raises(BadInput, match="--nproc 4: this machine has 2 cards, and a process has one for itself"):
+            words("kwanzaa", "torchrun", 4)
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "why"),
+    [
+        (3, [], "3 processes cannot share the 4 micro-batches of a step evenly; set tricks.gradient_accumulation"),
+        (2, ["parallel.strategy=tensor"], "packed weights have no rows and columns"),
+        (2, ["parallel.strategy=tensor", "tricks.quantization=none"], "smollm2 has 9 heads, 3 of .* use 3 processes"),
+        (2, ["parallel.strategy=ddp_tensor", "tricks.quantization=none"], "they make no grid"),
+        (2, ["parallel.strategy=fsdp", "tricks.optimizer=adamw_8bit"], "take no sharded tensor; use optimizer=adamw"),
+        (2, ["parallel.strategy=pp"], "must be none, ddp, fsdp, tensor, ddp_tensor or model"),
+    ],
+)
+def test_what_would_end_all_processes_starts_none(processes, settings, why):
+    with pytest.raises(BadInput, match=why):
+        words("smoke", "torchrun", processes, settings)
+
+
+def test_an_unknown_launcher_is_refused():
+    with pytest.raises(BadInput, match="--on mpi: there are torchrun, accelerate"):
+        words("smoke", "mpi")
+
+
+def start(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen, Path]:
+    log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+    settings = [part for setting in TINY for part in ("--set", setting)]
+    command = [sys.executable, "-m", "cria_tricks", "launch", "smoke", "--on", "torchrun", "--nproc", "2", *settings]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        started = subprocess.Popen(
+            [*command, *arguments], cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
+    return started, log
+
+
+def until(log: Path, text: str) -> None:
+    for _ in range(1200):
+        if text in log.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{text} never came:\n{log.read_text()}")
+
+
+def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_cria):
+    started, log = start(tmp_path, "--out", "run", "--set", "parallel.strategy=fsdp")
+    until(log, "step    5/")
+    workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
+    assert len(workers) == 2
+    workers[1].send_signal(signal.SIGKILL)
+    assert started.wait(timeout=60) == 1
+    said = [line for line in log.read_text().splitlines() if "error" in line.lower() or "Traceback" in line]
+    assert said == [
+        "error: another process of this run died or stopped answering; what was saved is whole: go on with --resume"
+    ]
+    assert not any(worker.is_running() for worker in workers)
+    started, log = start(tmp_path, "--out", "run", "--set", "parallel.strategy=fsdp", "--resume")
+    assert started.wait(timeout=240) == 0, log.read_text()
+    assert re.search(r"going on from run/checkpoints/checkpoint-[246]", log.read_text())
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["steps"] == report["planned_steps"]
+    code, out, _ = run_cria(
+        "verify", report["adapter"] if Path(report["adapter"]).exists() else tmp_path / report["adapter"]
+    )
+    assert (code, "every sha256 as written" in out) == (0, True)
+
+
+def test_ctrl_c_saves_and_ends_all(tmp_path):
+    started, log = start(tmp_path, "--out", "run")
+    until(log, "step    2/")
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=60) == 130
+    assert log.read_text().count("interrupted after step") == 1
+    assert "Traceback" not in log.read_text()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))) >= 1
+
+
+BAD = """
+import sys
+from cria_tricks.trainer import SharedTrainer
+
+honest = SharedTrainer.loss_sum
+
+
+def loss_sum(self, model, inputs):
+    bad = self.world.rank == 1 and self.state.global_step == 1 and self.model.training
+    return honest(self, model, inputs) * (float("nan") if bad else 1)
+
+
+SharedTrainer.loss_sum = loss_sum
+from cria_tricks.cli import main
+main()
+"""
+
+
+def test_what_goes_wrong_in_one_process_is_said_by_that_one(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "bad.py"]
+    settings = [part for setting in (*TINY, "parallel.strategy=ddp") for part in ("--set", setting)]
+    done = subprocess.run(
+        [*torchrun, "train", "smoke", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert said[0].startswith("error: the loss is nan at step 2; stopped before the optimizer touched any weight")
+    assert done.returncode == 1

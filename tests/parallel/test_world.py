@@ -1,0 +1,125 @@
+"""How processes join, agree and end together."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from cria_tricks.errors import BadInput, Lost
+from cria_tricks.parallel import world
+from cria_tricks.parallel.world import World
+from tests.parallel.ranks import Ranks
+
+
+def test_alone_nothing_is_exchanged():
+    import torch
+
+    alone = World()
+    assert (alone.is_first, alone.tensor, alone.data_rank) == (True, 1, 0)
+    assert alone.sum(torch.ones(2)).tolist() == [1, 1]
+    assert alone.highest(1, 2.5) == [1, 2.5]
+    assert alone.first(lambda: 3) == 3
+    assert alone.gather("a") == ["a"]
+    with world.joined(timeout=1):
+        assert world.processes() == 1
+
+
+def agreed() -> dict:
+    """What a process of a grid of 2 x 2 sees."""
+    import torch
+
+    here = World.of(2, "cpu")
+    return {
+        "place": (here.rank, here.data_rank, here.tensor),
+        "sum": here.sum(torch.tensor([here.rank])).item(),
+        "highest": here.highest(here.rank, -here.rank),
+        "first": here.first(lambda: f"from {here.rank}"),
+        "gathered": here.gather(here.rank * 10),
+        "hidden": [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ],
+    }
+
+
+def test_a_grid_of_four(four):
+    found = four.run(agreed)
+    assert [process["place"] for process in found] == [(0, 0, 2), (1, 0, 2), (2, 1, 2), (3, 1, 2)]
+    assert [process["sum"] for process in found] == [2, 4, 2, 4]  # over 0 and 2, and over 1 and 3
+    assert all(process["highest"] == [3, 0] for process in found)
+    assert all(process["first"] == "from 0" for process in found)
+    assert [process["gathered"] for process in found] == [[0, 10, 20, 30], [], [], []]
+    assert not any(process["hidden"] for process in found)  # every library takes its process for one alone
+
+
+def refused() -> str:
+    here = World.of(2, "cpu")
+
+    def refuse() -> None:
+        raise BadInput(f"said by {here.rank}")
+
+    try:
+        here.first(refuse)
+    except BadInput as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_the_first_process_refuses_all_refuse(two):
+    assert two.run(refused) == ["said by 0"] * 2
+
+
+def left_alone(file: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        with world.in_one_line():
+            dist.all_reduce(torch.ones(1))
+    except Lost as error:
+        file.write_text(str(error))
+
+
+def test_a_process_whose_neighbour_dies_says_so_in_one_line(tmp_path):
+    with Ranks(2) as ranks, pytest.raises(RuntimeError, match="process 1: it has ended"):
+        ranks.run(left_alone, tmp_path / "said")
+    assert (tmp_path / "said").read_text() == "another process of this run died or stopped answering"
+
+
+def heard() -> str:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        try:
+            with world.in_one_line():
+                dist.monitored_barrier(group, timeout=timedelta(seconds=0.5))
+        except Lost as error:
+            return str(error)
+    torch.zeros(1)
+    return "it went on"
+
+
+def test_one_that_does_not_answer_is_not_waited_for_for_ever(two):
+    assert two.run(heard)[0] == "another process of this run died or stopped answering"
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "seen"),
+    [(None, "1", "1"), ("4,5", "1", "5"), ("0", "0", "0"), ("", "1", ""), ("7", "1", "7")],
+)
+def test_a_process_sees_the_card_that_is_its_own(monkeypatch, visible, number, seen):
+    monkeypatch.setenv("LOCAL_RANK", number)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    world.see_one_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_without_a_launcher_nothing_is_changed(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    world.see_one_card()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
