@@ -34,8 +34,8 @@ class Explained:
         title: one sentence.
         card: the card's eight lines.
         group: the folder of its module, and the part of a recipe that switches it on: ``tricks`` or ``parallel``.
-        settings: what switches it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering, or one with
-            a command of its own.
+        settings: what switches it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering, or one
+            with a command of its own.
         command: where it is at work without a setting; empty for one that has some.
         reference: the lines of the from-scratch reference that matter.
         plain: the Hugging Face code that the toggle stands for.

@@ -166,7 +166,8 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     for target in plan.peft.get("target_modules", ()):
         if target != ALL_LINEAR and not modules_named(model, target):
             raise BadInput(f"lora.target_modules: {name} has no module named {target}")
-    if (shares := processes() // plan.parallel["data"]) > 1:  # of the blocks' matrices
+    if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
+        shares = processes() // plan.parallel["data"]
         widths = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
         refuse_undivided(name, *widths, processes=shares)
     if plan.loss["kind"] == "chunked":
@@ -185,6 +186,11 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
                 "which the chunked loss does not; set tricks.chunked_loss=false"
             )
     return model
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a model of transformers, as it marks them itself."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def forbid_cpu_repacking(model: torch.nn.Module) -> None:
@@ -216,7 +222,7 @@ def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
 def _compile_blocks(model: Any, plan: Plan) -> Any:
     # Block by block, in place, as the graph of one serves all. With dynamic=True it serves rows of every length too,
     # whichever came first: a resumed run gets the kernels of the uninterrupted one.
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = blocks_of(model)
     if not blocks:
         raise BadInput(
             f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "

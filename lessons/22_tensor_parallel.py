@@ -45,7 +45,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load import quiet_libraries
 from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel import STRATEGIES, ddp, tensor
+from cria_tricks.parallel import ddp, tensor
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.parallel.per_process import per_process
 from cria_tricks.parallel.ranks import Ranks
@@ -389,7 +389,7 @@ assert 215 < sums / gradients < 217
 # %%
 def seconds_of(card, recipe, N, link, way="tensor"):
     """An optimizer step of one of N processes."""
-    calls = STRATEGIES[way].traffic(recipe, shape, N) if N > 1 else []
+    calls = {"tensor": tensor, "ddp": ddp}[way].traffic(recipe, shape, N) if N > 1 else []
     return step_seconds(compute_seconds(recipe, shape, CARDS[card], way, N), calls, LINKS[link]).seconds
 
 

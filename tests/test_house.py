@@ -19,7 +19,7 @@ from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 PACKAGE = Path(tricks_package.__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)
 by_name = pytest.mark.parametrize("trick", TRICKS + INFERENCE, ids=trick_name)
-all_by_name = pytest.mark.parametrize("trick", (*TRICKS, *INFERENCE, *SPREAD), ids=trick_name)
+all_by_name = pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], ids=trick_name)
 
 
 def test_every_module_in_tricks_is_listed_once():

@@ -28,10 +28,12 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
         dry: by dry run of the real modules, which takes seconds; by hand otherwise.
 
     Returns:
-        ``model``, ``gpu``, ``strategy``, ``processes``, ``capacity_bytes``, ``peak_bytes`` (of the step's tensors, in
-        the process that needs most), ``needed_bytes`` (with all that the card holds besides), ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows
-        sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are not
-        known), ``warnings`` and ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
+        ``model``, ``gpu``, ``strategy``, ``processes``, ``capacity_bytes``, ``peak_bytes`` (of the step's
+        tensors, in the process that needs most), ``needed_bytes`` (with all that the card holds besides),
+        ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows sum to the peak,
+        with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are not known),
+        ``warnings`` and
+        ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
 
     Raises:
         BadInput: for a toggle that cannot work there.
@@ -112,7 +114,8 @@ def show(found: dict[str, Any], screen: Console) -> None:
     """Print a bill and what was asked for beside it."""
     screen.print(
         f"[bold]{found['model']}[/] on {found['gpu']}{_shared(found)}, "
-        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, {'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
+        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, "
+        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
         highlight=False,
     )
     table = Table(show_footer=True)

@@ -136,10 +136,11 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
         world: the processes.
     """
     from torch.distributed.fsdp import fully_shard
-    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from cria_tricks.load import blocks_of
 
     assert world.mesh is not None
-    for block in [module for module in total.modules() if isinstance(module, GradientCheckpointingLayer)]:
+    for block in blocks_of(total):
         fully_shard(block, mesh=world.mesh["data"])
     fully_shard(total, mesh=world.mesh["data"])
     return total
@@ -155,13 +156,14 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends: weights to each micro-batch's two passes, gradients of what trains once."""
     memory = estimate(recipe, shape, T4)  # the same bytes on any card
     whole = gathered(memory, processes)
-    reached = whole.blocks * memory.learning_blocks // shape.layers  # by the gradient
-    mine = recipe.tricks.gradient_accumulation // processes
+    mine, each = recipe.tricks.gradient_accumulation // processes, whole.blocks // shape.layers
+    reached = memory.learning_blocks  # by the gradient
+    gradients = whole.blocks_gradients // shape.layers
     calls = (
-        Call("all_gather", whole.blocks, mine, processes, "the blocks' weights, forward"),
-        Call("all_gather", reached, mine, processes, "the blocks' weights, backward"),
+        Call("all_gather", each, mine * shape.layers, processes, "the blocks' weights, forward"),
+        Call("all_gather", each, mine * reached, processes, "the blocks' weights, backward"),
         Call("all_gather", whole.root, mine, processes, "embedding, last norm and head, whole through both passes"),
-        Call("reduce_scatter", whole.blocks_gradients, 1, processes, "gradients of what trains in the blocks"),
+        Call("reduce_scatter", gradients, shape.layers, processes, "gradients of what trains in the blocks"),
         Call("reduce_scatter", whole.root_gradients, 1, processes, "gradients of what trains beside them"),
     )
     return [call for call in calls if call.bytes]

@@ -48,13 +48,15 @@ class Ranks:
             [sys.executable, "-m", "cria_tricks.parallel.ranks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a notebook is not meant for them
             env={**os.environ, **{name: str(value) for name, value in (numbers | place).items()}},
         )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(*arguments)`` in every process; a function of a notebook goes there with what it uses.
 
-        What cannot travel, a class of autograd or a function that torch has decorated, is named inside the function.
+        What cannot travel, a class of autograd, a function that torch has decorated or a module that is not installed,
+        is imported or defined inside the function.
 
         Returns:
             What the processes return, by rank.

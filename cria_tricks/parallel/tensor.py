@@ -1,8 +1,8 @@
 r"""Tensor parallelism: every process computes a part of each block's matrices, for the same rows.
 
 Saves    weights of the blocks' matrices, and what is wide inside a block (heads, MLP): 1 / N in a process  [bytes]
-Costs    sums of (B, T, D) in every block, forward and backward, for each of which all processes wait: over PCIe it is
-         slower than one card. Embedding, norms, head and the residual stream are whole everywhere
+Costs    sums of (B, T, D) in every block, forward and backward, for each of which all processes wait: over PCIe
+         little is gained, over a network much lost. Embedding, norms, head and the residual stream are whole everywhere
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide

@@ -27,12 +27,12 @@ WEIGHTS = {"fp32": 5e-5, "fp16": 5e-3}  # of one matrix after these steps, by le
 
 
 def ragged(many: int = 11) -> list[dict[str, list[int]]]:
-    """Rows of up to T tokens with masked prompts; eleven leave the last window of four one row short."""
+    """Rows of up to T tokens, some without a prompt to mask; eleven leave the last window of four one row short."""
     draw = random.Random(0)
     made = []
     for _ in range(many):
         ids = [draw.randrange(3, 512) for _ in range(draw.randint(6, T))]
-        prompt = draw.randrange(1, len(ids) - 2)
+        prompt = draw.choice((0, draw.randrange(1, len(ids) - 2)))
         made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
     return made
 
