@@ -418,7 +418,7 @@ def bytes_of(order, k):
     layers = part(new_model(), dist.get_rank(), 2)
     with SavedBytes(besides=[*layers.parameters(), *windows[0]]) as saved, CountCollectives() as sent:
         a_step(layers, windows[0], order, k)
-    return saved.peak, sent.bytes["send"]
+    return saved.peak, sent.bytes.total()
 
 
 ((all_0, sent), (all_1, back)), ((first, _), (last, _)) = (ranks.run(bytes_of, way, K) for way in (gpipe, one_f_one_b))
@@ -481,7 +481,7 @@ for stage, what in enumerate(("embedding", "head, norm")):
 #
 # **Rows of one length.** That 1.77 is for rows of 2,048 tokens. torch's stages fix their shapes, so all rows are padded
 # to the longest, and the last window of three rows to eight. What is left of 1.77 for our 107 rows? And if packing
-# (lesson 11) puts them into 82 full ones?
+# (lesson 11) puts them into 82?
 
 # %%
 tokens = sum(length for length, _ in row_lengths("train"))
@@ -590,8 +590,9 @@ assert apart(K * wrong, gradient) < 1e-5
 
 # %% [markdown]
 # **`Expected input batch_size (...) to match target batch_size (...)`, in the second step.** Its rows are shorter. But
-# the stages made their receive buffers in the first, and shorter rows fill only a part of one. A loss that did not
-# compare lengths would train on what the buffer held before. Longer rows break the connection. Cure: one length.
+# the stages made their receive buffers in the first, and shorter rows fill only a part of one. With a loss that does
+# not compare lengths, the first stage's backward pass fails: the gradient that comes back has the old length. Longer
+# rows break the connection. Cure: one length.
 
 
 # %%

@@ -3,7 +3,7 @@ r"""Pipeline parallelism, 1F1B: each process has some of the blocks, and micro-b
 Saves    weights, gradients and optimizer states: L blocks -> L / S a process, beside the embedding on the first and the
          head on the last                                                                            [bytes]
 Costs    idle time: (S - 1) / (k + S - 1) of every stage's step, if all stages take equally long; where they do not, all
-         wait for the slowest. B T D numbers sent on per micro-batch, and as many gradients back
+         wait for the slowest. B T D numbers sent on per micro-batch, and as many gradients back; padding to one length
 Claim    exact within rounding: losses, gradients and the adapter are those of one process
 Needs    at least S micro-batches a step (k >= S); rows of one length, so all are padded to the longest; LoRA
 Breaks   trained embeddings that are tied to the head, as both ends would have to add up their gradients: full

@@ -17,7 +17,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
 from cria_tricks.parallel import launch
 
-TINY = ["model=random:tiny", "data.max_length=200", "train.epochs=4", "train.save_steps=2"]
+TINY = ["model=random:tiny", "data.max_length=160", "train.epochs=2", "train.save_steps=2"]
 
 
 def words(*arguments, **more) -> str:
