@@ -157,7 +157,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     memory = estimate(recipe, shape, T4)  # the same bytes on any card
     whole = gathered(memory, processes)
     mine, each = recipe.tricks.gradient_accumulation // processes, whole.blocks // shape.layers
-    reached = memory.learning_blocks  # by the gradient
+    # Those that the gradient reaches, and one more, which is fetched ahead whether it is needed or not.
+    reached = min(memory.learning_blocks + 1, shape.layers)
     gradients = whole.blocks_gradients // shape.layers
     calls = (
         Call("all_gather", each, mine * shape.layers, processes, "the blocks' weights, forward"),

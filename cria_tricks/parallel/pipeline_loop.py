@@ -96,6 +96,9 @@ class Loop:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.stage = ClockedStage(self.part, number, self.stages, self.device, group=self.group)
         self.schedule = SCHEDULES[schedule](self.stage, micro_batches, loss_fn=self._loss, scale_grads=False)
+        # A stage of its own to evaluate: torch's prepare their buffers once for passes with gradients, or without.
+        forward_only = PipelineStage(self.part, number, self.stages, self.device, group=self.group)
+        self.evaluation = ScheduleGPipe(forward_only, micro_batches, loss_fn=self._loss)
         optimizer, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
         self.optimizer = optimizer(self.trained.values(), weight_decay=arguments.weight_decay, **options)
         self.rate = get_scheduler("cosine", self.optimizer, arguments.warmup_steps, arguments.max_steps)
@@ -116,6 +119,7 @@ class Loop:
             Diverged: in every process, if the gradients are not finite; no weight was touched.
         """
         self.part.train()
+        self.stage.slots.clear()
         self.divisor, began = window.trained, time.perf_counter()
         loss = self._through(self.schedule.step, window) / self.scaler.get_scale()
         seconds = self.stage.now() - began
@@ -142,14 +146,13 @@ class Loop:
         self.divisor, total = 1, torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for window in windows:
-                total += self._through(self.schedule.eval, window)
+                total += self._through(self.evaluation.eval, window)
         dist.all_reduce(total, group=self.mesh["data"].get_group())
         dist.all_reduce(total, group=self.group)
         return total.item() / sum(window.trained for window in windows)
 
     def _through(self, run: Any, window: Window) -> torch.Tensor:
         """Run a schedule over a window; the sum of its losses, 0 in a stage that has none."""
-        self.stage.slots.clear()
         inputs = {name: tensor.to(self.device) for name, tensor in window.inputs.items()}
         ids, losses = inputs.pop("input_ids"), list[torch.Tensor]()
         run(
@@ -163,9 +166,11 @@ class Loop:
 
     def _loss(self, output: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         loss = self.part.loss_sum(output, labels_BT) / self.divisor
+        if not torch.is_grad_enabled():
+            return loss
         if self.stage.slots:  # torch asks for the loss after the forward pass, but it is a part of it
             self.stage.slots[-1] = self.stage.slots[-1]._replace(end=self.stage.now())
-        return self.scaler.scale(loss) if torch.is_grad_enabled() else loss
+        return self.scaler.scale(loss)
 
     def gradients(self) -> list[torch.Tensor]:
         """What the backward passes left."""

@@ -145,6 +145,21 @@ def test_mechanism_traffic(precision, four_blocks, two):
         assert counted["send"] == 4 * 2 * T * 64 * (2 if precision == "bf16" else 4)
 
 
+def buffers(folder: Path) -> int:
+    """Bytes that torch's stage keeps to receive into, from its first step on."""
+    _, loop = loop_of(folder)
+    loop.step(next(cut_windows(ragged(4), T, 1, 4, pad_id=0)))
+    received = (loop.stage.args_recv_info, loop.stage.grad_recv_info)
+    of_all = [info.buffer for each in received for micro_batch in each.values() for info in micro_batch]
+    return sum(buffer.nbytes for buffer in of_all if buffer is not None)
+
+
+def test_mechanism_buffers(four_blocks, four):
+    """What the card says of torch's stages: a buffer each way for each of the k micro-batches, not for those under way."""
+    each_way = 4 * T * 64 * 4
+    assert four.run(buffers, four_blocks) == [each_way, 2 * each_way, 2 * each_way, each_way]
+
+
 def held(folder: Path) -> dict[str, int]:
     """Numbers of elements, by the names that parameters have in the whole model."""
     _, loop = loop_of(folder)
