@@ -507,31 +507,31 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # of typer.Exit; a command gives none
     except UsageError as error:
-        _leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
+        leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
-        _leave(f"error: {error}", 2)
+        leave(f"error: {error}", 2)
     except Diverged as error:
-        _leave(f"error: {error}", 1)
+        leave(f"error: {error}", 1)
     except OutOfMemory as error:
-        _leave(f"error: {error}", 3)
+        leave(f"error: {error}", 3)
     except Lost as error:
-        _leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
+        leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
     except Interrupted as error:
-        _leave(f"{error}; go on with --resume", 130)
+        leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):
-        _leave("interrupted", 130)
+        leave("interrupted", 130)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
-            _unforeseen()
-        _leave("error: out of memory", 3)
+            unforeseen()
+        leave("error: out of memory", 3)
     except Exception:
-        _unforeseen()
+        unforeseen()
     else:
         if code:
             sys.exit(code)
 
 
-def _unforeseen() -> NoReturn:
+def unforeseen() -> NoReturn:
     """A bug of ours: the traceback as Python prints it, without what it may quote of a token. Exit code 1."""
     if world.may_speak():
         with contextlib.suppress(OSError):
@@ -539,7 +539,7 @@ def _unforeseen() -> NoReturn:
     _exit(1)
 
 
-def _leave(sentence: str, code: int) -> None:
+def leave(sentence: str, code: int) -> None:
     if world.may_speak():  # else another process of the run has said it
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)

@@ -5,7 +5,8 @@ Saves    weights, gradients and optimizer states: L blocks -> L / S a process, b
 Costs    idle time: (S - 1) / (k + S - 1) of every stage's step, if all stages take equally long; where they do not, all
          wait for the slowest. B T D numbers sent on per micro-batch, and as many gradients back; padding to one length
 Claim    exact within rounding: losses, gradients and the adapter are those of one process
-Needs    at least S micro-batches a step (k >= S); rows of one length, so all are padded to the longest; LoRA
+Needs    at least S micro-batches a step (k >= S); rows of one length, so all are padded to the longest; LoRA; room for
+         the whole model in every process while it loads
 Breaks   trained embeddings that are tied to the head, as both ends would have to add up their gradients: full
          fine-tuning is refused. A mean of the micro-batches' means, which torch takes unless scale_grads=False
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,

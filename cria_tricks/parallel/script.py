@@ -21,14 +21,14 @@ def run(function: Callable[..., None]) -> None:
     try:
         app(standalone_mode=False)
     except cli.UsageError as error:
-        cli._leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
+        cli.leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
     except BadInput as error:
-        cli._leave(f"error: {error}", 2)
+        cli.leave(f"error: {error}", 2)
     except (Diverged, Lost) as error:
-        cli._leave(f"error: {error}; nothing was saved", 1)
+        cli.leave(f"error: {error}; nothing was saved", 1)
     except KeyboardInterrupt:
-        cli._leave("interrupted; nothing was saved", 130)
+        cli.leave("interrupted; nothing was saved", 130)
     except Exception as error:
         if not is_out_of_memory(error):
-            cli._unforeseen()
-        cli._leave("error: out of memory; nothing was saved", 3)
+            cli.unforeseen()
+        cli.leave("error: out of memory; nothing was saved", 3)

@@ -60,12 +60,16 @@ def test_math_lines(cube, four):
 
 
 def sent(*settings: str) -> dict[str, int]:
-    recipe = recipe_of(*settings)
-    loop, _ = over_the_cube(recipe, random_rows(longest=T), SIZES)
-    [window] = cut_windows(random_rows(4, T), T, recipe.train.batch_size, 4, 0)
+    recipe, rows = recipe_of(*settings), random_rows(longest=T)
+    loop, _ = over_the_cube(recipe, rows, SIZES)
+    [window] = cut_windows(rows[:4], longest(rows), recipe.train.batch_size, 4, 0)
     with CountCollectives() as count:
         loop.step(window)
     return dict(count.bytes)
+
+
+def longest(rows: list[dict[str, list[int]]]) -> int:
+    return max(len(row["input_ids"]) for row in rows)
 
 
 @pytest.mark.parametrize("settings", [(), ("tricks.gradient_checkpointing=true",)], ids=["plain", "checkpointed"])
@@ -74,7 +78,7 @@ def test_mechanism(settings, four_blocks, four):
     recipe, shape = recipe_of(*settings), find_shape(str(four_blocks))
     for rank, counted in enumerate(four.run(sent, f"model={four_blocks}", "train.max_steps=1", *settings)):
         stage = rank // SIZES["tensor"]
-        assert counted == totals(traffic(recipe, shape, SIZES, stage, tokens=T))
+        assert counted == totals(traffic(recipe, shape, SIZES, stage, tokens=longest(random_rows(longest=T))))
 
 
 @pytest.mark.parametrize(

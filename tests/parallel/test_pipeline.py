@@ -155,7 +155,7 @@ def buffers(folder: Path) -> int:
 
 
 def test_mechanism_buffers(four_blocks, four):
-    """What the card says of torch's stages: a buffer each way for each of the k micro-batches, not for those under way."""
+    """What the card says of torch's stages: a buffer each way for all k micro-batches, not for those under way."""
     each_way = 4 * T * 64 * 4
     assert four.run(buffers, four_blocks) == [each_way, 2 * each_way, 2 * each_way, each_way]
 
