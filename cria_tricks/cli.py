@@ -540,6 +540,7 @@ def unforeseen() -> NoReturn:
 
 
 def leave(sentence: str, code: int) -> None:
+    """Say why a command ends, in one line of one process, and end it."""
     if world.may_speak():  # else another process of the run has said it
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)

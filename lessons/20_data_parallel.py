@@ -323,13 +323,14 @@ course.show(
 )
 
 # %% [markdown]
-# That is what torch's DistributedDataParallel does for us. We ask it for buckets of 25 MiB, so our job's 43 make two.
+# That is what torch's DistributedDataParallel does for us. In real runs we ask for buckets of 25 MiB, so our job's 43
+# MiB of gradients (45.1 MB) make two.
 #
 # ## 3. Prove it
 # The claim is *exact within rounding*, and not for one gradient only, but for a run. So we train an epoch: 13 windows
 # of eight rows, and one of the three that are left. Rank 0 gets two of those and rank 1 one. We go three ways: alone,
 # with the package's `Replicated` (our fourth step in 30 lines) and with torch's DDP. torch's takes the *mean* over
-# processes, which the loss undoes.
+# processes, so its loss is multiplied by $N$; under `no_sync` gradients stay at home.
 
 
 # %%
@@ -387,8 +388,9 @@ assert sent == predicted
 print(f"our job: {call.bytes / 1e6:.1f} MB a step; of it each of two processes sends {call.sent / 1e6:.1f} MB")
 
 # %% [markdown]
-# Those go around a *ring*: each of $N$ processes sends $2\,(N - 1) / N$ of them, less than twice for any $N$ (Patarasuk
-# and Yuan). So more cards do not make the all-reduce dear.
+# Those go around a *ring* in $N$ parts: each process passes on $N - 1$ to be added up and $N - 1$ to be handed out,
+# $2\,(N - 1) / N$ of them all, less than twice for any $N$ (Patarasuk and Yuan). So more cards do not make the
+# all-reduce dear.
 #
 # **Waiting does.** An all-reduce ends when the last one has come. Rows have lengths, and a card whose four rows are
 # short waits for the other. Guess the speed-up of two cards with our 107 rows in random order. We take a row's time to
@@ -478,9 +480,9 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(one, two, strict=True))
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The losses differ a little, and nobody knows why.** 107 rows are not even. accelerate's sampler, which
-# `transformers.Trainer` takes, fills up with rows of the beginning (`even_batches`): 108. Ours fills up with a row in
-# which nothing is trained.
+# **The losses differ a little, and nobody knows why.** 107 rows are not even, and trainers want equally many
+# micro-batches in every process. accelerate's sampler, which `transformers.Trainer` takes, fills up with rows of the
+# beginning (`even_batches`): 108. Ours fills up with a row in which nothing is trained.
 
 # %%
 batches = BatchSampler(SequentialSampler(range(107)), batch_size=1, drop_last=False)
@@ -545,12 +547,13 @@ ranks.close()
 # 1. **Predict.** Full fine-tuning of the same model trains 1,235,814,400 numbers. Four cards share a step. How many
 #    bytes does each card send in it, in fp32 and around a ring?
 # 2. **Build.** Cards wait because rows are dealt in turn. Fill in `deal`: from a window's row lengths, a list of
-#    `cards` lists with equally many rows each, of which the longest is short. No gradient changes: a sum has no order.
-#    (Four lines. Long rows first, each to the card that has least so far and has room. A last window may be uneven.)
+#    `cards` lists with equally many rows each, the largest sum as small as you can (speed-up 1.93). No gradient
+#    changes: a sum has no order. (Four lines. Long rows first, each to the card that has least so far and has room. A
+#    last window may be uneven.)
 # 3. **Reach.** How large should a bucket be? Fill in `seconds(layers, bucket_bytes, start, rate)`: when the last
 #    gradient has arrived. `layers` are (seconds, bytes), in the order of the backward pass. A bucket leaves when it has
-#    `bucket_bytes` or more, or at the end. Buckets travel one after the other, each takes `start` seconds and its
-#    bytes over `rate`. Then try 1 KiB, 25 MiB and 1 GiB.
+#    `bucket_bytes` or more, or at the end. Buckets travel one after the other, each takes `start` seconds and its bytes
+#    over `rate`. Then try 1 KiB, 25 MiB and 1 GiB on `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 8e9.
 
 # %% tags=["exercise"]
 bytes_sent = None

@@ -132,9 +132,9 @@ course.show(
 )
 
 # %% [markdown]
-# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And the *peak* grows
-# all the same. Keep that in mind until section 5. We build stage 3 first: with larger blocks it is what lets a model
-# fit at all.
+# Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And its *peak* grows
+# all the same (section 5); full's hardly falls: gradients wait whole for a window's last micro-batch. We build stage 3
+# first: with larger blocks it is what lets a model fit at all.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -171,7 +171,8 @@ _ = ranks.run(warnings.simplefilter, "ignore")  # torch renames some collectives
 #
 # **Gather for the forward pass, scatter on the way back.** An *all-gather* gives everyone all parts. Each process runs
 # the block on its own rows, so each gets a gradient of the *whole* block, of its rows. A *reduce-scatter* adds those up
-# and gives each process its part of the sum: the first half of an all-reduce. The one is the other's backward pass.
+# and gives each process its part of the sum: the first half of an all-reduce, an all-gather being the second. A
+# reduce-scatter is the all-gather's backward pass.
 
 
 # %%
@@ -299,13 +300,14 @@ def over_time(theme: Theme):
 course.show(over_time, "Figure 2. Half of every block, and one of them whole, twice a micro-batch.")
 
 # %% [markdown]
-# Bit for bit the same gradients, and no weights between the passes. That is stage 3. The package's `fsdp.Sharded` wraps
-# any module so. torch's `fully_shard` adds prefetching: the next block's all-gather runs under this block's products.
+# Bit for bit the same gradients, no weights between the passes; the peak is one block, its gradient, and all pieces'
+# gradients. That is stage 3. The package's `fsdp.Sharded` wraps any module so. torch's `fully_shard` adds prefetching:
+# the next block's all-gather runs under this block's products.
 #
 # ## 3. Prove it
 # Twenty AdamW steps: one process, the package's, torch's. AdamW treats every number by itself, so it takes a piece as
-# it takes a matrix. (What looks at all numbers must talk: for clipping the norm is summed over the processes.) Claim:
-# equal losses to rounding, and half of the state.
+# it takes a matrix. (What looks at all numbers must talk: for clipping the squares of the norms are summed over the
+# processes, then the root taken.) Claim: equal losses to rounding, and half of the state.
 
 
 # %%
@@ -357,8 +359,8 @@ assert with_fsdp == 1.5 * with_ddp
 
 # %% [markdown]
 # That is the famous factor, and it is of full fine-tuning with one micro-batch a step. *We* freeze the weights. DDP
-# sends nothing of them. FSDP sends them all for each of four micro-batches, those of the blocks twice. How many times
-# DDP's bytes is that? Guess before you run.
+# sends nothing of them. FSDP sends them all for each of four micro-batches: blocks' twice, embedding and head once, as
+# these stay whole until the backward pass is over. How many times DDP's bytes is that? Guess before you run.
 
 # %%
 shape = find_shape(job.model)
@@ -421,9 +423,10 @@ course.show(
 )
 
 # %% [markdown]
-# The rule: it pays where blocks are most of the bill. Llama-3 has 128,256 words, so half of the small model's frozen
-# bytes are its embedding, which is the head as well. It is in the root, and whole from the forward to the end of the
-# backward pass, *beside* the process's own piece of it. Llama-2 has 32,000 words and large blocks: 28 % less.
+# The rule: it pays where blocks are most of the bill. Llama-3 has 128,256 words, so half of the 1B's frozen bytes are
+# its embedding, which is the head as well; the 8B has two such matrices, and loses too. It is in the root, and whole
+# from the forward to the end of the backward pass, *beside* the process's own piece of it. Llama-2 has 32,000 words and
+# large blocks: 28 % less.
 #
 # ## 6. Where it breaks
 # **More cards, and a higher peak.** Here it is in the real trainer, on a tiny Llama with 49,152 words of width 256, in
