@@ -117,12 +117,13 @@ class StopOnSignal(TrainerCallback):
         world: the processes of the run.
     """
 
-    def __init__(self, world: World):
-        self.world = world
-
-    requested, since = False, 0.0
     LAUNCHERS = 10.0
     """Seconds within which a launcher repeats a signal that the terminal has sent to every process already."""
+
+    requested, since = False, 0.0
+
+    def __init__(self, world: World):
+        self.world = world
 
     def __enter__(self) -> None:
         self.before = {}

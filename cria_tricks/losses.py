@@ -13,12 +13,11 @@ Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
 
 
-def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any]) -> Loss:
+def find(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     """Pick the loss that the plan names.
 
     Args:
         plan: its ``loss`` slot decides.
-        unwrapped: takes off what a training library laid around the model's forward pass.
         autocast: the context of the recipe's precision, for what is called below that.
 
     Returns:
@@ -29,7 +28,7 @@ def find(plan: Plan, unwrapped: Callable[[Any], Any], autocast: Callable[[], Any
 
     def chunked(model: Any, batch: Batch) -> torch.Tensor:
         with autocast():
-            return chunked_loss_sum(unwrapped(model), batch, plan.loss["tokens_per_chunk"])
+            return chunked_loss_sum(model, batch, plan.loss["tokens_per_chunk"])
 
     return chunked
 

@@ -167,7 +167,7 @@ class SharedTrainer(ResumableTrainer):
         super().__init__(spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        loss_sum = losses.find(plan, self.accelerator.unwrap_model, self.accelerator.autocast)
+        loss_sum = losses.find(plan, self.accelerator.autocast)
         self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
         self.attention_kernel = ""
         self.step = StepMeter(self)

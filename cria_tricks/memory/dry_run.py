@@ -178,7 +178,7 @@ def _loss(plan: Plan, model: Any) -> Loss:
     autocast: Any = functools.partial(torch.autocast, "cpu", dtype) if dtype else contextlib.nullcontext
     if dtype:
         model.forward = convert_outputs_to_fp32(autocast()(model.forward))
-    return functools.partial(losses.find(plan, lambda model: model, autocast), model)
+    return functools.partial(losses.find(plan, autocast), model)
 
 
 _HALVES = {"fp16": "float16", "bf16": "bfloat16"}

@@ -25,12 +25,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch.distributed.tensor import DTensor, Shard
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel import ddp_tensor, pipeline, script, tensor
+from cria_tricks.parallel import ddp_tensor, pipeline, script, sharded, tensor
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.pipeline_loop import Loop
 from cria_tricks.parallel.pipeline_run import find_blocks, refuse
@@ -87,16 +86,11 @@ class CubeLoop(Loop):
 
     def gradients(self) -> list[torch.Tensor]:
         """This process's own pieces, and the gradients of what is whole."""
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in super().gradients()]
+        return [sharded.own(gradient) for gradient in super().gradients()]
 
     def square(self) -> float:
         """Of a stage: what is whole counts once, pieces are added up over the processes that share a matrix."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of what is whole, of pieces
-        for parameter, gradient in zip(self.trained.values(), self.gradients(), strict=True):
-            in_pieces = isinstance(parameter, DTensor) and any(isinstance(p, Shard) for p in parameter.placements)
-            squares[int(in_pieces)] += gradient.double().square().sum()
-        torch.distributed.all_reduce(squares[1:], group=self.mesh["tensor"].get_group())
-        return squares.sum().item()
+        return sharded.square(super().gradients()).item()
 
 
 def refuse_cube(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> None:

@@ -114,5 +114,5 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What crosses the borders between cards."""
+    """Nothing between processes, as there is one. Between its cards (B, T, D) crosses each border, there and back."""
     return []

@@ -38,8 +38,12 @@ class Ranks:
     """
 
     def __init__(self, size: int):
-        self.size, port = size, _free_port()
-        self.processes = [self._start(rank, port) for rank in range(size)]
+        self.size = size
+        self._open()
+
+    def _open(self) -> None:
+        port = _free_port()
+        self.processes = [self._start(rank, port) for rank in range(self.size)]
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
@@ -74,12 +78,13 @@ class Ranks:
             waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
             failed = next((rank for rank, (wrong, _) in answers.items() if wrong), None)
             ready, _, _ = select.select(waiting, [], [], None if failed is None else PATIENCE)
-            if failed is not None and not ready:  # the others wait for what will never come: take new ones
-                self.close()
-                self.__init__(self.size)  # type: ignore[misc]
+            if failed is not None and not ready:  # the others wait for what will never come
                 break
             for pipe in ready:
                 answers[pipes[pipe]] = dill.loads(_read(pipe) or _ENDED)
+        if len(answers) < self.size or any(process.poll() is not None for process in self.processes):
+            self.close()  # and take new ones, for whoever asks next
+            self._open()
         for rank, (wrong, answer) in sorted(answers.items()):
             if wrong:
                 raise RuntimeError(f"process {rank}: {answer}")

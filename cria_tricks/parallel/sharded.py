@@ -1,6 +1,6 @@
 """Tensors of which each process holds a piece (torch's ``DTensor``): their whole, their norm, and the way back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,18 +84,27 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Ten
     Returns:
         The norm that they had.
     """
-    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    local = [(gradient.to_local() if isinstance(gradient, DTensor) else gradient) for gradient in gradients]
-    squares = torch.zeros(2, dtype=torch.float32, device=local[0].device)  # of whole ones, of pieces
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = square(gradients).sqrt().float()
+    for gradient in gradients:
+        own(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def square(gradients: Sequence[Any]) -> torch.Tensor:
+    """The square of the norm of all gradients together, float64: whole ones count once, pieces are added up."""
+    squares = torch.zeros(2, dtype=torch.float64, device=own(gradients[0]).device)  # of whole ones, of pieces
     mesh: Any = None
-    for gradient, mine in zip(gradients, local, strict=True):
+    for gradient in gradients:
         in_pieces = isinstance(gradient, DTensor) and any(isinstance(p, Shard) for p in gradient.placements)
-        squares[int(in_pieces)] += mine.float().square().sum()
+        squares[int(in_pieces)] += own(gradient).double().square().sum()
         if in_pieces:
             mesh = gradient.device_mesh
     if mesh is not None:
         torch.distributed.all_reduce(squares[1:], group=mesh.get_group())
-    norm = squares.sum().sqrt()
-    for mine in local:
-        mine.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return squares.sum()
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

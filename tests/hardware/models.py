@@ -58,4 +58,4 @@ def loss(made, plan: Plan, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
 
     with autocast():
-        return losses.find(plan, lambda wrapped: wrapped, autocast)(made, inputs)
+        return losses.find(plan, autocast)(made, inputs)

@@ -51,7 +51,7 @@ def step(recipe: Recipe) -> dict[str, Any]:
             torch.nn.init.normal_(parameter, std=0.02)
     half = recipe.tricks.precision == "bf16"
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16) if half else contextlib.nullcontext
-    spread = Spread(losses.LossSum(model, losses.find(plan, lambda model: model, autocast)), plan, here)
+    spread = Spread(losses.LossSum(model, losses.find(plan, autocast)), plan, here)
     spread.over_processes()
     window = micro_batches(recipe)
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
@@ -66,8 +66,8 @@ def step(recipe: Recipe) -> dict[str, Any]:
     return {
         "gradients": {name.replace("_fsdp_wrapped_module.", ""): g.float().numpy() for name, g in gradients.items()},
         "bytes": dict(counted.bytes),
-        "weights": sum(_own(p).nbytes for p in model.parameters()),
-        "learning": sum(_own(p).nbytes for p in learns.values()),
+        "weights": sum(sharded.own(p).nbytes for p in model.parameters()),
+        "learning": sum(sharded.own(p).nbytes for p in learns.values()),
         "norm": float(sharded.clip(learns.values(), 1e9)),
     }
 
@@ -77,7 +77,3 @@ def train(settings: list[str], out: Path, resume: bool = False) -> dict[str, Any
     from cria_tricks.run import train
 
     return train(with_settings(Recipe(name="short"), settings), out, resume=resume)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -6,9 +6,9 @@ import numpy as np
 
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.traffic import totals
 from tests.parallel import steps
-from tests.parallel.ranks import Ranks
 
 SHAPE = find_shape("random:tiny")
 

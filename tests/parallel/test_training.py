@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cria_tricks import models
+from cria_tricks.parallel.ranks import Ranks
 from tests.parallel import steps
-from tests.parallel.ranks import Ranks
 
 TIMES = {"step_seconds", "peak_bytes", "eval_seconds"}
 ROWS = 11
@@ -52,8 +53,6 @@ def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, a
 def test_the_adapter_is_one_that_plain_peft_loads(two, base, tmp_path, run_cria):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
-
-    from cria_tricks import models
 
     [report, _] = two.run(steps.train, [*base, "train.max_steps=3", "parallel.strategy=fsdp"], tmp_path / "run")
     code, _, _ = run_cria("verify", report["adapter"])
@@ -100,6 +99,10 @@ def test_full_fine_tuning_in_pieces_is_saved_whole(two, base, tmp_path):
     mine, its = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "alone"))
     assert its.keys() <= mine.keys()  # the tied head is the embedding once more
     assert all((mine[name] - its[name]).abs().max() < 2e-4 for name in its)  # two steps of 1e-4 each
+    start = load_file(Path(models.find("random:tiny").path) / "model.safetensors")
+    moved = sum((its[name] - start[name].float()).abs().sum() for name in its)
+    apart = sum((mine[name] - its[name]).abs().sum() for name in its)
+    assert apart < 1e-5 * moved  # 3e-7 here, of what training did, where an untrained model would be apart by all of it
 
 
 def row(number: int) -> str:

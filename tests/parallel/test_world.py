@@ -8,8 +8,8 @@ import pytest
 
 from cria_tricks.errors import BadInput, Lost
 from cria_tricks.parallel import world
+from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.world import World
-from tests.parallel.ranks import Ranks
 
 
 def test_alone_nothing_is_exchanged():
