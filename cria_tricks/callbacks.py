@@ -145,9 +145,11 @@ class StopOnSignal(TrainerCallback):
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: object = None, *more: object) -> None:
+        # Where one of several processes has failed, the launcher's signal must not cut off what the others have to say.
+        deaf = error is not None and self.world.size > 1
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if deaf else handler)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.requested:

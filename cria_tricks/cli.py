@@ -3,19 +3,18 @@
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import sys
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, is_out_of_memory, redacted
+from cria_tricks.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, is_out_of_memory
+from cria_tricks.last_words import leave, unforeseen
 from cria_tricks.parallel import world
 
 if TYPE_CHECKING:
@@ -529,28 +528,6 @@ def main() -> None:
     else:
         if code:
             sys.exit(code)
-
-
-def unforeseen() -> NoReturn:
-    """A bug of ours: the traceback as Python prints it, without what it may quote of a token. Exit code 1."""
-    if world.may_speak():
-        with contextlib.suppress(OSError):
-            print(redacted(traceback.format_exc()), file=sys.stderr, end="", flush=True)
-    _exit(1)
-
-
-def leave(sentence: str, code: int) -> None:
-    """Say why a command ends, in one line of one process, and end it."""
-    if world.may_speak():  # else another process of the run has said it
-        with contextlib.suppress(OSError):  # nobody may be there any more to read it
-            print(redacted(" ".join(sentence.split())), file=sys.stderr, flush=True)
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    if world.processes() > 1:
-        os._exit(code)  # at once: the libraries' farewells would wait for processes that may be gone
-    sys.exit(code)
 
 
 if __name__ == "__main__":

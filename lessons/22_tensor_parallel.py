@@ -7,16 +7,15 @@
 
 # %% [markdown]
 # # 22. Tensor parallelism: half of every matrix
-# > **Promise.** With two operators of a few lines you cut a Llama block over two processes, and loss and gradients stay
-# > those of one. You count what the two say to each other, 216 times as much as in lesson 20, and know what link that
-# > asks for.
+# > **Promise.** With two operators of a few lines you cut a Llama block over two processes; loss and gradients stay
+# > those of one. You count what the two send, 216 times as much as in lesson 20, and know what link that needs.
 #
 # > **Card.** saves the blocks' matrices and what is wide inside a block, of which a process has 1/N / costs sums of
 # > $B\,T\,D$ in every block, for which all wait / exact within rounding / 35 minutes / after lesson 21
 #
 # The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens. Lesson 20 shared the rows. Lesson 21 shared
-# the bytes at rest; to compute, each process still put whole matrices together. Here no matrix is ever whole. All
-# processes take the *same* rows, and each computes a part of every product.
+# the bytes at rest; to compute, each process still put whole matrices together. Here the blocks' matrices are never
+# whole. All processes take the *same* rows, and each computes a part of every block.
 
 # %% tags=["hide-input"]
 import logging
@@ -65,8 +64,9 @@ MIB = 2**20
 # %% [markdown]
 # ## 1. The bill
 # Section 6 says why NF4, 8-bit and paged AdamW and fp16 cannot come along. So this bill is of the same recipe without
-# them, in bf16, for an A100. Which rows become a half with two processes, and which do not? Write down what you expect
-# of the peak with eight. Then run.
+# them, in bf16, for an A100. Of one card's peak, 2,970 MiB, the blocks' matrices take 1,856, the adapter with gradients
+# and states 194, and embedding, logits and what waits between blocks 920. Which is divided? Write down the peak of
+# eight. Then run.
 
 # %%
 A100 = CARDS["a100"]
@@ -112,13 +112,13 @@ def divided(theme: Theme):
 course.show(divided, "Figure 1. The matrices are divided; what is whole stays, and soon is most of the peak.")
 
 # %% [markdown]
-# Eight processes need more than a third of one's memory each. The embedding is whole in all of them, and so is all that
-# is $D$ wide. What is divided is the matrices, and what comes out of their cut side: heads, and the inside of the MLP.
+# Each of eight processes still needs more than a third of that. The embedding is whole in all of them, and so is all
+# that is $D$ wide. Divided are the matrices, half of the adapter, and what is wide inside a block: heads and MLP.
 #
 # ## 2. From scratch, in five steps
-# **Cut a matrix.** $y = x W^\top$ can be cut in two ways. By *columns*, which are outputs: every process takes all of
-# $x$ and makes some of $y$. By *rows*, which are inputs: every process takes some of $x$, and what it makes is as wide
-# as $y$. Those must be added up.
+# **Cut a matrix.** $y = x W^\top$ can be cut in two ways. By *columns* of $W^\top$, which are outputs (in torch's $W$
+# they are `dim=0`): every process takes all of $x$ and makes some of $y$. By *rows*, which are inputs: every process
+# takes some of $x$, and makes a part of a sum, as wide as $y$.
 
 # %%
 B, T, D, M = 2, 32, 64, 128  # rows, tokens, width, width inside the MLP
@@ -130,10 +130,23 @@ torch.testing.assert_close(added, x @ up.T)
 
 # %% [markdown]
 # **Columns, then rows.** The MLP is `down(gelu(up(x)))`. Cut `up` by columns, and a process can apply gelu to its own
-# numbers. They are just what it needs if `down` is cut by rows. So two matrices meet once, in one sum.
+# numbers. They are just what it needs if `down` is cut by rows. So two matrices cost one sum.
 #
-# `added_up` is that sum. It adds up behind autograd's back, in `.data`: autograd sees a copy, and hands the gradient on
-# as it is. That is right, as each process has the gradient of the whole sum already.
+# `added_up` is that sum, made behind autograd's back, in `.data`: autograd sees a copy, and hands the gradient on. That
+# is right: each process has the whole sum's gradient already. Are loss and gradients now those of one process? Decide,
+# then run.
+
+
+# %% tags=["hide-input"]
+def step(mlp, *given):
+    """The loss, and the gradients of x, up and down."""
+    leaves = [one.clone().requires_grad_() for one in given]
+    loss = mlp(*leaves).square().mean()
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def apart(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
 
 
 # %%
@@ -149,39 +162,29 @@ def added_up(y):
     return total
 
 
-def without_f(x, up, down):
+def first_try(x, up, down):
     return added_up(F.gelu(x @ mine(up, 0).T) @ mine(down, 1).T)
 
 
-def step(mlp, *given):
-    """The loss, and the gradients of x, up and down."""
-    leaves = [one.clone().requires_grad_() for one in given]
-    loss = mlp(*leaves).square().mean()
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
-
-
-def apart(found, expected):
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-alone = step(without_f, x, up, down)  # here, where nothing is cut
-for rank, (loss, of_x, of_up, _) in enumerate(ranks.run(step, without_f, x, up, down)):
+alone = step(first_try, x, up, down)  # here, where nothing is cut
+for rank, (loss, of_x, of_up, _) in enumerate(ranks.run(step, first_try, x, up, down)):
     off_up, off_x = apart(of_up.chunk(2)[rank], alone[2].chunk(2)[rank]), apart(of_x, alone[1])
     print(f"process {rank}: loss off by {apart(loss, alone[0]):.0e}, its part of up by {off_up:.0e}, x by {off_x:.0%}")
     assert max(apart(loss, alone[0]), off_up) < 1e-6
     assert off_x > 0.3
 
 # %% [markdown]
-# A perfect loss, a perfect gradient of the matrix, no error. And the gradient of $x$ is wrong, so everything that was
-# computed *before* this MLP learns something else; in each process another thing.
+# A perfect loss, a perfect gradient of `up`, no error. And the gradient of $x$ is wrong, so all that was computed
+# *before* this MLP learns something else, in each process another thing.
 #
-# **Add up on the way back.** Every process used all of $x$, so each has a part of its gradient. Megatron calls the
-# cure *f*: forward nothing, backward a sum. Its mirror, forward a sum and backward nothing, is *g*, which we have.
+# **Add up on the way back.** Every process used all of $x$, so each has a part of its gradient. The Megatron-LM paper
+# calls the cure *f*: forward nothing, backward a sum. Its mirror, forward a sum and backward nothing, is *g*, our
+# `added_up`.
 
 
 # %%
 def f(x):
-    x = x.view_as(x)
+    x = x.view_as(x)  # another tensor, so that the hook is on this use of x
     if x.requires_grad:
         x.register_hook(added_up)
     return x
@@ -232,11 +235,12 @@ course.show(
 
 # %% [markdown]
 # **Attention: cut by heads.** A head is $C$ neighbouring outputs of q, k and v, and heads do not look at each other. So
-# q, k and v are cut by columns, o by rows: f in front, g behind, once more.
+# q, k and v are cut by columns, o by rows: f in front, g behind, once more. (Rotary positions, left out here, work
+# inside a head.)
 #
-# **LoRA: cut beside.** An adapter adds $B A x$. Beside a matrix cut by columns $B$ is cut, as it has the same outputs,
-# and $A$ is whole. Beside one cut by rows it is the other way round. Where does the thin tensor of $r$ numbers a token
-# need an f, and where a g? Decide before you read on.
+# **LoRA: cut beside.** It adds lesson 4's $B A x$. Beside a matrix cut by columns $B$ is cut, as it has the same
+# outputs, and $A$ is whole. Beside one cut by rows it is the other way round. Where does the thin tensor $A x$, of $r$
+# numbers a token, need an f, and where a g? Decide before you read on.
 
 # %%
 H, K, C, r = 4, 2, 16, 4  # heads, key heads, width of a head, rank
@@ -266,13 +270,13 @@ def block(x, w):
 
 
 # %% [markdown]
-# Look at `columns` once more. The matrix takes $f(x)$, and $A$ takes plain $x$. $A$ is whole, so each process makes all
-# of its product and gets all of its gradient, by the inner f. Had it taken $f(x)$, a complete gradient would be added
-# up, and count twice. In `rows` $B$ is whole, so the parts of $A x$ are added up before it.
+# In `columns` the matrix takes $f(x)$, and $A$ takes plain $x$. $A$ is whole, so each process makes all of $A x$, and
+# gets all of its gradient by the inner f. Had it taken $f(x)$, a complete gradient would be added up, and count twice.
+# In `rows` $B$ is whole, so the parts of $A x$ are added up before it.
 #
 # ## 3. Prove it
-# The claim is *exact within rounding*. If it is only rounding, it must shrink when the numbers get finer. So compare
-# with one process twice, in fp32 and in fp64.
+# The claim is *exact within rounding*, and rounding shrinks when numbers get finer. So compare with one process in fp32
+# and in fp64.
 
 
 # %%
@@ -309,9 +313,9 @@ for dtype in (torch.float32, torch.float64):
     assert torch.equal(found[0][0], found[1][0])
 
 # %% [markdown]
-# Nine digits came with fp64, for attention, MLP, adapters and input. The package has f and g as `Copied` and `Summed`,
-# with an MLP as ours. And torch has an engine: *DTensor*, a tensor that knows how it is cut. The package's
-# `tensor.split` gives it the same cuts for a model of transformers with peft's LoRA.
+# fp64 brought eight digits. In the package f and g are `Copied` and `Summed`, and `mlp` is ours. With torch's
+# *DTensor*, a tensor that knows how it is cut, its `tensor.split` cuts a model of transformers with peft's LoRA in the
+# same way.
 
 
 # %% tags=["hide-input"]
@@ -350,8 +354,8 @@ assert worst < 1e-5
 
 # %% [markdown]
 # ## 4. What it costs
-# How many sums does our block make, and how large? Count the f and g in the code above, forward and back, for tensors
-# of $B\,T\,D$ and of $B\,T\,r$. Then run.
+# How many sums does our block make, forward and back, of $B\,T\,D$ and of $B\,T\,r$ numbers? Count the f and g in the
+# code above. Then run.
 
 # %%
 wide, thin = 4 * B * T * D, 4 * B * T * r
@@ -365,11 +369,11 @@ assert forward == 2 * (2 * wide + 2 * thin)
 assert back == 2 * (5 * wide + 5 * thin) - 3 * wide
 
 # %% [markdown]
-# DTensor cuts matrix by matrix, so each of q, k, v, gate and up has an f of its own: 5 sums where Megatron needs 2.
-# (The first block's q, k and v have none: nobody asks for the frozen embedding's gradient.) Our switch runs that.
+# DTensor, which our switch runs, cuts matrix by matrix, so each of q, k, v, gate and up has an f of its own: 5 sums
+# where Megatron needs 2. (The first block's q, k and v have none: nobody asks for the frozen embedding's gradient.)
 #
-# Now our job. An optimizer step is 8 rows through 16 blocks, with checkpointing, which runs every block's forward sums
-# again. How many MiB does a process add up? Lesson 20 added up 43.
+# In our job an optimizer step is 8 rows through 16 blocks, $r = 16$, with checkpointing, which runs every block's
+# forward sums again. How many MiB does a process add up in bf16? Lesson 20 added up 43.
 
 # %%
 calls = tensor.traffic(whole, shape, 2)
@@ -380,10 +384,10 @@ print(f"{sums / MIB:,.0f} MiB in {sum(call.times for call in calls):,} calls, {s
 assert 215 < sums / gradients < 217
 
 # %% [markdown]
-# And no call can hide behind other work: the next product needs its result. So what does a step take? By lesson 15's
-# reckoning each process computes a model with 1/N of the heads and of the MLP; norms, residual sums and the head it
-# computes whole. On top come the calls: a start, hops around the ring, and bytes at the rate that NCCL really gets from
-# a link. Guess the best number of A100s on PCIe.
+# Hardly a call can hide behind other work: the next product needs its result. By lesson 15's reckoning one A100
+# computes for 1.70 seconds. Each of $N$ computes 1/N of heads and MLP, and norms, residual sums and the head whole.
+# Then the calls: each has a fixed start, hops around the ring, and bytes at the rate that NCCL really gets from a link,
+# 24 GB a second of PCIe 4.0. Guess the best number of A100s on PCIe.
 
 
 # %%
@@ -394,12 +398,14 @@ def seconds_of(card, recipe, N, link, way="tensor"):
 
 
 one = seconds_of("a100", whole, 1, "pcie4")
+assert round(one, 2) == 1.70
 for N in (1, 2, 4, 8):
     times = {LINKS[link].name: seconds_of("a100", whole, N, link) for link in ("pcie4", "nvlink_a100", "10gbe")}
     print(f"{N} A100:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()), end="")
     print(f"; data parallel over PCIe {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s")
     assert N == 1 or times["NVLink of an A100"] < 0.75 * one
     assert 0.9 * one < times["PCIe 4.0 x16"] <= one
+assert seconds_of("a100", whole, 2, "pcie4", "ddp") < times["NVLink of an A100"]  # of two cards, and of eight
 
 
 # %% tags=["hide-input"]
@@ -427,11 +433,11 @@ course.show(
 )
 
 # %% [markdown]
-# A few per cent, with any number: over PCIe two cards spend on talking what they gain. (The estimate is right within a
-# factor of two. Take it for nothing.) Over Ethernet a step takes more than five times as long. NVLink gains, and even
-# there two data-parallel cards on PCIe gain more. So nobody cuts matrices for speed who can share rows. One cuts them
-# when a single row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our
-# switch takes no fp16:
+# A few per cent, with any number: over PCIe talking takes nearly all that is gained. (The estimate is right within a
+# factor of two, so that is no gain.) Over Ethernet a step takes more than five times as long. NVLink gains, but two
+# cards on PCIe that share rows beat eight on NVLink that share matrices. So nobody who can share rows cuts matrices.
+# One cuts them when a single row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16,
+# and our switch takes no fp16; fp32 is left:
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
@@ -451,42 +457,42 @@ switched = with_settings(whole, ["parallel.strategy=tensor"])
 print(diff(resolve(whole, A100.device), resolve(switched, A100.device, processes=2)))
 
 # %% [markdown]
-# The plan says one word; all else is done with the loaded model. For `q_proj`, `k_proj`, `v_proj`, `gate_proj` and
-# `up_proj` torch gets `ColwiseParallel` for peft's `base_layer` and `lora_B`. For `o_proj` and `down_proj` it gets
-# `RowwiseParallel` for `base_layer` and `lora_A`. The adapter that is saved is whole. (Megatron also cuts what is whole
-# between g and f, by tokens, for the same bytes: *sequence parallelism*. Ours does not.) Two steps of the tiny model,
-# each with its loss and gradient norm, and an evaluation:
+# The plan changes in one word; all else is done to the loaded model. `ColwiseParallel` cuts peft's `base_layer` and
+# `lora_B` of q, k, v, gate and up; `RowwiseParallel` cuts `base_layer` and `lora_A` of o and down. The adapter that is
+# saved is whole. Two steps of the tiny model, each with its loss and gradient norm, and an evaluation:
 
 
 # %% tags=["hide-input"]
-def tiny(folder, name, *settings):
+folder = tempfile.TemporaryDirectory()
+place = folder.name
+lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
+Path(place, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
+
+
+def tiny(name, *settings):
     """Each step's loss and gradient norm, and the evaluation loss after them."""
-    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=200", "tricks.gradient_accumulation=2"]
+    few = ["train.max_steps=2", "train.learning_rate=0.01", "data.max_length=160", "tricks.gradient_accumulation=2"]
     few += ["model=random:tiny", "tricks.peft=lora", "lora.r=2", "tricks.chunked_loss=true"]
-    few += [f"data.{use}={folder}/few.jsonl" for use in ("train", "eval")]
+    few += [f"data.{use}={place}/few.jsonl" for use in ("train", "eval")]
     recipe = with_settings(Recipe(name="short"), [*few, *settings])
     aside = Aside()
     aside.quiet = True
-    report = train(recipe, f"{folder}/{name}", console=aside)
+    report = train(recipe, f"{place}/{name}", console=aside)
     found = [entry[key] for entry in report["history"] for key in ("loss", "grad_norm") if key in entry]
     return [*found, report["eval_loss_after"]]
 
 
 # %%
-with tempfile.TemporaryDirectory() as folder:
-    lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
-    Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
-    expected = tiny(folder, "one")
-    found = ranks.run(tiny, folder, "two", "parallel.strategy=tensor")[0]
+expected = tiny("one")
+found = ranks.run(tiny, "two", "parallel.strategy=tensor")[0]
 print("one process:", *(f"{number:.6f}" for number in expected))
 print("two:        ", *(f"{number:.6f}" for number in found))
 assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **The loss is another one, and nothing else.** The first matrix was cut by rows. Then a process has a part of a *sum*,
-# and gelu of a part is no part of gelu. Cure: columns first, so that gelu sees whole numbers. (A missing f, in section
-# 2, does not even move the loss.)
+# **Another loss, and no error.** The first matrix was cut by rows. Then gelu sees a part of a *sum*, and the gelus of
+# parts do not add up to that of the sum. Cure: columns first. (A missing f does not even move the loss.)
 
 
 # %%
@@ -499,15 +505,15 @@ print(f"loss {wrong:.4f}, and in one process {alone[0]:.4f}")
 assert apart(wrong, alone[0]) > 0.01
 
 # %% [markdown]
-# **`shape '[...]' is invalid for input of size ...`.** transformers cuts a model by itself (`tp_plan="auto"`), and then
-# peft puts whole adapters beside the parts. $A$ beside o gets half of the heads, and expects all. (Versions 5.23 and
-# 0.21.) Cure: cut after peft, the adapters as in section 2.
+# **`shape '[...]' is invalid for input of size ...`.** transformers 5.23 cuts a model by itself (`tp_plan="auto"`),
+# then peft 0.21 puts whole adapters beside the parts. $A$ beside o gets half of the heads, and expects all. Cure: cut
+# after peft, and the adapters as in section 2.
 
 
 # %%
-def automatic(folder):
+def automatic(place):
     plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan)
+    model = AutoModelForCausalLM.from_pretrained(place, distributed_config=plan)
     model = get_peft_model(model, LoraConfig(r=r, target_modules="all-linear"))
     try:
         return model(input_ids=torch.arange(B * T).view(B, T)) and "it works by now"
@@ -515,16 +521,15 @@ def automatic(folder):
         return str(error)
 
 
-with tempfile.TemporaryDirectory() as folder:
-    llama().save_pretrained(folder)
-    said = ranks.run(automatic, folder)[0]
-print(said)
+llama().save_pretrained(f"{place}/llama")
+print(said := ranks.run(automatic, f"{place}/llama")[0])
+folder.cleanup()
 assert "is invalid for input of size" in said
 
 # %% [markdown]
-# **Refused, and why.** Half a head is no head: SmolLM2 has 9 heads, and 3 of keys. An NF4 weight is half a byte in a
-# flat row of blocks; it has neither rows nor columns to cut. (Lesson 21 cuts bytes, and takes them.) bitsandbytes'
-# optimizers take no DTensor. And fp16's loss scaler cannot look for overflow in a mixture of whole and cut gradients.
+# **Refused, and why.** Half a head is no head: SmolLM2 has 9 heads, and 3 of keys. NF4 weights are half bytes in one
+# flat list, with neither rows nor columns to cut. (Lesson 21 cuts bytes, and takes them.) bitsandbytes' optimizers take
+# no DTensor. fp16's loss scaler cannot look for overflow in a mixture of whole and cut gradients.
 
 # %%
 tries = [partial(tensor.refuse_undivided, "SmolLM2", 9, 3, 1536, 2)]
@@ -540,13 +545,14 @@ for one_of_them in tries:
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-8B: width 4,096, 32 blocks, one row of 4,096 tokens in bf16, no adapter, nothing
-#    checkpointed. With one f and one g around attention and MLP each, how many MiB does a process add up for a row,
-#    forward and back?
-# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`, which gives the
-#    mean cross entropy of whole logits without gathering them: `my_head` are the words from number `first` on. (About
-#    nine lines, forward only. Logits are far beyond 88 here; `dist.all_reduce` also knows `dist.ReduceOp.MAX`.)
+#    checkpointed. With one f and one g around attention, and again around the MLP, how many MiB does a process add up
+#    for a row, forward and back?
+# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`: the mean cross
+#    entropy of whole logits, for a few numbers sent a token. `hidden` is (tokens, D), `my_head` are the words from
+#    number `first` on. (About nine lines, forward only. Logits are far beyond 88 here, where fp32's exp overflows;
+#    `dist.all_reduce` also knows `dist.ReduceOp.MAX`.)
 # 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave starts
-#    and hops out. (`compute_seconds`, and `call.sent` of each call in `calls`, are all you need.)
+#    and hops out. (You need `compute_seconds`, as in `seconds_of`, and `call.sent` of each of `calls`.)
 
 # %% tags=["exercise"]
 mib_of_a_row = None
@@ -620,7 +626,8 @@ course.check(3, break_even_rate, course.about(rate, "what they gain in computing
 #
 # ## Sources
 # - Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, section 3: columns and rows, f and g, the cut head.
-# - Korthikanti et al. 2022, arXiv 2205.05198, section 4: what is whole between blocks, cut by tokens.
+# - Korthikanti et al. 2022, arXiv 2205.05198, section 4: *sequence parallelism* also cuts what is whole between g and
+#   f, by tokens, for the same bytes. Ours does not.
 # - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
 # - Rates of links, each with its source: `cria_tricks/parallel/links.py`; of cards: `cria_tricks/hardware/cards.py`.
 # - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

@@ -7,17 +7,17 @@
 
 # %% [markdown]
 # # 23. Pipeline parallelism: fill the wait
-# > **Promise.** You cut a model in two, see one half wait for the other, and make both work at once: to the gradients
-# > of one process, with a ninth of the time idle instead of half. You count what waits and what travels, and say when
-# > it pays.
+# > **Promise.** You cut a model in two, see one half wait for the other, and make both work at once: gradients stay
+# > those of one process, and a ninth of the time is idle instead of half. You count what waits and what travels, and
+# > say when it pays.
 #
-# > **Card.** saves blocks: $L / S$ of them in each of $S$ stages / costs $(S - 1) / (k + S - 1)$ of each stage's time,
+# > **Card.** saves blocks: $L / S$ of $L$ in each of $S$ stages / costs $(S - 1) / (k + S - 1)$ of each stage's time,
 # > with $k$ micro-batches a step, and rows of one length / exact within rounding / 35 minutes / after lesson 22
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. It fits one T4. Its largest sister,
+# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. It fits one T4. A large sister,
 # Llama-3.1-70B, does not fit an A100 of 40 GB, not even in 4 bits. Lesson 21 gathers all weights for every micro-batch,
-# lesson 22 talks in every block, and both want fast links. The oldest way hardly talks: the first blocks here, the last
-# ones there.
+# lesson 22 talks in every block, and both want fast links. The simplest cut hardly talks: the first blocks here, the
+# last ones there. Each such piece is a *stage* (nothing to do with ZeRO's).
 
 # %% tags=["hide-input"]
 import contextlib
@@ -71,8 +71,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 # %% [markdown]
 # ## 1. The bill
-# `device_map="auto"` does it without any launcher: one process, two cards, half of the blocks on each. What does a card
-# need? And with $N$ cards, how much of its time does each of them work? Write down both, then run.
+# `device_map="auto"` does it without any launcher: one process, two cards, half of the blocks on each. One card would
+# need 42.6 GiB, and an A100 has 39.4. What does each of two need? And of $N$ cards, how much of its time does each
+# work? Write down both, then run. (`model` is the device map, `pipeline` what we build.)
 
 # %%
 A100 = CARDS["a100"].device
@@ -80,7 +81,7 @@ large = with_settings(recipes.kwanzaa(A100), ["model=llama-3.1-70b"])
 print(f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; QLoRA of Llama-3.1-70B needs in each")
 for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
     bill = per_process(large, find_shape(large.model), A100, way, N)
-    print(f"of {N}, {way:8} {bill.needed_bytes / GIB:5.1f} GiB, {'fits' if bill.fits else 'does not fit'}")
+    print(f"N = {N}, {way:8} {bill.needed_bytes / GIB:5.1f} GiB, {'fits' if bill.fits else 'does not fit'}")
     assert bill.fits == (N > 1)
 
 # %% [markdown]
@@ -117,8 +118,8 @@ def turns(theme: Theme):
 
 course.show(
     turns,
-    "Figure 1. The same four rows through two stages. As one batch, one stage always waits; as four micro-batches, the "
-    "stages overlap.",
+    "Figure 1. The same four rows through stages 0 and 1; numbers are micro-batches. As one batch, one stage always "
+    "waits; as four micro-batches, the stages overlap.",
 )
 
 # %% [markdown]
@@ -184,7 +185,7 @@ def a_step(layers, window, order, k):
         return tensor
 
     def send(tensor, to):
-        under_way.append((dist.isend(tensor, to), tensor))  # isend: the other one may be sending to us
+        under_way.append((dist.isend(tensor, to), tensor))  # isend does not wait: the other may be sending, too
 
     for what, n in order(stage, S, k):
         if what == "F":
@@ -218,7 +219,7 @@ def a_step(layers, window, order, k):
 
 
 # %% tags=["hide-input"]
-def timed(order, k, steps=10):
+def timed(order, k, steps=5):
     layers = part(new_model(), dist.get_rank(), 2)
     return [a_step(layers, windows[0], order, k)[1:] for _ in range(steps)]
 
@@ -251,14 +252,14 @@ for k in (1, 2, 4, 8):
     assert most == (k, k)
 
 # %% [markdown]
-# Measured is the fastest of ten steps, and still it depends on what else the machine does. The idle share is called the
-# *bubble*. And GPipe has a price: by the last line, each stage kept all $k$ micro-batches. What lesson 2 made small is
-# large again. (Huang et al. checkpoint, lesson 3, to bear it.)
+# Measured is the fastest of five steps, and still it depends on what else runs. The idle share is called the *bubble*.
+# And GPipe has a price: by the last `assert`, each stage kept all $k$ micro-batches. What lesson 2 made small is large
+# again.
 #
 # **One forward, one backward.** A backward pass frees what its micro-batch kept, so do it as soon as it can be done.
-# Stage $s$ first makes $S - 1 - s$ forward passes, to fill the stages behind it. Then one forward, one backward, in
-# turn. At the end come the backward passes that are left. How many micro-batches does stage $s$ keep at most? And is
-# the bubble smaller? (It is called *1F1B*.)
+# Stage $s$, counted from 0, first makes $S - 1 - s$ forward passes, to fill the stages behind it. Then one forward, one
+# backward, in turn. At the end come the backward passes that are left. This is *1F1B*. How many micro-batches does
+# stage $s$ keep at most? And is the bubble smaller?
 
 
 # %%
@@ -297,13 +298,13 @@ def orders(theme: Theme):
 
 course.show(
     orders,
-    "Figure 2. Four stages, eight micro-batches. Both orders take 33 slots, of which a stage works 24. 1F1B starts "
-    "backward passes early, so that stage s keeps 4 - s micro-batches and not eight.",
+    "Figure 2. Four stages, stage 0 on top, eight micro-batches. Both orders take 33 slots, of which a stage works 24. "
+    "1F1B starts backward passes early, so that stage s keeps 4 - s micro-batches and not eight.",
 )
 
 # %% [markdown]
-# $S - s$ of them, whatever $k$. And the bubble is the same: 1F1B saves memory, and no time. But memory is what lets $k$
-# grow, and $k$ is what makes the bubble small.
+# $S - s$ of them, whatever $k$. And the bubble is the same: 1F1B saves memory, and no time. But memory lets $k$ grow,
+# and $k$ makes the bubble small.
 
 
 # %% tags=["hide-input"]
@@ -322,13 +323,13 @@ def what_happened(theme: Theme):
     return drawn
 
 
-course.show(what_happened, "Figure 3. Measured: one step of our two processes in 1F1B order, when each computed what.")
+course.show(what_happened, "Figure 3. Measured: one step of our two processes in 1F1B order. Gaps are idle.")
 
 # %% [markdown]
 # ## 3. Prove it
 # The claim is *exact within rounding*. So train five steps in one process, with plain whole windows. Then in two: by
 # turns with the package's `one_after_the_other`, with our loop in both orders, with the package's `step`, and with
-# torch's engine, `Schedule1F1B`. Losses and first gradients must be those of one process.
+# torch's engine, `Schedule1F1B`. Losses, and the first step's gradient, must be those of one process.
 
 
 # %% tags=["hide-input"]
@@ -382,8 +383,7 @@ def by_torch(layers, *some, scale_grads=False):
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     made = PipelineStage(layers, dist.get_rank(), 2, torch.device("cpu"))
-    loss = lambda y, labels: share_of_loss(y, labels, answers(window))  # noqa: E731
-    schedule = Schedule1F1B(made, K, loss_fn=loss, scale_grads=scale_grads)
+    schedule = Schedule1F1B(made, K, lambda *both: share_of_loss(*both, answers(window)), scale_grads=scale_grads)
     for window in some:
         losses = []
         inputs, target = (window[:1], None) if made.is_first else ((), window[1])
@@ -409,8 +409,8 @@ for name, way in (ways | {"package": by_package, "torch": by_torch}).items():
 # %% [markdown]
 # ## 4. What it costs
 # **What waits, in bytes.** If the numbers of kept micro-batches are right, GPipe's stages keep eight times the bytes of
-# one, and those of 1F1B twice and once. **What travels:** $B\,T\,D$ numbers at each border and for each micro-batch,
-# and as many gradients back. Nothing else.
+# one micro-batch, and those of 1F1B twice and once. **What travels:** $B\,T\,D$ numbers at each border and for each
+# micro-batch, and as many gradients back. Nothing else.
 
 
 # %%
@@ -421,16 +421,18 @@ def bytes_of(order, k):
     return saved.peak, sent.bytes.total()
 
 
-((all_0, sent), (all_1, back)), ((first, _), (last, _)) = (ranks.run(bytes_of, way, K) for way in (gpipe, one_f_one_b))
-for stage, every, few in ((0, all_0, first), (1, all_1, last)):
+of_gpipe, of_1f1b = (ranks.run(bytes_of, order, K) for order in (gpipe, one_f_one_b))
+for stage, micro_batches in ((0, 2), (1, 1)):
+    (every, _), (few, _) = of_gpipe[stage], of_1f1b[stage]
     print(f"stage {stage} keeps {every / KIB:,.0f} KiB in GPipe, {few / KIB:,.0f} in 1F1B")
-assert (first, last) == (all_0 * 2 / K, all_1 / K)
+    assert few == every * micro_batches / K
+sent, back = (size for _, size in of_1f1b)
 print(f"sent on {sent:,} bytes, and back {back:,}")
 assert sent == back == K * T * D * 4
 
 # %% [markdown]
-# Now our job, between two processes. Put the strategies in order of the bytes that each process sends in a step: once
-# for QLoRA, once for full fine-tuning. Is a pipeline's the least?
+# Now our job, between two processes. Put `pipeline`, `ddp`, `fsdp` and `tensor` in order of the bytes that each process
+# sends in a step: once for QLoRA, once for full fine-tuning. (On paper: some of these pairs are refused.)
 
 # %%
 job = course.CAPSTONE
@@ -447,9 +449,8 @@ seconds = sum(LINKS["10gbe"].seconds(call) for call in pipeline.traffic(job, sha
 print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
 
 # %% [markdown]
-# Of all that divide the weights, by far; under full fine-tuning, of all. Only `ddp` of a small adapter sends less, and
-# it divides nothing. So stages can sit in different machines, on plain Ethernet. (In memory torch's engine is less
-# thrifty: at its first step it makes receive buffers for all $k$ micro-batches, 64 MiB here.)
+# Of those that divide the weights, a pipeline sends least by far. Only `ddp` of a small adapter sends less, and it
+# divides nothing. So stages can sit in different machines, on plain Ethernet.
 #
 # **Which layers go where?** All wait for the slowest stage. With times $t_s$ for a micro-batch, a step takes about
 # $\sum t_s + (k - 1) \max t_s$. The last stage has the head, and ours has 128,256 words. Eight blocks each? Guess.
@@ -480,13 +481,14 @@ for stage, what in enumerate(("embedding", "head, norm")):
 # fine-tuning.
 #
 # **Rows of one length.** That 1.77 is for rows of 2,048 tokens. torch's stages fix their shapes, so all rows are padded
-# to the longest, and the last window of three rows to eight. What is left of 1.77 for our 107 rows? And if packing
-# (lesson 11) puts them into 82?
+# to the longest, and the last window of three rows to eight. Our 107 rows have 153,617 tokens. What is left of 1.77?
+# And if packing (lesson 11) puts them into 82 rows?
 
 # %%
 tokens = sum(length for length, _ in row_lengths("train"))
 left = {rows: faster[9] * tokens / (-(-rows // 8) * 8 * 2048) for rows in (107, 82)}
 print(f"padded: {left[107]:.2f} times as fast as one T4, packed: {left[82]:.2f}; ddp in lesson 20: 1.8")
+assert tokens == 153_617
 assert left[107] < 1.25 < left[82]
 
 
@@ -515,12 +517,17 @@ course.show(
 # %% [markdown]
 # ## 5. The production switch
 # The device map is a switch of the trainer, `parallel.strategy=model`: one process that sees two cards. A pipeline is
-# not. transformers' trainer calls a whole model, forward and back, and has no place for a schedule. So it has a loop of
-# its own beside it. Rows, adapter and report are the same; there are no checkpoints, so nothing to resume.
+# not. transformers' trainer calls a whole model, forward and back, and has no place for another order of passes. So the
+# pipeline has a loop of its own. Rows, adapter and report are the same; there are no checkpoints, so nothing to resume.
 
 # %% tags=["hide-input"]
-tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=256"]
-tiny += ["tricks.chunked_loss=true", "train.max_steps=4", "train.learning_rate=0.01"]
+folder = tempfile.TemporaryDirectory()
+lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
+seven = Path(folder.name, "seven.jsonl")
+seven.write_text("".join(lines.splitlines(keepends=True)[:7]), encoding="utf-8")
+tiny = ["model=random:tiny", "tricks.peft=lora", "tricks.gradient_accumulation=4", "data.max_length=160"]
+tiny += ["tricks.chunked_loss=true", "train.max_steps=3", "train.learning_rate=0.01"]
+tiny += [f"data.train={seven}", f"data.eval={seven}"]
 
 
 def losses_of(report):
@@ -544,20 +551,17 @@ def in_stages(settings, out):
 # %%
 print("torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline smoke --out DIR")
 print("torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline kwanzaa --blocks 9,7")
-with tempfile.TemporaryDirectory() as folder:
-    lines = (Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl").read_text(encoding="utf-8")
-    Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:7]), encoding="utf-8")
-    settings = [*tiny, f"data.train={folder}/few.jsonl", f"data.eval={folder}/few.jsonl"]
-    whole = in_one(settings, f"{folder}/one")
-    halves, said = ranks.run(in_stages, settings, f"{folder}/two")[0]
+whole = in_one(tiny, f"{folder.name}/one")
+halves, said = ranks.run(in_stages, tiny, f"{folder.name}/two")[0]
+folder.cleanup()
 print("one process:", *(f"{loss:.6f}" for loss in whole))
 print("two stages: ", *(f"{loss:.6f}" for loss in halves))
 print(f"idle {said['idle_share']:.0%}, of equally long stages {said['idle_share_of_equal_stages']:.0%}")
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 
 # %% [markdown]
-# The last line is the report's. More is idle than the formula says, as the stages are not equal: beside two blocks of
-# width 256 there are 49,152 words, so most of the work is the head's.
+# More is idle than the formula says, as the stages are not equal: beside two blocks of width 256 there are 49,152
+# words, so most of the work is the head's.
 #
 # ## 6. Where it breaks
 # **`a pipeline takes at least as many of a step's micro-batches as it has stages`.** With fewer, some stages would
@@ -575,16 +579,14 @@ for wrong in (lambda: refuse(mine, 4, 1), lambda: find_blocks("", 16, 32, "llama
 
 # %% [markdown]
 # **A perfect loss, and gradients of an eighth.** torch divides gradients by the number of micro-batches unless told
-# otherwise (`scale_grads=True`), as most losses are means. Ours is a sum over all tokens of the window. AdamW does not
-# mind a factor, so the losses hardly move; clipping does. Nor are means the cure: a row with few tokens would weigh as
-# much as a long one (lesson 2). Cure: `scale_grads=False`, and the window's tokens.
+# otherwise (`scale_grads=True`), as most losses are means. Ours is a sum, divided once by the window's tokens. AdamW
+# does not mind a factor, so the losses hardly move; clipping does. Nor are means the cure: a row with few tokens would
+# weigh as much as a long one (lesson 2). Cure: `scale_grads=False`.
 
 # %%
 (_, of_first), (history, of_last) = ranks.run(train_it, partial(by_torch, scale_grads=True))
 wrong = torch.cat([of_first, of_last])
-print(
-    f"losses {history[0]:.4f} -> {history[-1]:.4f}; the gradient is {wrong.norm() / gradient.norm():.3f} times as long"
-)
+print(f"losses {history[0]:.4f} -> {history[-1]:.4f}; gradient {wrong.norm() / gradient.norm():.3f} times as long")
 assert abs(history[0] / expected[0] - 1) < 1e-5
 assert apart(K * wrong, gradient) < 1e-5
 
@@ -613,11 +615,13 @@ ranks.close()
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-70B ($D = 8192$) over eight stages, 32 micro-batches of one row of 4,096 tokens in bf16. How
 #    many MiB cross *one* border in a step, both ways together?
-# 2. **Build.** Fill in `cut(seconds, S)`: what each layer takes, in order; how many layers each of $S$ stages gets, so
-#    that the slowest stage is as fast as can be. (About five lines: `itertools.combinations` gives all places to cut.)
+# 2. **Build.** `cut(seconds, S)` gets the seconds of each layer, in order. Return a list: how many layers each of $S$
+#    stages gets, so that the slowest stage is as fast as can be. (About five lines: `itertools.combinations` gives all
+#    places to cut.)
 # 3. **Reach.** *Interleaved*: each process has $v$ pieces of the model that are no neighbours, a pass through one takes
-#    $1 / v$ of the time, and so does the bubble: $(S - 1) / (v k + S - 1)$. With $S = 4$ and $k = 8$: the smallest $v$
-#    that idles less than a tenth, and how many times as many borders a row then crosses? Give both as a pair.
+#    $1 / v$ of the time, and so does the bubble: $(S - 1) / (v k + S - 1)$. With $S = 4$ and $k = 8$: what is the
+#    smallest $v$ that idles less than a tenth, and how many times as many borders as with $v = 1$ does a row then
+#    cross? Give both as a pair.
 
 # %% tags=["exercise"]
 mib_across = None
@@ -676,13 +680,14 @@ course.check(3, pieces_and_borders, course.equal((4, 5), hint))
 # ## In one breath
 # - **Saves** blocks: a stage holds $L / S$ of them, with gradients and states. The ends hold embedding and head.
 # - **Costs** a bubble of $(S - 1) / (k + S - 1)$, padding to one length, and the slowest stage's pace. 1F1B keeps
-#   $S - s$ micro-batches in stage $s$ where GPipe keeps all.
+#   $S - s$ micro-batches in stage $s$ where GPipe keeps all. torch's engine holds receive buffers for all of them
+#   either way: 64 MiB in our job.
 # - **Exact within rounding**, with a loss summed over the window's tokens and `scale_grads=False`.
 # - **When**: the model does not fit a card, links are slow, and a step has many micro-batches.
 # - **When not**: it fits a card (lesson 20), or rows are few and of all lengths. A device map: to make it run at all.
 #
 # ## Sources
-# - Huang et al. 2018, *GPipe*, arXiv 1811.06965, section 2: a plain cut leaves cards idle; 2.3: all forward, then all
+# - Huang et al. 2018, *GPipe*, arXiv 1811.06965, section 2: a plain cut leaves cards idle; all forward, then all
 #   backward.
 # - Narayanan et al. 2021, arXiv 2104.04473, section 2.2: 1F1B with a flush, its bubble, the interleaved schedule.
 # - torch 2.13: `torch/distributed/pipelining/schedules.py` (`Schedule1F1B`, `scale_grads`). transformers 5.23:

@@ -8,15 +8,16 @@
 # %% [markdown]
 # # 24. Hybrid: a grid of processes
 # > **Promise.** A division per axis tells a process who it is, and torch agrees. One function trains over any grid of
-# > four, to the losses of one process. And you price all ten grids of eight cards, for a model of 70 billion weights
+# > four processes, to the losses of one. And you price all ten grids of eight cards, for a model of 70 billion weights
 # > and for ours: the answers are opposite.
 #
 # > **Card.** saves time along one axis, blocks and matrices along the others / costs what each axis sends, over the
 # > link that it gets / exact within rounding / 35 minutes / after lesson 23
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers. It fits one T4, so this lesson needs a larger one, too: LoRA of
-# Llama-3.1-70B in bf16, on two machines with four A100s of 40 GB each. Inside a machine is NVLink, between the two
-# InfiniBand, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a step. Which of them, for which cards?
+# The job: QLoRA of Llama-3.2-1B on 107 answers. It fits one T4, so this lesson needs a larger job, too: LoRA of
+# Llama-3.1-70B in bf16, on two machines, each with four A100s of 40 GB. Inside a machine cards talk over NVLink. To the
+# other machine each card has an InfiniBand link, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a
+# step. Which of them, for which cards?
 
 # %% tags=["hide-input"]
 import logging
@@ -63,9 +64,9 @@ GIB = 2**30
 # %% [markdown]
 # ## 1. The bill
 # Eight processes may be $N$ groups that share the rows (*data*), each of $S$ stages of a pipeline (*stage*), each of
-# $M$ processes that share the matrices (*tensor*): $N S M = 8$. There are ten such grids. A process holds about
-# $1 / (S M)$ of the weights; $N$ saves nothing. 70 billion weights of two bytes are 131 GiB, and an A100 has 39.4. How
-# many of the ten fit? Write it down. (Without NF4, which tensor parallelism refuses.)
+# $M$ processes that share the matrices (*tensor*): $N S M = 8$. There are ten such grids, written $N$ x $S$ x $M$. A
+# process holds about $1 / (S M)$ of the weights; $N$ saves nothing. 70.6 billion weights of two bytes are 131 GiB, and
+# an A100 has 39.4. How many of the ten fit? Write it down. (Without NF4, which tensor parallelism refuses.)
 
 # %%
 A100 = CARDS["a100"].device
@@ -117,14 +118,15 @@ def memory_of_grids(theme: Theme):
     return drawn
 
 
-course.show(memory_of_grids, "Figure 1. Llama-3.1-70B over eight cards: six of ten grids fit. Of our model all do.")
+course.show(memory_of_grids, "Figure 1. Llama-3.1-70B over eight cards: what each needs. Six of ten grids fit.")
 
 # %% [markdown]
-# Six. Memory says what is possible, and time will choose.
+# Six, and of our model all ten. Weights alone would let 2 x 1 x 4 in. But tensor parallelism keeps embedding and head
+# whole in every process, 2 GiB each; a pipeline has one at either end. Memory says what is possible. Time will choose.
 #
 # ## 2. From scratch, in three steps
-# **Who am I?** A process knows its rank, one number. Let the last axis count fastest, like the digits of a clock; then
-# a division per axis gives its place. With whom does it share an axis? With those whose place differs in nothing else.
+# **Who am I?** A process knows its rank, one number. Let the last axis count fastest, like the seconds of a clock; then
+# a division per axis gives its place. Its *line* along an axis are those whose place differs on this axis alone.
 
 
 # %%
@@ -136,7 +138,7 @@ def place(rank, sizes):
 
 
 def line(rank, axis, sizes):
-    """The processes that differ from this one along `axis` alone."""
+    """The processes that differ along `axis` alone, this one among them."""
     here = place(rank, sizes) | {axis: 0}
     return [other for other in range(math.prod(sizes.values())) if place(other, sizes) | {axis: 0} == here]
 
@@ -146,8 +148,8 @@ print(f"rank 5 of 8: {place(5, cube)}, lines", {axis: line(5, axis, cube) for ax
 assert {axis: line(5, axis, cube) for axis in cube} == hybrid.lines(5, cube)
 
 # %% [markdown]
-# torch calls this a `DeviceMesh`. It makes the process groups as well, one for each line, so that a collective can stay
-# among its own. Does it agree, for all six grids of our four processes?
+# **Ask torch.** It calls a grid a `DeviceMesh`, and makes a *process group* for each line: a collective with `group=`
+# stays among its processes. Does it agree, for all six grids of four processes?
 
 # %%
 FOURS = [{"data": N, "stage": S, "tensor": 4 // N // S} for N in (1, 2, 4) for S in (1, 2, 4) if N * S <= 4]
@@ -159,7 +161,9 @@ def mesh_agrees(sizes):
     return found == [line(dist.get_rank(), axis, sizes) for axis in sizes]
 
 
-assert all(all(ranks.run(mesh_agrees, sizes)) for sizes in FOURS)
+agreeing = [name(sizes) for sizes in FOURS if all(ranks.run(mesh_agrees, sizes))]
+print("torch agrees for", ", ".join(agreeing))
+assert len(agreeing) == 6
 
 
 # %% tags=["hide-input"]
@@ -183,10 +187,11 @@ def eight(theme: Theme):
         if where["stage"] == 0:
             sketch.arrow((x + 2.5, y + 2.7), (x + 2.5, y + 6.5), color=1)
             sketch.arrow((x + 2.5, y + 6.5), (x + 2.5, y + 2.7), color=1)
-    for y in (4.6, 8.2):
-        sketch.arrow((19, y), (25.8, y), color=2)
-        sketch.arrow((25.8, y), (19, y), color=2)
-    words = (("tensor: every product", 0), ("stage: every micro-batch", 1), ("data: once a step", 2))
+    for y, pairs in ((3.9, "0-4, 1-5"), (10.5, "2-6, 3-7")):
+        sketch.text(22.4, y - 0.9, pairs)
+        sketch.arrow((20.6, y), (24.2, y), color=2)
+        sketch.arrow((24.2, y), (20.6, y), color=2)
+    words = (("tensor: in every block", 0), ("stage: every micro-batch", 1), ("data: once a step", 2))
     for place_, (says, colour) in enumerate(words):
         sketch.arrow((3 + 14 * place_, 15.2), (5.4 + 14 * place_, 15.2), color=colour)
         sketch.text(5.9 + 14 * place_, 15.2, says, align="left")
@@ -195,15 +200,15 @@ def eight(theme: Theme):
 
 course.show(
     eight,
-    "Figure 2. A cube on two machines. The innermost axis has neighbouring ranks, so it stays inside. Across the "
-    "border each rank meets the one four further, once a step.",
+    "Figure 2. A cube, 2 x 2 x 2, on two machines. The innermost axis has neighbouring ranks, so it stays inside. "
+    "Across the border each rank meets the one four further, once a step.",
 )
 
 # %% [markdown]
 # **One axis, one thing to do.** Our model is four blocks with an MLP each, and learns random targets by heart. Along
 # *tensor*, lesson 22's f and g add up in their group. Along *stage*, a process receives hidden states from the one
 # before it and hands its own on (lesson 23, all forward, then all backward). Along *data*, it takes its share of the
-# window, and gradients are summed once. Nobody needs to know of the other axes.
+# window, and gradients are summed once. What is done along one axis need not know of the others.
 
 # %%
 D, INNER = 16, 32
@@ -229,36 +234,37 @@ def cut_block(x, up, down, group):
 
 def over_a_grid(sizes, windows, everyone=False, shuffled=False):
     """Train; the loss of each step. The last two are mistakes, for section 6."""
-    rank, here, (N, S, M) = dist.get_rank(), place(dist.get_rank(), sizes), sizes.values()
+    here, (N, S, M) = place(dist.get_rank(), sizes), sizes.values()
     mesh = init_device_mesh("cpu", (N, S, M), mesh_dim_names=tuple(sizes))
     along = {axis: mesh.get_group(axis) for axis in sizes}
-    own = new_blocks()[here["stage"] * 4 // S : (here["stage"] + 1) * 4 // S]
+    s, stages = here["stage"], line(dist.get_rank(), "stage", sizes)
+    own = new_blocks()[s * 4 // S : (s + 1) * 4 // S]
     parts = [(up.chunk(M, 0)[here["tensor"]], down.chunk(M, 1)[here["tensor"]]) for up, down in own]
     weights = [part.clone().requires_grad_() for pair in parts for part in pair]
-    optimizer, history, last = torch.optim.SGD(weights, 0.5), [], here["stage"] == S - 1
+    optimizer, history, last = torch.optim.SGD(weights, 0.5), [], s == S - 1
     for window in windows:
         mine, kept, loss = window[here["data"] :: N], [], torch.zeros(())
         if shuffled:
             mine = mine[here["tensor"] :] + mine[: here["tensor"]]
         for x, target in mine:
-            if here["stage"] > 0:
-                dist.recv(x := torch.empty_like(x), rank - M)
-            y = x = x.clone().requires_grad_(here["stage"] > 0)
+            if s > 0:
+                dist.recv(x := torch.empty_like(x), stages[s - 1])
+            y = x = x.clone().requires_grad_(s > 0)
             for up, down in zip(weights[::2], weights[1::2], strict=True):
                 y = cut_block(y, up, down, along["tensor"])
             if last:
                 y = (y - target).square().mean() / len(window)
                 loss += y.detach()
             else:
-                dist.send(y.detach(), rank + M)
+                dist.send(y.detach(), stages[s + 1])
             kept.append((x, y))
         for x, y in kept:
             gradient = None
             if not last:
-                dist.recv(gradient := torch.empty_like(y), rank + M)
+                dist.recv(gradient := torch.empty_like(y), stages[s + 1])
             y.backward(gradient)
-            if here["stage"] > 0:
-                dist.send(x.grad, rank - M)
+            if s > 0:
+                dist.send(x.grad, stages[s - 1])
         for weight in weights:
             dist.all_reduce(weight.grad, group=None if everyone else along["data"])
         dist.all_reduce(loss, group=along["data"])
@@ -270,7 +276,7 @@ def over_a_grid(sizes, windows, everyone=False, shuffled=False):
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *exact within rounding*, for every grid. So train ten steps of four micro-batches over all six of them.
+# The claim is *exact within rounding*, for every grid. So train five steps of four micro-batches over all six of them.
 # `alone` is the same model in one process, without any of this: all rows at once, matrices whole, no group.
 
 
@@ -296,16 +302,16 @@ def apart(found, expected):
 
 # %%
 rows = [(torch.randn(2, 8, D), torch.randn(2, 8, D)) for _ in range(4)]
-expected = alone([rows] * 10)
+expected = alone([rows] * 5)
 print(f"one process: loss {expected[0]:.6f} -> {expected[-1]:.6f}")
 for sizes in FOURS:
-    found = ranks.run(over_a_grid, sizes, [rows] * 10)[-1]  # the last process is of a last stage
+    found = ranks.run(over_a_grid, sizes, [rows] * 5)[-1]  # the last process is of a last stage
     print(f"{name(sizes)}: loss {found[0]:.6f} -> {found[-1]:.6f}, off by at most {apart(found, expected):.0e}")
     assert apart(found, expected) < 1e-5
 
 # %% [markdown]
-# The package's `average_gradients` is the sum along *data* over a group, as a mean, and in one flat tensor: a call for
-# each thin matrix would wait hundreds of times.
+# The package's `average_gradients` takes the mean along *data*, as torch's DDP does: our sum, divided by $N$. It sends
+# one flat tensor, as a call for each thin matrix would wait hundreds of times.
 
 
 # %%
@@ -319,12 +325,13 @@ def both_ways():
     return torch.equal(by_hand / 2, weight.grad)
 
 
-assert all(ranks.run(both_ways))
+print("the same as by hand:", found := ranks.run(both_ways))
+assert all(found)
 
 # %% [markdown]
 # ## 4. What it costs
-# Each axis has its own bill: *tensor* speaks in every product, *stage* in every micro-batch, *data* once a step. The
-# grid decides over which link. Rank $r$ sits in machine $\lfloor r / 4 \rfloor$, so an axis is slow if one of its lines
+# Each axis has its own bill: *tensor* speaks in every block, *stage* in every micro-batch, *data* once a step. The grid
+# decides over which link. Rank $r$ sits in machine $\lfloor r / 4 \rfloor$, so an axis is slow if one of its lines
 # has ranks of both. Guess the fastest grid that fits the 70B model, and the fastest for ours. Then price them all:
 # lesson 15's computing, lesson 23's idle slots, and calls at the rate that NCCL gets from a link.
 
@@ -365,11 +372,11 @@ best, best_ours = (min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r
 assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
 
 # %% [markdown]
-# The cube, and for our model a line of eight. The estimate is right within a factor of two, but a rule comes out of it.
-# Take as much *data* as memory allows: it speaks least. Keep *tensor* inside a machine: 1 x 1 x 8 crosses the border,
-# and is slowest by far. Let *stage* cross it if something must: it sends little, and pays by idling. With 8 stages and
-# 8 micro-batches that is nearly half of the time. (And the cube is tight: it leaves 0.9 GiB for NCCL's buffers, which
-# our bill does not know.)
+# The cube, and for our model a line of eight. Seconds are right within a factor of two, so take the order of close ones
+# for nothing. But a rule comes out. Take as much *data* as memory allows: it speaks least. Keep *tensor* inside a
+# machine: 1 x 1 x 8 crosses the border, and is slowest by far. Let *stage* cross it if something must: it sends little,
+# and pays by idling. With 8 stages and 8 micro-batches that is nearly half of the time. (And the cube is tight: it
+# leaves 0.9 GiB for NCCL's buffers, which our bill does not know.)
 #
 # **The order is half of the choice.** The same cube, but *tensor* outermost: its lines are ranks 0 and 4, 1 and 5. No
 # error, the same memory, the same losses. How many times more goes between the machines?
@@ -386,6 +393,7 @@ inside_out = dict(reversed(best.items()))
 for sizes in (best, inside_out):
     crossing = over_the_border(large, sizes) / 1e9
     print(f"{', '.join(sizes):20} {crossing:6.2f} GB over the border, {seconds(large, sizes):.1f} s")
+print(f"{over_the_border(large, inside_out) / over_the_border(large, best):.0f} times as much")
 assert over_the_border(large, inside_out) > 100 * over_the_border(large, best)
 assert seconds(large, inside_out) > 1.2 * seconds(large, best)
 
@@ -408,14 +416,14 @@ def time_of_grids(theme: Theme):
 
 course.show(
     time_of_grids,
-    "Figure 3. The grids that fit the 70B model. A tensor axis that crosses the border costs seconds; 1 x 8 x 1 has no "
-    "tensor axis, and 1 x 1 x 8 crosses it either way.",
+    "Figure 3. The grids that fit the 70B model. A tensor axis that crosses the border costs seconds. 1 x 1 x 8 "
+    "crosses it either way, and grids with a 1 at the end have no tensor axis.",
 )
 
 # %% [markdown]
 # ## 5. The production switch
-# Through the shared trainer runs data x tensor. The recipe names the strategy and how many share a matrix; the rest of
-# the processes share the rows. Pipelines have a loop of their own (lesson 23), and the cube of eight is a script that
+# The trainer runs data x tensor. The recipe names the strategy and how many share a matrix; groups of so many share the
+# rows. Pipelines have a loop of their own (lesson 23), with `--data` for the groups. The cube of eight is a script that
 # lays its losses beside those of one process:
 
 # %%
@@ -427,7 +435,8 @@ two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tens
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
-# A tiny Llama with LoRA: two steps of the trainer, then three of the cube's loop over grids of four.
+# A tiny Llama with LoRA. First two steps of the trainer: loss and gradient norm of each, then an evaluation. After that
+# the losses of two steps of the cube's loop, over grids of four.
 
 
 # %% tags=["hide-input"]
@@ -463,21 +472,22 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
     one = tiny(folder, "one")
     show({"one process": one, "ddp_tensor, 2 x 2": ranks.run(tiny, folder, "four", "parallel.strategy=ddp_tensor")[0]})
-recipe, few = with_settings(Recipe(), [*hybrid.TINY, "train.max_steps=3"]), hybrid.random_rows()
+recipe, few = with_settings(Recipe(), [*hybrid.TINY, "train.max_steps=2"]), hybrid.random_rows()
 runs = {"one process": [entry["loss"] for entry in hybrid.alone(recipe, few).training]}
 for sizes in ({"data": 2, "stage": 2, "tensor": 1}, {"data": 1, "stage": 2, "tensor": 2}):
     runs[name(sizes)] = ranks.run(through_the_cube, recipe, few, sizes)[0]
 show(runs)
 
 # %% [markdown]
-# **HSDP, or lesson 21 on a grid.** Another hybrid cuts no matrix: shard inside a machine, replicate across. In
-# torch it is `fully_shard(block, mesh=mesh)` with a mesh of two axes, the outer one for the copies. Weights are then
-# gathered over the fast link, and what crosses the border is a piece of the gradients. What would it take here?
+# **HSDP, or lesson 21 on a grid.** Another hybrid cuts no matrix: *hybrid sharded data parallel* shards inside a
+# machine and replicates across. In torch it is `fully_shard(block, mesh=mesh)` with a mesh of two axes, the outer one
+# for the copies. Weights are then gathered over the fast link, and what crosses the border is a piece of the gradients.
+# What would a step take here, with a micro-batch for each process?
 
 # %%
 shape = find_shape(large.model)
 for cards, link, title in ((8, "hdr", "FSDP over eight"), (4, "nvlink_a100", "HSDP, 2 x 4")):
-    each = with_settings(large, [f"tricks.gradient_accumulation={cards}"])  # one micro-batch a process
+    each = with_settings(large, [f"tricks.gradient_accumulation={cards}"])  # of 8 rows, those of one copy
     sharded = per_process(each, shape, A100, "fsdp", cards)
     gathers = sum(LINKS[link].seconds(call) for call in fsdp.traffic(each, shape, cards))
     computing = compute_seconds(each, shape, CARDS["a100"], "fsdp", cards)
@@ -487,7 +497,7 @@ print(f"and our job, on one T4: {course.bill(course.CAPSTONE).needed_bytes / GIB
 
 # %% [markdown]
 # HSDP would beat the cube, and does not fit 40 GB; on cards of 80 GB it is the first thing to try. FSDP over all eight
-# fits. But it sends all weights over the slow link, and is as fast as the cube only if nearly all of that hides behind
+# fits. But it sends all weights over the slow link, and is as fast as the cube only if two thirds of that hide behind
 # computing.
 #
 # **And our job?** It fits one T4, with NF4. Its answer is one card, or `ddp` (lesson 20). No grid is for it.
@@ -495,7 +505,7 @@ print(f"and our job, on one T4: {course.bill(course.CAPSTONE).needed_bytes / GIB
 # ## 6. Where it breaks
 # **The first loss is right, and then training goes astray.** Gradients were summed over *all* processes: somebody left
 # `group=` out, and the default is everyone. Process 0 adds the other half of a matrix to its own. The shapes agree, so
-# nothing raises.
+# nothing raises. Cure: `group=` in every collective, and a look at the *second* loss beside one process's.
 #
 # **The loss is another one, and falls nicely.** Each process shuffled its rows for itself. Then the two halves of a
 # matrix see different rows, and f and g add up what does not belong together. Cure: choose rows and their order by the
@@ -521,17 +531,19 @@ except BadInput as refusal:
     print(refusal)
 
 # %% [markdown]
-# **Nothing is wrong, and it is slow.** The order, or a launcher that deals ranks to machines in turn. Cure: print
-# `mesh.get_group("tensor")`'s ranks and each rank's host once, at the start.
+# **Nothing is wrong, and it is slow.** The order, or a launcher that deals ranks to machines in turn. Cure: at the
+# start let each rank print `socket.gethostname()` and `dist.get_process_group_ranks(mesh.get_group("tensor"))`.
 #
 # ## 7. Exercises
-# 1. **Predict.** 64 processes, 4 x 4 x 4 (data x stage x tensor). Which ranks are on the *data* line of rank 27?
+# 1. **Predict.** 64 processes, 4 x 4 x 4 (data x stage x tensor). Which ranks are on the *data* line of rank 27? Give a
+#    list, in order.
 # 2. **Build.** An all-reduce on two levels, so that little crosses the border: fill in `two_levels(tensor, inside,
 #    across)`, with the groups of a process's machine and of its peers in the other machines. Between machines each
-#    process sends only its own piece. (Four lines: `dist.reduce_scatter_tensor`, `all_reduce`,
-#    `all_gather_into_tensor`.)
-# 3. **Reach.** Llama-2-13B by the same recipe, on two machines with four L4s each: PCIe 4.0 inside, 10 Gbit Ethernet
-#    between them. Which grid fits and is fastest? Give $(N, S, M)$. (`bill` and `seconds` take a card and links.)
+#    process sends only its own piece. It returns the sum. (Five lines: a new piece, `dist.reduce_scatter_tensor`,
+#    `all_reduce`, `all_gather_into_tensor`. The length divides.)
+# 3. **Reach.** Llama-2-13B (`llama-2-13b`) by the recipe `ours`, on two machines with four L4s (`l4`) each: PCIe 4.0
+#    inside (`pcie4`), 10 Gbit Ethernet between them (`10gbe`). Which grid fits and is fastest? Give $(N, S, M)$, three
+#    numbers in brackets. (`bill` and `seconds` take a card, and links.)
 
 # %% tags=["exercise"]
 data_line_of_27 = None
@@ -591,8 +603,8 @@ course.check(3, best_grid, course.equal(min(on_l4, key=on_l4.get), hint))
 # - **Saves** what its axes save: *stage* and *tensor* bytes, *data* time.
 # - **Costs** what they cost, over the link that the order of the axes gives them.
 # - **Exact within rounding**, for every grid; with a wrong group or wrong rows it is silently wrong.
-# - **When**: a model does not fit one card, nor one machine. Tensor innermost, inside a machine; data outermost; stage
-#   between them. With cards large enough: HSDP.
+# - **When**: a model does not fit one card, and you have more cards than hold it once. Tensor innermost, inside a
+#   machine; data outermost; stage between them. With cards large enough: HSDP.
 # - **When not**: whenever the model fits one card. Then it is `ddp`, or nothing.
 #
 # ## Sources

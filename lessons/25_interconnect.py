@@ -70,14 +70,14 @@ def sent_by_each(all_reduce):
 # %% [markdown]
 # ## 1. The bill
 # Two A100s with NVLink between them: 300 GB a second one way, says the data sheet. Data parallelism sends 45 MB a step,
-# tensor parallelism 216 times as much. (It takes no NF4, so it runs in bf16, as in lesson 22; sharding takes no 8-bit
-# AdamW.) Divide bytes by the rate, and compare with this lesson's reckoning. For which is the division badly wrong?
+# tensor parallelism 216 times as much. Divide bytes by the rate, then compare with what this lesson will reckon. For
+# which of the two is the division badly wrong?
 
 # %%
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
 job = recipes.kwanzaa(A100.device)
-plain_adamw = with_settings(job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])
-bf16 = with_settings(plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"])
+plain_adamw = with_settings(job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])  # sharding wants it
+bf16 = with_settings(plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"])  # as in lesson 22
 RECIPES = {"ddp": job, "fsdp": plain_adamw, "tensor": bf16}
 nvlink, parts = LINKS["nvlink_a100"], {}
 for way in ("ddp", "tensor"):
@@ -86,20 +86,20 @@ for way in ("ddp", "tensor"):
     reckoned = sum(map(nvlink.seconds, calls))
     parts[way] = 1 - sent / nvlink.rate / reckoned
     print(f"{way:7}{sent / 1e6:6,.0f} MB, calls: {number:,}; {1000 * sent / nvlink.peak:.2f} ms by division", end=", ")
-    print(f"{1000 * reckoned:.2f} by reckoning; {parts[way]:.0%} of that are no bytes")
+    print(f"{1000 * reckoned:.2f} by reckoning; starts are {parts[way]:.0%} of that")
 assert parts["ddp"] < 0.1 < 0.4 < parts["tensor"]
 
 
 # %% [markdown]
-# For tensor parallelism. No link reaches its data sheet's rate, for one thing. For another, 2,304 calls must be
-# started, which takes nearly half of the time. So a call has two prices.
+# For tensor parallelism. No link reaches its data sheet's rate. And 2,304 calls must be started, which takes nearly
+# half of the time. So a call has two prices.
 #
 # ## 2. From scratch, in four steps
 # A message takes $t = \alpha + s / \beta$: $\alpha$ seconds however small it is, and its $s$ bytes at a rate $\beta$.
 # An all-reduce is made of messages. How many, and how large? That depends on how it is done.
 #
 # **One adds up for all.** Everyone sends to process 0, which adds, and sends the sum back. (`sent_by_each` calls it in
-# four processes, holds the sum against torch's, and counts.)
+# four processes, compares the sum with torch's, and counts.)
 
 
 # %%
@@ -116,12 +116,12 @@ def star(x):
         dist.send(x, other)
 
 
-print("of a tensor each process sends", sent_by_each(star))
-assert sent_by_each(star) == [3, 1, 1, 1]
+print("of a tensor each process sends", sent := sent_by_each(star))
+assert sent == [3, 1, 1, 1]
 
 # %% [markdown]
-# The sum is right. But process 0 sends $N - 1$ tensors and receives as many: with twice the processes it takes twice as
-# long.
+# The sum is right. But process 0 sends $N - 1$ tensors and receives as many: with twice the processes it takes about
+# twice as long.
 #
 # **Only neighbours talk, and only in pieces.** Put the processes in a ring, and cut the tensor into $N$ pieces. In each
 # round everyone sends *one* piece to the right, and adds what comes from the left. So a sum goes round and grows. After
@@ -162,8 +162,8 @@ def ring(x):
     all_gather(pieces)
 
 
-print("of a tensor each process sends", sent_by_each(ring))
-assert sent_by_each(ring) == [1.5] * 4
+print("of a tensor each process sends", sent := sent_by_each(ring))
+assert sent == [1.5] * 4
 
 
 # %% tags=["hide-input"]
@@ -198,15 +198,15 @@ course.show(
 )
 
 # %% [markdown]
-# $2 (N - 1)$ rounds of $1 / N$: each sends $2 (N - 1) / N$ of the tensor, never twice of it. So the bytes hardly grow
-# with $N$; the number of starts does:
+# Six rounds of a quarter; in general $2 (N - 1)$ rounds of $1 / N$, always less than twice the tensor. So the bytes
+# hardly grow with $N$; the number of messages does:
 #
 # $$t = 2 (N - 1)\,\alpha + \frac{2 (N - 1)}{N} \cdot \frac{s}{\beta}$$
 #
 # ## 3. Prove it
-# Whole numbers were equal to torch's, to the bit. Floats are added in another order, so that is *exact within
-# rounding*. But all processes must hold the same bits, or replicas drift apart. And ours and the package's must send
-# what the formula says.
+# Whole numbers were equal to torch's, to the bit. Floats are added in another order: *exact within rounding*. But all
+# processes must hold the same bits, or replicas drift apart. And the package's ring and ours must send what the formula
+# says.
 
 # %%
 for name, all_reduce in (("ours", ring), ("package", collectives.ring_all_reduce)):
@@ -219,8 +219,8 @@ for name, all_reduce in (("ours", ring), ("package", collectives.ring_all_reduce
 
 # %% [markdown]
 # **Two numbers from measurements.** Seconds against bytes sent lie on a line: its height at zero is the latency of a
-# call, its slope $1 / \beta$. We want the smallest *relative* errors, or the largest size would decide alone. Timings
-# that we made up must give their line back.
+# call, its slope $1 / \beta$. We want the smallest *relative* errors, or the largest size would decide alone: so we
+# divide by the measured seconds. Timings that we made up must give their line back.
 
 
 # %%
@@ -237,10 +237,11 @@ for found in (line_through(made_up), collectives.fit(made_up)):
 
 # %% [markdown]
 # ## 4. What it costs
-# **Measured here.** Three collectives of torch between two processes of this machine, over gloo, in five sizes. Two
-# bandwidths are in use, named by nccl-tests. The *algorithm bandwidth* is the tensor's bytes over the seconds. The *bus
-# bandwidth* is what each process *sends* over the seconds, so it can be held against a link. An all-gather sends half
-# of what an all-reduce does. Which of its two numbers will be near the all-reduce's?
+# **Measured here.** Three collectives of torch between two processes of this machine, over gloo, in five sizes.
+# NVIDIA's nccl-tests name two bandwidths. The *algorithm bandwidth* is the tensor's bytes over the seconds. The *bus
+# bandwidth* is what each process *sends* over the seconds, so it can be compared with a link's. An all-gather sends
+# half of what an all-reduce does. Which of its two numbers should be near the all-reduce's? (For two processes, those
+# are equal.)
 
 
 # %%
@@ -270,10 +271,10 @@ for kind, last in zip(KINDS, timings[-3:], strict=True):
     print(f"at 16 MiB {last.bytes / last.seconds / 1e9:.2f} GB/s algorithm, {last.sent / last.seconds / 1e9:.2f} bus")
 
 # %% [markdown]
-# Usually the bus bandwidth: a link charges for what is sent. A reduce-scatter should reach it, too. It does not: gloo
-# has none, and torch makes it of an all-reduce.
+# The bus bandwidth: a link charges for what is sent. But here it falls short. torch lets gloo gather into another
+# tensor, and copies all of it. A reduce-scatter falls shorter: gloo has none, and torch makes it of an all-reduce.
 #
-# Now the lines, and a prediction of a size that is not among the five: 8 MiB, a sum of tensor parallelism.
+# Now the lines, and a prediction of a sixth size: 8 MiB.
 
 # %%
 lines = {kind: line_through([one for one in timings if one.kind == kind]) for kind in KINDS}
@@ -308,10 +309,11 @@ course.show(
 )
 
 # %% [markdown]
-# Tens of per cent off is usual where other programs run, too. It is good enough to choose by.
+# Tens of per cent off is usual, and good enough to choose by.
 #
 # **Links, by data sheet.** `LINKS` has for each, with sources, the rate that it is sold at, the part that collectives
-# reach, a start, and a hop for each round. At which size is half of a call's time bytes? Guess it for NVLink.
+# reach, a start for each call, and a hop for each round. NVLink's are 300 GB/s, 232.5 of them, 8.4 µs and 3.4 µs. At
+# which size is half of an all-reduce's time bytes, between two cards?
 
 
 # %%
@@ -325,14 +327,16 @@ for name in NAMES:
     link, (gradients,) = LINKS[name], STRATEGIES["ddp"].traffic(job, shape, 2)
     assert abs(seconds(gradients, link) / link.seconds(gradients) - 1) < 1e-9
     half_way = (link.start + 2 * link.hop) * link.rate
-    print(f"{link.name:18}{link.rate / 1e9:6.1f} of {link.peak / 1e9:.1f} GB/s;", end=" ")
+    print(f"{link.name:18}{link.rate / 1e9:7.2f} of {link.peak / 1e9:.2f} GB/s;", end=" ")
     print(f"gradients {1000 * seconds(gradients, link):5.2f} ms; half of the time is bytes at {half_way / 1e6:.2f} MB")
 
 # %% [markdown]
-# The faster the link, the larger. Below 3.5 MB NVLink waits more than it sends; tensor parallelism's sums are 8 MiB.
+# The faster the link and the longer its hops, the larger. Below 3.5 MB NVLink waits more than it sends. Of tensor
+# parallelism's sums half are 8 MiB, and half, the adapters', 64 KiB.
 #
 # **When do more cards stop helping?** A step is lesson 15's computing, divided among $N$, and its calls, of which none
-# is hidden here. We double $N$ as long as that makes it half as fast again. Which of twelve pairs stop at once?
+# is hidden here. We double $N$ as long as that makes it 1.5 times as fast. Three strategies, four links: which pairs
+# stop at one card?
 
 # %%
 fixed = {}
@@ -373,14 +377,15 @@ def of_speed(theme: Theme):
 
 course.show(
     of_speed,
-    "Figure 3. Eight rows a step on one to eight A100s. Data parallelism stays near the thin line over any link. "
-    "Tensor parallelism gains little over NVLink, and over Ethernet two cards of both others are slower than one.",
+    "Figure 3. Eight rows a step on one to eight A100s; on the thin line N cards are N times as fast. Data parallelism "
+    "stays near it over any link. Over Ethernet, two cards of either other strategy are slower than one.",
 )
 
 # %% [markdown]
-# For `ddp` the wire never says stop: the *rows* do, eight of them. Let the window grow with the cards, and each has as
-# much to compute as before. Over Ethernet, 256 cards would be worth 244. But they take 2,048 rows a step, and we have
-# 107: with 14 cards an epoch is one step. That is another training.
+# Five: tensor parallelism over any link, sharding over Ethernet. For `ddp` the wire never says stop: the *rows* do,
+# eight of them. Let the window grow with the cards, and each has as much to compute as before. Over Ethernet, 256 cards
+# would be worth 244. But they take 2,048 rows a step, and we have 107: with 14 cards an epoch is one step. That is
+# another training.
 
 # %%
 growing = when_it_stops(job, shape, A100, LINKS["10gbe"], "ddp", STRATEGIES["ddp"].traffic, growing=True)
@@ -388,15 +393,15 @@ print(f"{growing.points[-1].processes} cards are {growing.points[-1].speedup:.0f
 assert growing.stops is None
 
 # %% [markdown]
-# **Amdahl's law** is the case in which something does not shrink at all. If that is a share $a$ of one card's step, $N$
-# cards are $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a
-# share before any byte is sent: every card steps through *all* weights. Find $a$ from one card and eight, and predict
-# two and four. Then add the wire, as a ring's bytes approach twice the gradients.
+# **Amdahl's law** is about what does not shrink. If that is a share $a$ of one card's step, $N$ cards are
+# $1 / (a + (1 - a) / N)$ times as fast, and never more than $1 / a$. Full fine-tuning under `ddp` has such a share
+# before any byte is sent: every card's optimizer goes through *all* weights. Find $a$ from one card and eight, and
+# predict two and four. Then add the wire: with many cards, twice the gradients.
 
 # %%
 full = with_settings(bf16, ["tricks.peft=none", "tricks.lean_preparation=false"])
 computing = {N: compute_seconds(full, shape, A100, "ddp", N) for N in (1, 2, 4, 8)}
-stays = (8 * computing[8] - computing[1]) / 7
+stays = (8 * computing[8] - computing[1]) / 7  # computing[N] is stays + shrinks / N
 a = stays / computing[1]
 for N in (2, 4):
     assert abs(computing[1] / computing[N] * (a + (1 - a) / N) - 1) < 1e-3
@@ -406,18 +411,18 @@ print(", ".join(f"{LINKS[name].name} {times:.1f}" for name, times in most.items(
 assert most["10gbe"] < 1 < most["pcie4"] < most["nvlink_a100"] < 1 / a
 
 # %% [markdown]
-# Less than one: on Ethernet, any number of cards is slower than one.
+# On Ethernet, any number of cards is slower than one.
 #
-# **Hide it.** Gradients travel while the backward pass goes on (lesson 20). With checkpointing that is two thirds of
-# our computing. The last bucket cannot hide: it is full when nothing is left to compute. So take small buckets? Each is
-# a call. Guess the best number for eight cards on Ethernet.
+# **Hide it.** Gradients travel while the backward pass goes on (lesson 20). Each of eight cards has one row, and with
+# checkpointing its backward pass is two thirds of our computing. The last bucket cannot hide: it is full when nothing
+# is left to compute. So take small buckets? Each is a call. Which is best on Ethernet: 1, 2, 16, 128 or 1,024?
 
 # %%
-window = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
+backward = 2 / 3 * compute_seconds(job, shape, A100, "ddp", 8)
 waits = {}
 for buckets in (1, 2, 16, 128, 1024):
     one = LINKS["10gbe"].seconds(Call("all_reduce", 45_088_768 // buckets, 1, 8, "a bucket"))
-    waits[buckets] = max(one, window / buckets + buckets * one - window)  # the first is full after a part of the window
+    waits[buckets] = max(one, backward / buckets + buckets * one - backward)  # the first is full after one part
     print(f"{buckets:5} buckets of {45_088_768 / buckets / MIB:5.2f} MiB: {1000 * waits[buckets]:6.1f} ms of waiting")
 assert min(waits, key=waits.get) == 128
 assert waits[1024] > waits[1]
@@ -425,7 +430,7 @@ assert waits[1024] > waits[1]
 # %% [markdown]
 # ## 5. The production switch
 # There is nothing to switch on, but to measure before you believe a data sheet. The command starts a process for each
-# card, or two on a CPU. 24 timings come first, then the lines. (NVIDIA's nccl-tests do the same for cards.)
+# card, or two on a CPU. We show its lines.
 
 # %%
 command = [sys.executable, "-m", "cria_tricks", "doctor", "--collectives"]
@@ -437,7 +442,8 @@ assert done.returncode == 0, done.stderr
 # %% [markdown]
 # ## 6. Where it breaks
 # **The link is hardly used, and the step waits for it.** Many small calls: one for each matrix, or for each number that
-# somebody logs. Predict a MiB in 1,024 calls by your line. Cure: buckets; log once a step, all numbers in one tensor.
+# somebody logs. Predict a MiB in 1,024 calls by the line above. Cure: buckets; log once a step, all numbers in one
+# tensor.
 
 
 # %%
@@ -454,13 +460,13 @@ def in_pieces(calls):
 
 latency, rate = lines["all_reduce"]
 for calls in (1, 1024):
-    predicted, took = calls * latency + MIB / rate, min(ranks.run(in_pieces, calls)[0] for _ in range(3))
+    predicted, took = calls * latency + MIB / rate, min(ranks.run(in_pieces, calls)[0] for _ in range(2))
     print(f"{calls:5} calls: predicted {1000 * predicted:6.1f} ms, measured {1000 * took:6.1f}")
 
 # %% [markdown]
 # **`all_reduce` takes a third of the step, on a link that should need a hundredth.** All wait for the slowest, and a
 # profiler books their waiting under communication: in every process but the guilty one. Cure: look for the rank that
-# waits *least*, and ask what it does before the call. Who is it here?
+# waits *least*, and ask what it does before the call. Here it is rank 2:
 
 
 # %%
@@ -490,13 +496,14 @@ assert times["8 in two"] > times["1 card"] > times["4 in a machine"]
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Eight cards: an all-reduce of 1 GiB takes 5.1 ms. What is its bus bandwidth, in bytes a second? (Then
-#    look into `LINKS`: which link may it have been?)
+# 1. **Predict.** Eight cards: an all-reduce of 1 GiB takes 5.1 ms. What is its bus bandwidth, in bytes a second?
+#    (Which of `LINKS` is it?)
 # 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
 #    bit, and add; then in the next bit, until all bits are done: $\log_2 N$ rounds. Fill in `doubling(x)`; it returns
-#    the sum. (Six lines with `exchange`. `rank ^ 2` differs from `rank` in the second bit.)
-# 3. **Reach.** Doubling sends whole tensors, so large ones are the ring's. From how many bytes on is the ring faster,
-#    for 64 processes over InfiniBand HDR? Both start once, each round costs a hop.
+#    the sum. (Six lines with `exchange`; $N$ is a power of two. `rank ^ 2` differs from `rank` in the second bit.)
+# 3. **Reach.** Doubling sends whole tensors, so large ones are the ring's. From which size of the tensor on, in bytes,
+#    is the ring faster, for 64 processes over InfiniBand HDR? Both start once, each round costs a hop.
+#    (`LINKS["hdr"].hop` is in seconds, `.rate` in bytes a second.)
 
 # %% tags=["exercise"]
 bus_bandwidth = None
@@ -549,7 +556,7 @@ course.check(3, break_even_bytes, course.about(break_even, "where 6 hops and 6 s
 #
 #
 # link = LINKS["hdr"]  # 6 hop + 6 s / rate = 126 hop + 126 / 64 s / rate
-# break_even_bytes = (126 - 6) * link.hop * link.rate / (6 - 126 / 64)  # 10 MB: our gradients go around, sums need not
+# break_even_bytes = (126 - 6) * link.hop * link.rate / (6 - 126 / 64)  # 10 MB; our gradients have 45
 # ```
 #
 # </details>
@@ -570,5 +577,5 @@ course.check(3, break_even_bytes, course.about(break_even, "where 6 hops and 6 s
 #   (buckets, overlap).
 # - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever it does. axolotl,
 #   `docs/nccl.qmd`: busy, and less power than usual, while a collective hangs.
-# - torch 2.13, `ProcessGroupGloo.cpp`: its reduce-scatter is an all-reduce.
+# - torch 2.13, `ProcessGroupGloo.cpp`: its reduce-scatter is an all-reduce, its all-gather has a copy.
 # - Ours: `cria_tricks/parallel/collectives.py`, `links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.

@@ -10,7 +10,7 @@ Needs    at least S micro-batches a step (k >= S); rows of one length, so all ar
 Breaks   trained embeddings that are tied to the head, as both ends would have to add up their gradients: full
          fine-tuning is refused. A mean of the micro-batches' means, which torch takes unless scale_grads=False
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,
-         arXiv:1811.06965, sec. 2.3 (GPipe: all forward, then all backward)
+         arXiv:1811.06965, sec. 2.2 (GPipe: all forward, then all backward)
 Ours     the order of a stage's passes, and a step over plain sends and receives. What runs is torch's Schedule1F1B, in
          pipeline_loop.py; from its first step on it holds a receive buffer each way for all k micro-batches, not for S
 
@@ -62,7 +62,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """All forward passes, then all backward passes (Huang et al., sec. 2.3): every micro-batch is under way at once."""
+    """All forward passes, then all backward passes (Huang et al., sec. 2.2): every micro-batch is under way at once."""
     return [(what, number) for what in "FB" for number in range(micro_batches)]
 
 

@@ -5,29 +5,30 @@
     with Ranks(2) as ranks:
         ranks.run(lambda: torch.distributed.get_rank())  # [0, 1]
 
-Training is started by ``torchrun``; see ``launch.py``. A process takes seconds to import torch, so these stay. They
-have one core each, no card, and gloo between them.
+Training is started by ``torchrun``; see ``launch.py``. Torch and transformers take seconds to import, so the first
+process does it and forks the others, and all of them stay. They have one core each, no card, and gloo between them.
 """
 
 import contextlib
 import os
-import select
+import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import dill
 
 SECONDS = 240.0
 """How long a process waits for another before it gives up."""
-PATIENCE = 5.0
+PATIENCE = 2.0
 """How long the others have to answer when one has failed."""
 
-_ENDED = dill.dumps((True, "it has ended, and what it printed says why"))
+_ENDED = True, "it has ended, and what it printed says why"
 
 
 class Ranks:
@@ -42,19 +43,18 @@ class Ranks:
         self._open()
 
     def _open(self) -> None:
-        port = _free_port()
-        self.processes = [self._start(rank, port) for rank in range(self.size)]
-
-    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-        return subprocess.Popen(
-            [sys.executable, "-m", "cria_tricks.parallel.ranks"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        pipes = [Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in pipes]
+        theirs = [end.fileno() for _, end in pipes]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+        self._first = subprocess.Popen(
+            [sys.executable, "-m", "cria_tricks.parallel.ranks", *map(str, theirs)],
+            pass_fds=theirs,
             start_new_session=True,  # Ctrl-C in a notebook is not meant for them
-            env={**os.environ, **{name: str(value) for name, value in (numbers | place).items()}},
+            env={**os.environ, **place, "CUDA_VISIBLE_DEVICES": ""},
         )
+        for _, end in pipes:
+            end.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(*arguments)`` in every process; a function of a notebook goes there with what it uses.
@@ -69,20 +69,18 @@ class Ranks:
             RuntimeError: with the traceback of the first process that failed.
         """
         call = dill.dumps((function, arguments), recurse=True)
-        for process in self.processes:
-            assert process.stdin
-            _write(process.stdin, call)
+        for pipe in self._pipes:
+            with contextlib.suppress(ConnectionError):
+                pipe.send_bytes(call)
         answers: dict[int, Any] = {}
-        pipes: dict[Any, int] = {process.stdout: rank for rank, process in enumerate(self.processes)}
         while len(answers) < self.size:
-            waiting = [pipe for pipe, rank in pipes.items() if rank not in answers]
-            failed = next((rank for rank, (wrong, _) in answers.items() if wrong), None)
-            ready, _, _ = select.select(waiting, [], [], None if failed is None else PATIENCE)
-            if failed is not None and not ready:  # the others wait for what will never come
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            failed = any(wrong for wrong, _ in answers.values())
+            ready = wait(waiting, PATIENCE if failed else None)
+            if not ready:  # the others wait for what will never come
                 break
-            for pipe in ready:
-                answers[pipes[pipe]] = dill.loads(_read(pipe) or _ENDED)
-        if len(answers) < self.size or any(process.poll() is not None for process in self.processes):
+            answers |= {rank: _answer(pipe) for pipe, rank in waiting.items() if pipe in ready}
+        if len(answers) < self.size or _ENDED in answers.values():
             self.close()  # and take new ones, for whoever asks next
             self._open()
         for rank, (wrong, answer) in sorted(answers.items()):
@@ -92,9 +90,11 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._first.pid, signal.SIGKILL)  # the first, and those it has forked
+        self._first.wait()
+        for pipe in self._pipes:
+            pipe.close()
 
     def __enter__(self) -> "Ranks":
         return self
@@ -103,35 +103,47 @@ class Ranks:
         self.close()
 
 
-def _serve() -> None:
+def _answer(pipe: Connection) -> Any:
+    """Whether the call failed, and what it returned or the traceback."""
+    try:
+        return dill.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        return _ENDED
+
+
+def _start(numbers: list[int]) -> None:
+    """Import what takes long, fork, and serve with one end of a pipe each."""
+    os.dup2(2, 1)  # what a function prints is not what a notebook shows
+    import cria_tricks.trainer  # noqa: F401
+
+    rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
+    for other, number in enumerate(numbers):
+        if other != rank:
+            os.close(number)  # or nobody would see that the other has ended
+    size = str(len(numbers))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    _serve(Connection(numbers[rank]))
+
+
+def _serve(pipe: Connection) -> None:
     """What a process does: read a function, call it, answer, until nobody asks any more."""
-    ask, answer = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a function prints must not come between the answers
     import torch
 
     from cria_tricks.parallel import world
 
     torch.set_num_threads(1)
     with world.joined(SECONDS):
-        while call := _read(ask):
+        while True:
+            try:
+                call = pipe.recv_bytes()
+            except EOFError:
+                os._exit(0)  # without a farewell: the others may be gone already
             try:
                 function, arguments = dill.loads(call)
                 result = dill.dumps((False, function(*arguments)), recurse=True)
             except BaseException:
                 result = dill.dumps((True, traceback.format_exc()))
-            _write(answer, result)
-        os._exit(0)  # the others may be gone already
-
-
-def _write(pipe: IO[bytes], message: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        pipe.write(struct.pack("<q", len(message)) + message)
-        pipe.flush()
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    head = pipe.read(8)
-    return pipe.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
+            pipe.send_bytes(result)
 
 
 def _free_port() -> int:
@@ -141,4 +153,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _start(list(map(int, sys.argv[1:])))

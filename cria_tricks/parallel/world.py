@@ -8,10 +8,14 @@ of one process (the losses, the order of the rows, the checkpoints) is decided i
 
 import contextlib
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
 
 from cria_tricks.errors import Lost
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 _SPEAKER = "cria_tricks/speaker"
+LOST = "another process of this run died or stopped answering"
+PATIENCE = 20.0
+"""Seconds that a process has to notice that another is gone; torchrun's patience is 30."""
 _store: Any = None
 
 
@@ -181,15 +188,56 @@ def joined(timeout: float) -> Iterator[None]:
         dist.init_process_group(
             backend, store=dist.PrefixStore("cria_tricks", _store), rank=number, world_size=size, timeout=patience
         )
+    others = _neighbours(_store, number, size)
     hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
     try:
-        with in_one_line():
+        with in_one_line(), _watching(others):
             yield
     except BaseException:
         os.environ |= hidden  # no farewell: the others may be gone, and it would wait for them
         raise
     dist.destroy_process_group()
     os.environ |= hidden
+
+
+def _neighbours(store: Any, number: int, size: int) -> list[int]:
+    """The numbers that this machine's system gave the other processes."""
+    here = socket.gethostname()
+    store.set(f"cria_tricks/place/{number}", f"{here} {os.getpid()}")
+    places = [store.get(f"cria_tricks/place/{other}").decode().split() for other in range(size)]
+    return [int(process) for host, process in places if host == here]
+
+
+@contextlib.contextmanager
+def _watching(others: list[int]) -> Iterator[None]:
+    """End this process if another has died and its own main thread does not notice.
+
+    Now and then gloo leaves a collective waiting for a process that is gone, and in there Python hears no signal: the
+    launcher would kill it, without a word, 30 s later.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        from cria_tricks.last_words import leave
+
+        while not over.wait(1):
+            if any(map(_gone, others)):
+                if not over.wait(PATIENCE):
+                    leave(f"error: {LOST}", 1)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def may_speak() -> bool:
@@ -217,7 +265,7 @@ def in_one_line() -> Iterator[None]:
     except RuntimeError as error:
         if not _is_loss(error):
             raise
-        raise Lost("another process of this run died or stopped answering") from None
+        raise Lost(LOST) from None
 
 
 def _is_loss(error: RuntimeError) -> bool:

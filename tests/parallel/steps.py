@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def step(recipe: Recipe) -> dict[str, Any]:
         "learning": sum(sharded.own(p).nbytes for p in learns.values()),
         "norm": float(sharded.clip(learns.values(), 1e9)),
     }
+
+
+def write_rows(file: Path, many: int) -> Path:
+    """Short questions, with an answer of its own length each."""
+    with file.open("w") as lines:
+        for number in range(many):
+            question = {"role": "user", "content": f"Count to {number}."}
+            answer = {"role": "assistant", "content": " ".join(map(str, range(1, number + 2)))}
+            lines.write(json.dumps({"messages": [question, answer]}) + "\n")
+    return file
 
 
 def train(settings: list[str], out: Path, resume: bool = False) -> dict[str, Any]:

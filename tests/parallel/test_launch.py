@@ -16,8 +16,9 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
 from cria_tricks.parallel import launch
+from tests.parallel import steps
 
-TINY = ["model=random:tiny", "data.max_length=160", "train.epochs=2", "train.save_steps=2"]
+TINY = ["model=random:tiny", "data.max_length=64", "train.save_steps=2"]
 
 
 def words(*arguments, **more) -> str:
@@ -69,7 +70,8 @@ def test_an_unknown_launcher_is_refused():
 
 def start(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen, Path]:
     log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
-    settings = [part for setting in TINY for part in ("--set", setting)]
+    rows = steps.write_rows(tmp_path / "rows.jsonl", 8)
+    settings = [part for setting in (*TINY, f"data.train={rows}", f"data.eval={rows}") for part in ("--set", setting)]
     command = [sys.executable, "-m", "cria_tricks", "launch", "smoke", "--on", "torchrun", "--nproc", "2", *settings]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
@@ -88,20 +90,20 @@ def until(log: Path, text: str) -> None:
 
 
 def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_cria):
-    started, log = start(tmp_path, "--out", "run", "--set", "parallel.strategy=fsdp")
-    until(log, "step    5/")
+    run = ("--out", "run", "--set", "parallel.strategy=fsdp", "--set", "train.max_steps=6")
+    started, log = start(tmp_path, *run)
+    until(log, "step    3/")
     workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
     assert started.wait(timeout=60) == 1
     said = [line for line in log.read_text().splitlines() if "error" in line.lower() or "Traceback" in line]
-    assert said == [
-        "error: another process of this run died or stopped answering; what was saved is whole: go on with --resume"
-    ]
+    assert len(said) == 1
+    assert said[0].startswith("error: another process of this run died or stopped answering")
     assert not any(worker.is_running() for worker in workers)
-    started, log = start(tmp_path, "--out", "run", "--set", "parallel.strategy=fsdp", "--resume")
+    started, log = start(tmp_path, *run, "--resume")
     assert started.wait(timeout=240) == 0, log.read_text()
-    assert re.search(r"going on from run/checkpoints/checkpoint-[246]", log.read_text())
+    assert re.search(r"going on from run/checkpoints/checkpoint-[24]", log.read_text())
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] == report["planned_steps"]
     code, out, _ = run_cria(
@@ -111,7 +113,7 @@ def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_
 
 
 def test_ctrl_c_saves_and_ends_all(tmp_path):
-    started, log = start(tmp_path, "--out", "run")
+    started, log = start(tmp_path, "--out", "run", "--set", "train.epochs=100")
     until(log, "step    2/")
     started.send_signal(signal.SIGINT)
     assert started.wait(timeout=60) == 130
@@ -139,9 +141,11 @@ main()
 
 
 def test_what_goes_wrong_in_one_process_is_said_by_that_one(tmp_path):
+    rows = steps.write_rows(tmp_path / "rows.jsonl", 8)
     (tmp_path / "bad.py").write_text(BAD)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "bad.py"]
-    settings = [part for setting in (*TINY, "parallel.strategy=ddp") for part in ("--set", setting)]
+    given = [*TINY, f"data.train={rows}", f"data.eval={rows}", "parallel.strategy=ddp"]
+    settings = [part for setting in given for part in ("--set", setting)]
     done = subprocess.run(
         [*torchrun, "train", "smoke", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=120,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},

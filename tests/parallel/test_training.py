@@ -18,11 +18,11 @@ ROWS = 11
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> list[str]:
     """A tiny Llama on eleven ragged rows: three steps an epoch, the last with three micro-batches."""
-    few = tmp_path_factory.mktemp("rows") / "few.jsonl"
-    few.write_text("".join(map(row, range(ROWS))))
+    few = steps.write_rows(tmp_path_factory.mktemp("rows") / "few.jsonl", ROWS)
+    fewer = steps.write_rows(few.with_name("fewer.jsonl"), 3)
     return [
         "model=random:tiny", "data.max_length=64", "train.learning_rate=0.003", "tricks.peft=lora", "lora.r=4",
-        "tricks.gradient_accumulation=4", "tricks.attention=sdpa", f"data.train={few}", f"data.eval={few}",
+        "tricks.gradient_accumulation=4", "tricks.attention=sdpa", f"data.train={few}", f"data.eval={fewer}",
     ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_the_adapter_is_one_that_plain_peft_loads(two, base, tmp_path, run_cria)
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    [report, _] = two.run(steps.train, [*base, "train.max_steps=3", "parallel.strategy=fsdp"], tmp_path / "run")
+    [report, _] = two.run(steps.train, [*base, "train.max_steps=1", "parallel.strategy=fsdp"], tmp_path / "run")
     code, _, _ = run_cria("verify", report["adapter"])
     assert code == 0
     plain = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path)
@@ -67,27 +67,36 @@ def test_the_adapter_is_one_that_plain_peft_loads(two, base, tmp_path, run_cria)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_run_is_the_uninterrupted_one(two, strategy: str, base, tmp_path):
     """With dropout: each process goes on with its own draws."""
-    settings = [*base, "train.max_steps=6", "train.save_steps=3", "lora.dropout=0.1", f"parallel.strategy={strategy}"]
+    settings = [*base, "train.max_steps=4", "train.save_steps=2", "lora.dropout=0.1", f"parallel.strategy={strategy}"]
     two.run(steps.train, settings, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
-    back_to(tmp_path / "stopped", 3)
+    back_to(tmp_path / "stopped", 2)
     two.run(steps.train, settings, tmp_path / "stopped", True)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
 
 
+FOUR = ("train.max_steps=4", "train.save_steps=2")
+
+
+@pytest.fixture(scope="module")
+def losses(base, tmp_path_factory) -> list[float]:
+    """Of four steps in one process."""
+    return losses_of(steps.train([*base, *FOUR], tmp_path_factory.mktemp("four") / "run"))
+
+
 @pytest.mark.parametrize(("first", "then"), [("fsdp", "none"), ("none", "fsdp"), ("tensor", "ddp")])
-def test_another_number_of_processes_goes_on_from_a_checkpoint(two, first: str, then: str, base, alone, tmp_path):
+def test_another_number_of_processes_goes_on_from_a_checkpoint(two, first: str, then: str, base, losses, tmp_path):
     """Whatever was in pieces is whole in a checkpoint: the optimizer's states too, or the losses would part."""
-    settings = [*base, "train.max_steps=6", "train.save_steps=3"]
-    run = {"none": steps.train}.get(first, lambda *given: two.run(steps.train, *given)[0])
-    run([*settings, f"parallel.strategy={first}"], tmp_path / "run")
-    back_to(tmp_path / "run", 3)
-    run = {"none": steps.train}.get(then, lambda *given: two.run(steps.train, *given)[0])
-    report = run([*settings, f"parallel.strategy={then}"], tmp_path / "run", True)
-    found = [entry["loss"] for entry in report["history"] if "loss" in entry]
-    whole = steps.train(settings, tmp_path / "whole")
-    wanted = [entry["loss"] for entry in whole["history"] if "loss" in entry]
-    assert found == pytest.approx(wanted, rel=2e-5)
+
+    def train(strategy: str, *resume: bool) -> dict:
+        settings = [*base, *FOUR, f"parallel.strategy={strategy}"]
+        if strategy == "none":
+            return steps.train(settings, tmp_path / "run", *resume)
+        return two.run(steps.train, settings, tmp_path / "run", *resume)[0]
+
+    train(first)
+    back_to(tmp_path / "run", 2)
+    assert losses_of(train(then, True)) == pytest.approx(losses, rel=2e-5)
 
 
 def test_full_fine_tuning_in_pieces_is_saved_whole(two, base, tmp_path):
@@ -105,13 +114,6 @@ def test_full_fine_tuning_in_pieces_is_saved_whole(two, base, tmp_path):
     assert apart < 1e-5 * moved  # 3e-7 here, of what training did, where an untrained model would be apart by all of it
 
 
-def row(number: int) -> str:
-    """A short question and an answer of its own length."""
-    question = {"role": "user", "content": f"Count to {number}."}
-    answer = {"role": "assistant", "content": " ".join(map(str, range(1, number + 2)))}
-    return json.dumps({"messages": [question, answer]}) + "\n"
-
-
 def back_to(folder: Path, step: int) -> None:
     """As if the run had been killed after this step's checkpoint."""
     for path in folder.iterdir():
@@ -123,6 +125,10 @@ def back_to(folder: Path, step: int) -> None:
         if path.name != f"checkpoint-{step}":
             shutil.rmtree(path)
     assert json.loads((folder / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+
+
+def losses_of(report: dict) -> list[float]:
+    return [entry["loss"] for entry in report["history"] if "loss" in entry]
 
 
 def weights(folder: Path) -> bytes:

@@ -1,13 +1,18 @@
 """How processes join, agree and end together."""
 
 import os
+import signal
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from cria_tricks import last_words
+from cria_tricks.callbacks import StopOnSignal
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import world
+from cria_tricks.parallel import ranks, world
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.world import World
 
@@ -81,9 +86,60 @@ def left_alone(file: Path) -> None:
 
 
 def test_a_process_whose_neighbour_dies_says_so_in_one_line(tmp_path):
-    with Ranks(2) as ranks, pytest.raises(RuntimeError, match="process 1: it has ended"):
-        ranks.run(left_alone, tmp_path / "said")
+    with Ranks(2) as pool, pytest.raises(RuntimeError, match="process 1: it has ended"):
+        pool.run(left_alone, tmp_path / "said")
     assert (tmp_path / "said").read_text() == "another process of this run died or stopped answering"
+
+
+@pytest.fixture
+def handlers():
+    """Whatever a test does to them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatch, capsys):
+    """It ends the others as soon as one has died: in the middle of what they have to say."""
+
+    def asked() -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    monkeypatch.setattr(world, "processes", lambda: 2)
+    monkeypatch.setattr(world, "may_speak", asked)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        last_words.leave("error: another died", 1)
+    assert capsys.readouterr().err == "error: another died\n"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nor_does_it_on_the_way_there(handlers, size):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with pytest.raises(Lost), StopOnSignal(World(size=size)):
+        raise Lost("another died")
+    assert signal.getsignal(signal.SIGTERM) is (signal.SIG_IGN if size == 2 else signal.default_int_handler)
+
+
+def stuck(file: Path) -> None:
+    """A process that waits in C++ for one that is gone, as gloo does now and then."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os._exit(1)
+    world.PATIENCE = 0.5
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
+    time.sleep(60)
+
+
+def test_one_that_does_not_notice_that_another_died_is_ended_with_the_same_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 30)
+    with Ranks(2) as pool, pytest.raises(RuntimeError, match="process 0: it has ended"):
+        pool.run(stuck, tmp_path / "said")
+    assert (tmp_path / "said").read_text() == "error: another process of this run died or stopped answering\n"
 
 
 def heard() -> str:
