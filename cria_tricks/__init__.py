@@ -4,6 +4,7 @@
 >>> report = cria_tricks.train(cria_tricks.recipes.smoke())  # doctest: +SKIP
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from cria_tricks import recipes
@@ -12,6 +13,11 @@ from cria_tricks.recipe import Recipe, Tricks
 
 if TYPE_CHECKING:
     from cria_tricks.run import train
+
+# Told to every user of a CPU with 16-bit products; the package it misses is one that nothing here needs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 __all__ = ["BadInput", "Diverged", "Interrupted", "OutOfMemory", "Recipe", "Tricks", "recipes", "train"]
 

@@ -1,5 +1,7 @@
 """What is really loaded: classes, dtypes, what trains; and the silent CPU bug that is kept out."""
 
+import logging
+
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -157,3 +159,10 @@ def test_an_evaluation_does_not_change_the_gradients_after_it(tiny_model, monkey
     expected, found = _gradients(never_evaluated), _gradients(evaluated)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_bitsandbytes_does_not_tell_of_a_package_that_nothing_here_needs(caplog):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
