@@ -131,6 +131,9 @@ def launch(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="torchrun: how often lost processes start again.")] = 0,
+    nodes: Annotated[str, typer.Option(metavar="MIN:MAX", help="torchrun: machines that may come and go.")] = "",
+    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.")] = "",
     only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
     repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="hf-jobs: where the adapter goes, private.")] = "",
     flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
@@ -139,15 +142,17 @@ def launch(
 ) -> None:
     """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
     if on == "hf-jobs":
-        if nproc or resume:
-            raise BadInput("--on hf-jobs: --nproc and --resume are for runs on this machine; leave them out")
+        if nproc or resume or max_restarts or nodes or endpoint:
+            options = "--nproc, --resume, --max-restarts, --nodes and --endpoint"
+            raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
         _job(recipe, repo, settings or [], flavor, timeout, budget, out, only_print)
         return
     if repo or flavor != "auto" or timeout or budget:
         raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
     from cria_tricks.parallel import launch
 
-    words = launch.command(recipe, on, nproc, settings or [], out, resume)
+    elastic = launch.Elastic(max_restarts, nodes, endpoint)
+    words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
     print(launch.shown(words), flush=True)
     if not only_print and (code := launch.run(words)):
         raise typer.Exit(code)
@@ -564,7 +569,8 @@ def main() -> None:
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
     except Lost as error:
-        leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
+        on = "all are started again and go on from there" if world.starts_again() else "go on with --resume"
+        leave(f"error: {error}; what was saved is whole: {on}", 1)
     except Interrupted as error:
         leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):

@@ -334,6 +334,6 @@ def test_options_of_one_launcher_are_refused_by_the_others(run_cria):
     code, _, stderr = run_cria("launch", "smoke", "--on", "torchrun", "--flavor", "t4-small", "--print")
     assert (code, "are for --on hf-jobs" in stderr) == (2, True)
     code, _, stderr = run_cria("launch", "smoke", "--on", "hf-jobs", "--nproc", "2", "--print")
-    assert (code, "--nproc and --resume are for runs on this machine" in stderr) == (2, True)
+    assert (code, "--nproc, --resume, --max-restarts, --nodes and --endpoint are for the other" in stderr) == (2, True)
     code, _, stderr = run_cria("launch", "smoke", "--on", "hf-jobs", "--print")
     assert (code, "--repo '': name a repository of the hub, OWNER/NAME" in stderr) == (2, True)

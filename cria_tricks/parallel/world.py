@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cria_tricks.errors import Lost
+from cria_tricks.parallel.rounds import agree
 
 if TYPE_CHECKING:
     import torch
@@ -175,12 +176,11 @@ def joined(timeout: float) -> Iterator[None]:
     see_one_card()
     patience = timedelta(seconds=timeout)
     with in_one_line():
-        _store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        _store = dist.PrefixStore(f"cria_tricks/{agree(store, number, size, timeout)}", store)
         # Both: what processes agree on lies in the machine's memory, what they compute on their cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("cria_tricks", _store), rank=number, world_size=size, timeout=patience
-        )
+        dist.init_process_group(backend, store=_store, rank=number, world_size=size, timeout=patience)
     hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
     try:
         with in_one_line():
@@ -196,10 +196,21 @@ def may_speak() -> bool:
     """Whether this process is the first to ask: of processes that end together, that one says why."""
     if _store is None and processes() == 1:
         return True
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return (_store or _launchers_store()).add(_SPEAKER, 1) == 1
+        return (_store or _launchers_store()).add(f"{_SPEAKER}/{start}", 1) == 1
     except (RuntimeError, KeyError):  # the process that kept the store is gone, or there is none yet
         return rank() == 0
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def starts_again() -> bool:
+    """Whether torchrun starts these processes anew when one of them has failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def _launchers_store() -> Any:
