@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, Lost, OutOfMemory, is_out_of_memory
+from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, is_out_of_memory
 from cria_tricks.last_words import leave, unforeseen
 from cria_tricks.parallel import world
 
@@ -123,22 +123,76 @@ def plan(
 @app.command()
 def launch(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
-    on: Annotated[str, typer.Option(help="Who starts the processes: torchrun or accelerate.")],
+    on: Annotated[str, typer.Option(help="Who starts it: torchrun, accelerate, or hf-jobs on a rented machine.")],
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    only_print: Annotated[bool, typer.Option("--print", help="Only print the command.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="torchrun: how often lost processes start again.")] = 0,
+    nodes: Annotated[str, typer.Option(metavar="MIN:MAX", help="torchrun: machines that may come and go.")] = "",
+    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.")] = "",
+    only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
+    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="hf-jobs: where the adapter goes, private.")] = "",
+    flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
+    timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
+    budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
 ) -> None:
-    """Train a recipe in several processes: print the launcher's command, and run it."""
+    """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
+    if on == "hf-jobs":
+        if nproc or resume or max_restarts or nodes or endpoint:
+            options = "--nproc, --resume, --max-restarts, --nodes and --endpoint"
+            raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
+        _job(recipe, repo, settings or [], flavor, timeout, budget, out, only_print)
+        return
+    if repo or flavor != "auto" or timeout or budget:
+        raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
     from cria_tricks.parallel import launch
 
-    words = launch.command(recipe, on, nproc, settings or [], out, resume)
+    elastic = launch.Elastic(max_restarts, nodes, endpoint)
+    words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
     print(launch.shown(words), flush=True)
     if not only_print and (code := launch.run(words)):
         raise typer.Exit(code)
+
+
+def _job(
+    recipe: str,
+    repo: str,
+    settings: list[str],
+    flavor: str,
+    timeout: str,
+    budget: float | None,
+    out: Path | None,
+    only_print: bool,
+) -> None:
+    from cria_tricks import jobs, jobs_hub
+    from cria_tricks.units import human
+
+    def say(*lines: str) -> None:
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+
+    def prepare(prices: dict[str, float] | None = None) -> jobs.Job:
+        return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices)
+
+    job = prepare()
+    if only_print:
+        say(*jobs_hub.shown(job), "nothing was sent; prices are those of the list kept here")
+        return
+    folder = jobs_hub.free_folder(out, job)
+    hub = jobs_hub.Hub()
+    job = prepare(hub.prices())
+    say(*jobs_hub.shown(job))
+    started = hub.send(job)
+    say(f"job {started.id}: {started.url}")
+    try:
+        hub.follow(started, job, say)
+    except KeyboardInterrupt:
+        aside.print("no longer followed; the job goes on, and costs:", *jobs_hub.ways_on(started, job), sep="\n  ")
+        raise typer.Exit(130) from None
+    found = hub.fetch(job, folder)
+    say(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", f"adapter: {folder}")
 
 
 @app.command()
@@ -509,12 +563,13 @@ def main() -> None:
         leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
         leave(f"error: {error}", 2)
-    except Diverged as error:
+    except (Diverged, JobFailed) as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
     except Lost as error:
-        leave(f"error: {error}; what was saved is whole: go on with --resume", 1)
+        on = "all are started again and go on from there" if world.starts_again() else "go on with --resume"
+        leave(f"error: {error}; what was saved is whole: {on}", 1)
     except Interrupted as error:
         leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):

@@ -44,6 +44,10 @@ class Lost(RuntimeError):
     """Another process of the run died or stopped answering; what was saved is whole. Exit code 1."""
 
 
+class JobFailed(RuntimeError):
+    """A job on a rented machine was not taken, or did not end well. Exit code 1."""
+
+
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
 

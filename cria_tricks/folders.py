@@ -42,7 +42,7 @@ class Folders:
         self, recipe: Recipe, out: str | Path | None, resume: bool, about: Mapping[str, Any], say: Callable[[str], None]
     ):
         self.recipe, self.resume, self.about, self.say = recipe, resume, about, say
-        self.folder = usable_path("--out", out) if out else _numbered(Path("runs") / recipe.name, resume)
+        self.folder = usable_path("--out", out) if out else numbered(Path("runs") / recipe.name, resume)
         self.mirror = usable_path("train.mirror", recipe.train.mirror) if recipe.train.mirror else None
         if self.mirror and self.mirror.resolve() == self.folder.resolve():
             raise BadInput(f"train.mirror={self.mirror}: is the run's own folder; name a second one")
@@ -102,18 +102,18 @@ class Folders:
         """Whose is what lies there?"""
         if place.exists() and not place.is_dir():
             raise BadInput(f"{option} {place}: is a file; name a folder")
-        taken = _taken(place)
-        if not taken:
+        there = taken(place)
+        if not there:
             return
         if not self.resume:
             raise BadInput(
-                f"{option} {place}: holds another run ({taken}); name a new folder, or go on with it: --resume"
+                f"{option} {place}: holds another run ({there}); name a new folder, or go on with it: --resume"
             )
         try:
             before = json.loads((place / RUN).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             raise BadInput(
-                f"--resume: {place} holds {taken} but no {RUN} that says of what run; name a new folder"
+                f"--resume: {place} holds {there} but no {RUN} that says of what run; name a new folder"
             ) from None
         refuse_another_run(before, self.about, place)
 
@@ -132,17 +132,17 @@ class Folders:
         return None
 
 
-def _numbered(first: Path, resume: bool) -> Path:
+def numbered(first: Path, resume: bool) -> Path:
     """The next free one of NAME, NAME-2, ...; to resume, the last taken one."""
     folder = newest = first
     for number in itertools.count(2):
-        if not _taken(folder):
+        if not taken(folder):
             break
         newest, folder = folder, first.with_name(f"{first.name}-{number}")
     return newest if resume else folder
 
 
-def _taken(folder: Path) -> str:
+def taken(folder: Path) -> str:
     """The first name a run would write that is there already."""
     names = ("checkpoints", *RESULTS, "recipe.toml", RUN)
     return next((name for name in names if (folder / name).exists()), "")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from cria_tricks.errors import BadInput
 
 
-def _seconds(value: Any) -> Any:
+def seconds(value: Any) -> Any:
     """``"1h30m"``, ``"20m"``, ``"90s"``, ``90`` -> seconds."""
     if not isinstance(value, str):
         return value
@@ -31,7 +31,7 @@ def _seconds(value: Any) -> Any:
         raise ValueError("must be a time such as 90s, 20m or 1h30m") from None
 
 
-Duration = Annotated[float, BeforeValidator(_seconds)]
+Duration = Annotated[float, BeforeValidator(seconds)]
 """Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
 
 

@@ -1,4 +1,6 @@
-"""Names of dtypes, and bytes in words: the only place where a byte count becomes text."""
+"""Names of dtypes, and bytes and times in words: the only place where a byte count becomes text."""
+
+import math
 
 DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Our precision names (the keys) as torch spells the dtypes."""
@@ -17,3 +19,16 @@ def human(count: int | float) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def minutes(seconds: float) -> str:
+    """Write a time in whole minutes, rounded up.
+
+    Examples:
+        >>> minutes(2460)
+        '41 min'
+        >>> minutes(7260)
+        '2 h 1 min'
+    """
+    count = math.ceil(seconds / 60)
+    return f"{count} min" if count < 120 else f"{count // 60} h {count % 60} min"

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from cria_tricks import durable
 from cria_tricks.artifact import verify
@@ -44,18 +43,7 @@ def publish(hub, run_cria, monkeypatch, tmp_path):
     """Run the command with only the stand-in to ask; its exit code, stdout and stderr."""
 
     def run(adapter: Path, *options: str, token: str | None = TOKEN) -> tuple[int, str, str]:
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        if token:
-            monkeypatch.setenv("HF_TOKEN", token)
-        read_when_imported = {
-            "ENDPOINT": hub.url,
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_TOKEN_PATH": str(tmp_path / "none"),
-        }
-        for name, value in read_when_imported.items():
-            monkeypatch.setattr(constants, name, value)
+        hub.alone(monkeypatch, tmp_path, token)
         done = run_cria("publish", adapter, "owner/name", *options)
         assert TOKEN not in done[1] + done[2]
         return done

@@ -67,6 +67,7 @@ class Flavor:
         high: the highest.
         guide_gb: the memory that the guide gives it, all cards together.
         use: what the guide recommends it for.
+        price: USD an hour by Hugging Face's own list.
     """
 
     name: str
@@ -76,23 +77,27 @@ class Flavor:
     high: float
     guide_gb: int
     use: str
+    price: float
 
 
 FLAVORS: dict[str, Flavor] = {
     flavor.name: flavor
     for flavor in (
-        Flavor("t4-small", "t4", 1, 0.5, 1, 16, "<1B models, demos"),
-        Flavor("t4-medium", "t4", 1, 1, 2, 16, "1-3B models, development"),
-        Flavor("l4x1", "l4", 1, 2, 3, 24, "3-7B models, efficient training"),
-        Flavor("l4x4", "l4", 4, 8, 12, 96, "Multi-GPU training"),
-        Flavor("a10g-small", "a10g", 1, 3, 4, 24, "3-7B models, production"),
-        Flavor("a10g-large", "a10g", 1, 4, 6, 24, "7-13B models"),
-        Flavor("a10g-largex2", "a10g", 2, 8, 12, 48, "Multi-GPU, large models"),
-        Flavor("a10g-largex4", "a10g", 4, 16, 24, 96, "Multi-GPU, very large models"),
-        Flavor("a100-large", "a100", 1, 8, 12, 40, "13B+ models, fast training"),
+        Flavor("t4-small", "t4", 1, 0.5, 1, 16, "<1B models, demos", 0.40),
+        Flavor("t4-medium", "t4", 1, 1, 2, 16, "1-3B models, development", 0.60),
+        Flavor("l4x1", "l4", 1, 2, 3, 24, "3-7B models, efficient training", 0.80),
+        Flavor("l4x4", "l4", 4, 8, 12, 96, "Multi-GPU training", 3.80),
+        Flavor("a10g-small", "a10g", 1, 3, 4, 24, "3-7B models, production", 1.00),
+        Flavor("a10g-large", "a10g", 1, 4, 6, 24, "7-13B models", 1.50),
+        Flavor("a10g-largex2", "a10g", 2, 8, 12, 48, "Multi-GPU, large models", 3.00),
+        Flavor("a10g-largex4", "a10g", 4, 16, 24, 96, "Multi-GPU, very large models", 5.00),
+        Flavor("a100-large", "a100", 1, 8, 12, 40, "13B+ models, fast training", 2.50),
     )
 }
-"""GPU machines and approximate prices of the Hardware Selection Guide (seed document 004), in its order."""
+"""GPU machines and approximate prices of the Hardware Selection Guide (seed document 004), in its order.
+
+The last figure of each is the price of the list itself (hub-docs, ``jobs-pricing.md`` at commit 0b8c07f8).
+"""
 
 TPUS: dict[str, str] = {
     "v5e-1x1": "TPU v5e, small workloads",

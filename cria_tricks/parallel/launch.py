@@ -3,18 +3,31 @@
 import importlib
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks import recipes
-from cria_tricks.errors import BadInput
+from cria_tricks import folders, recipes
+from cria_tricks.errors import BadInput, Lost, first_line, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.memory.shape import find_shape
+from cria_tricks.parallel.strategies import ELASTIC
 from cria_tricks.parallel.tensor import refuse_undivided
-from cria_tricks.recipe import with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
+
+MACHINES = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
+    "--rdzv-id {name} "
+)
+"""torchrun for machines that may come and go while it runs; each is given the same command.
+
+With the variable every round gets a store of its own. Without, a machine that joins a running torch 2.13 never learns
+the store's address: the first agent writes it in the first round only (``DynamicRendezvousHandler.next_rendezvous``).
+"""
 
 LAUNCHERS = {
     # --standalone: one machine, with a free port of its own, so that two runs do not meet.
@@ -28,6 +41,38 @@ LAUNCHERS = {
 """Who starts the processes. Both give each its number in the environment; the recipe decides everything else."""
 
 
+@dataclass(frozen=True)
+class Elastic:
+    """What becomes of a run when processes are lost, or machines come and go.
+
+    Attributes:
+        max_restarts: how often an agent starts its processes again after one of them has failed.
+        nodes: ``MIN:MAX`` machines, or one number; this machine alone when empty.
+        endpoint: ``HOST:PORT`` at which the machines meet, HOST one of them.
+    """
+
+    max_restarts: int = 0
+    nodes: str = ""
+    endpoint: str = ""
+
+    @property
+    def machines(self) -> range:
+        """How many there may be.
+
+        Raises:
+            BadInput: if it is no such range.
+        """
+        found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", self.nodes or "1")
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if least > most:
+            raise BadInput(f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4")
+        return range(least, most + 1)
+
+
+ONCE = Elastic()
+"""One start, on this machine: what is lost ends the run."""
+
+
 def command(
     recipe: str,
     on: str,
@@ -35,6 +80,7 @@ def command(
     settings: Iterable[str] = (),
     out: Path | None = None,
     resume: bool = False,
+    elastic: Elastic = ONCE,
 ) -> list[str]:
     """Write the command that trains a recipe, once it is clear that it can run.
 
@@ -45,6 +91,8 @@ def command(
         settings: as for ``cria train``. Without a ``parallel.strategy`` several processes share the rows: ``ddp``.
         out: folder to write.
         resume: whether to go on.
+        elastic: what survives lost processes. Then ``--resume`` is always there: whoever is started again goes on from
+            the newest checkpoint.
 
     Raises:
         BadInput: for what would end all processes once they had started.
@@ -56,17 +104,49 @@ def command(
     processes = processes or (1 if wanted.parallel.strategy == "model" else cards or 2)
     if cards and processes > cards:
         raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
-    if processes > 1 and wanted.parallel.strategy == "none":
+    if max(elastic.machines) * processes > 1 and wanted.parallel.strategy == "none":
         given.append("parallel.strategy=ddp")
         wanted = with_settings(wanted, given[-1:])
-    plan = resolve(wanted, processes=processes)
-    if (shares := processes // plan.parallel["data"]) > 1:
-        shape = find_shape(wanted.model)
-        refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
-    words = [*LAUNCHERS[on].format(processes=processes).split(), "-m", "cria_tricks", "train", recipe]
+    for machines in elastic.machines:
+        if len(elastic.machines) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
+            _refuse_unshared(wanted, machines * processes)
+    start = LAUNCHERS[on].format(processes=processes).split()
+    if on == "torchrun":
+        start, out, resume = _elastic(start, wanted.name, elastic, out, resume)
+    elif elastic != ONCE:
+        raise BadInput(f"--on {on}: --max-restarts, --nodes and --endpoint are torchrun's; use --on torchrun")
+    words = [*start, "-m", "cria_tricks", "train", recipe]
     for setting in given:
         words += ["--set", setting]
     return words + (["--out", str(out)] if out else []) + (["--resume"] if resume else [])
+
+
+def _refuse_unshared(recipe: Recipe, processes: int) -> None:
+    plan = resolve(recipe, processes=processes)
+    if (shares := processes // plan.parallel["data"]) > 1:
+        shape = find_shape(recipe.model)
+        refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
+
+
+def _elastic(
+    start: list[str], name: str, elastic: Elastic, out: Path | None, resume: bool
+) -> tuple[list[str], Path | None, bool]:
+    """The launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
+    if elastic == ONCE:
+        return start, out, resume
+    if elastic.nodes:
+        if not (out and re.fullmatch(r"[\w.-]+:\d{1,5}", elastic.endpoint)):
+            raise BadInput(
+                "--nodes: needs --endpoint HOST:PORT, where the machines meet, and --out, a folder they share"
+            )
+        start = [*MACHINES.format(nodes=elastic.nodes, endpoint=elastic.endpoint, name=name).split(), *start[2:]]
+    elif elastic.endpoint:
+        raise BadInput("--endpoint: is for --nodes MIN:MAX; on one machine torchrun finds a free port")
+    elif not resume:
+        out = usable_path("--out", out) if out else folders.numbered(Path("runs") / name, resume=False)
+        if there := folders.taken(out):  # a restarted process could not tell it from its own run
+            raise BadInput(f"--out {out}: holds another run ({there}); name a new folder, or go on with it: --resume")
+    return [*start, "--max-restarts", str(elastic.max_restarts)], out, True
 
 
 def run(words: list[str]) -> int:
@@ -81,9 +161,14 @@ def run(words: list[str]) -> int:
     Returns:
         The exit code that the processes ended with.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
+    while "=" in words[0]:  # variables, as a shell takes them
+        name, _, value = words[0].partition("=")
+        os.environ[name], words = value, words[1:]
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
     main = importlib.import_module(module).main
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
@@ -96,6 +181,8 @@ def run(words: list[str]) -> int:
         return max((code for code in codes if code > 0), default=1)  # killed ones have none of their own
     except SignalException:
         return 130
+    except (RendezvousError, DistError) as error:
+        raise Lost(f"the machines of this run did not meet, or lost each other ({first_line(error)})") from None
     return 0
 
 

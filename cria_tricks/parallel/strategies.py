@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from cria_tricks.errors import BadInput
-from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, pipeline, tensor
+from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, pipeline, tensor, world
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 
@@ -25,6 +25,9 @@ STRATEGIES: dict[str, ModuleType] = {
     "model": model,
 }
 """What ``parallel.strategy`` can be."""
+
+ELASTIC = ("ddp", "fsdp")
+"""Strategies for any number of processes that divides a step's micro-batches, one included."""
 
 BESIDE: tuple[ModuleType, ...] = (pipeline, data_pipeline)
 """Strategies that transformers' Trainer cannot carry out: loops of their own, with commands of their own."""
@@ -49,4 +52,6 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
                 "parallel.strategy=ddp"
             )
         return plan
+    if processes == 1 and strategy in ELASTIC and world.launched():
+        return plan  # of machines that come and go one is left: the run of one process
     return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)

@@ -8,16 +8,14 @@ of one process (the losses, the order of the rows, the checkpoints) is decided i
 
 import contextlib
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
-
 from cria_tricks.errors import Lost
+from cria_tricks.parallel import neighbours
+from cria_tricks.parallel.rounds import agree
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +25,6 @@ T = TypeVar("T")
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 _SPEAKER = "cria_tricks/speaker"
 LOST = "another process of this run died or stopped answering"
-PATIENCE = 20.0
-"""Seconds that a process has to notice that another is gone; torchrun's patience is 30."""
 _store: Any = None
 
 
@@ -182,16 +178,15 @@ def joined(timeout: float) -> Iterator[None]:
     see_one_card()
     patience = timedelta(seconds=timeout)
     with in_one_line():
-        _store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        _store = dist.PrefixStore(f"cria_tricks/{agree(store, number, size, timeout)}", store)
         # Both: what processes agree on lies in the machine's memory, what they compute on their cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("cria_tricks", _store), rank=number, world_size=size, timeout=patience
-        )
-    others = _neighbours(_store, number, size)
+        dist.init_process_group(backend, store=_store, rank=number, world_size=size, timeout=patience)
+    others = neighbours.find(_store, number, size)
     hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
     try:
-        with in_one_line(), _watching(others):
+        with in_one_line(), neighbours.watched(others):
             yield
     except BaseException:
         os.environ |= hidden  # no farewell: the others may be gone, and it would wait for them
@@ -200,54 +195,25 @@ def joined(timeout: float) -> Iterator[None]:
     os.environ |= hidden
 
 
-def _neighbours(store: Any, number: int, size: int) -> list[int]:
-    """The numbers that this machine's system gave the other processes."""
-    here = socket.gethostname()
-    store.set(f"cria_tricks/place/{number}", f"{here} {os.getpid()}")
-    places = [store.get(f"cria_tricks/place/{other}").decode().split() for other in range(size)]
-    return [int(process) for host, process in places if host == here]
-
-
-@contextlib.contextmanager
-def _watching(others: list[int]) -> Iterator[None]:
-    """End this process if another has died and its own main thread does not notice.
-
-    Now and then gloo leaves a collective waiting for a process that is gone, and in there Python hears no signal: the
-    launcher would kill it, without a word, 30 s later.
-    """
-    over = threading.Event()
-
-    def watch() -> None:
-        from cria_tricks.last_words import leave
-
-        while not over.wait(1):
-            if any(map(_gone, others)):
-                if not over.wait(PATIENCE):
-                    leave(f"error: {LOST}", 1)
-                return
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _gone(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def may_speak() -> bool:
     """Whether this process is the first to ask: of processes that end together, that one says why."""
     if _store is None and processes() == 1:
         return True
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return (_store or _launchers_store()).add(_SPEAKER, 1) == 1
+        return (_store or _launchers_store()).add(f"{_SPEAKER}/{start}", 1) == 1
     except (RuntimeError, KeyError):  # the process that kept the store is gone, or there is none yet
         return rank() == 0
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def starts_again() -> bool:
+    """Whether torchrun starts these processes anew when one of them has failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def _launchers_store() -> Any:

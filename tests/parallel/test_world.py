@@ -12,7 +12,7 @@ import pytest
 from cria_tricks import last_words
 from cria_tricks.callbacks import StopOnSignal
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import ranks, world
+from cria_tricks.parallel import neighbours, ranks, world
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.world import World
 
@@ -130,7 +130,7 @@ def stuck(file: Path) -> None:
 
     if dist.get_rank() == 1:
         os._exit(1)
-    world.PATIENCE = 0.5
+    neighbours.PATIENCE = 0.5
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
     time.sleep(60)
 

@@ -1,0 +1,440 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 28. Jobs and elasticity: rent a machine, and lose it
+# > **Promise.** You choose a rented machine by what the whole job costs, write down all that it must be told, and train
+# > through a killed process without losing a bit. Then you say when another machine is worth a restart.
+#
+# > **Card.** saves minutes that are paid for nothing, and runs that would be lost / costs half an hour's rent around
+# > each job, and a few steps for each restart / exact: a resumed run ends with the same bits / 30 minutes / after
+# > lessons 14, 15 and 20
+#
+# The job: QLoRA of Llama-3.2-1B on 107 answers, 42 steps. So far it ran where you sat. A *job* is a command in a
+# container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
+# when a process dies. You see a log, and what the command has sent elsewhere.
+
+# %% tags=["hide-input"]
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+import torch
+from torch.distributed import HashStore
+
+from cria_tricks import course, jobs, jobs_hub, recipes
+from cria_tricks.errors import BadInput, OutOfMemory
+from cria_tricks.figures import Theme
+from cria_tricks.hardware.cards import CARDS, FLAVORS
+from cria_tricks.memory.shape import find_shape
+from cria_tricks.memory.toggles import Bench
+from cria_tricks.parallel import launch, rounds
+from cria_tricks.recipe import with_settings
+
+away = tempfile.TemporaryDirectory()
+folder = Path(away.name)
+
+# %% [markdown]
+# ## 1. The bill
+# A T4 costs $0.40 an hour; an A100 $2.50, and it is five times as fast here. By training alone they cost four and five
+# cents. Which job is cheaper? Guess, and guess which part of the price is training.
+
+# %%
+whole = {}
+for name in FLAVORS:
+    job = jobs.prepare("kwanzaa", "me/adapter", flavor=name)
+    whole[name] = job
+    trains = job.price * job.training_seconds / 3600
+    print(f"{name:13}trains {job.training_seconds / 60:4.1f} min for ${trains:.2f}; ", end="")
+    print(f"ended after {job.timeout / 60:.0f} min: at most ${job.most:.2f}")
+cheapest = min(whole.values(), key=lambda job: job.most)
+assert cheapest.flavor.name == "t4-small"
+assert whole["a100-large"].most > 5 * cheapest.most
+
+# %% [markdown]
+# The T4, five times cheaper. The machine is also paid while it installs, downloads a model, evaluates and publishes:
+# we reckon with half an hour. That half hour is the same on every machine. So a fast card pays only where training is
+# long beside it.
+
+
+# %% tags=["hide-input"]
+def by_length(theme: Theme):
+    """What a job costs at most, against its epochs."""
+    drawn, axes = course.figure(height=3.2)
+    epochs = (3, 10, 30, 100, 300, 1000)
+    for name, colour, marker in zip(("t4-small", "l4x1", "a100-large"), theme.series, "osD", strict=False):
+        most = [jobs.prepare("kwanzaa", "me/x", [f"train.epochs={n}"], flavor=name).most for n in epochs]
+        axes.plot(epochs, most, color=colour, marker=marker, markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="epochs of 107 rows", ylabel="USD at most")
+    axes.grid()
+    axes.legend()
+    return drawn
+
+
+course.show(
+    by_length,
+    "Figure 1. What the job can cost, by how long it trains. Short jobs pay for the half hour around the training; in "
+    "long ones the lines come together, as an hour of A100 costs six times as much and does five times the work.",
+)
+
+# %% [markdown]
+# ## 2. From scratch, in three steps
+# **Choose.** Of all machines on which lesson 0's bill fits, take the one where the job costs least. The timeout is the
+# estimate twice, as it is right within a factor of two, and the half hour. Write it for machines of one card; `Bench`
+# knows bytes and seconds of a token.
+
+# %%
+AROUND = 1800
+
+
+def choose(tokens):
+    found = {}
+    for name, flavor in FLAVORS.items():
+        card = CARDS[flavor.card]
+        recipe = recipes.kwanzaa(card.device)
+        bill = Bench(find_shape(recipe.model), card.device).bill(recipe)
+        if flavor.cards == 1 and bill.memory.fits:
+            timeout = 2 * bill.seconds * tokens + AROUND
+            found[name] = timeout, timeout / 3600 * flavor.price
+    best = min(found, key=lambda name: found[name][1])
+    return best, *found[best]
+
+
+name, timeout, most = choose(3 * 107 * 2048)
+print(f"{name}, {timeout / 60:.1f} min, ${most:.2f}")
+assert name == cheapest.flavor.name
+assert 0 <= cheapest.timeout - timeout < 60
+
+# %% [markdown]
+# **Survive.** A worker that may be killed at any moment needs three things: a file with *all* that decides the next
+# step; a rename, so that the file is the old one or the new one and never half of one; and a start that looks for it.
+# Here is a whole run: a line is fitted, rows are shared, gradients are added up. `world.joined` joins the processes
+# that a launcher started (lesson 20). In its first life, process 1 kills itself in step 12.
+
+# %%
+CODE = '''
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from cria_tricks.parallel import world
+
+
+def gradient(w, rank, size):
+    """Of the squared error, over every size-th row."""
+    X = torch.arange(64.0).outer(torch.arange(1.0, 9)).sin()
+    return X[rank::size].T @ (X @ w - X.sum(1))[rank::size] / 64
+
+
+def save(file, state):
+    torch.save(state, aside := file.with_suffix(".aside"))
+    os.replace(aside, file)
+
+
+def train(file, life):
+    state = torch.load(file) if file.exists() else {"step": 0, "w": torch.zeros(8)}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print("life", life, "begins after step", state["step"], flush=True)
+    for step in range(state["step"] + 1, 21):
+        total = gradient(state["w"], rank, size)
+        if (life, rank, step) == (0, 1, 12):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total)
+        state = {"step": step, "w": state["w"] - 0.5 * total}
+        if rank == 0 and step % 5 == 0:
+            save(file, state)
+
+
+if __name__ == "__main__":
+    with world.joined(timeout=60):
+        train(Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+'''
+(folder / "survivor.py").write_text(CODE)
+
+
+# %% [markdown]
+# **Be started again.** Somebody outside must notice the death, end the other workers, which wait for the dead one, and
+# start all anew. On one machine that is torchrun's agent; `--max-restarts` says how often. After which step will the
+# second life begin?
+
+# %%
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+command = [*torchrun, "--max-restarts", "1", str(folder / "survivor.py"), str(folder / "state.pt")]
+done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"})
+print(done.stdout)
+assert done.returncode == 0, done.stderr[-2000:]
+assert done.stdout.splitlines() == ["life 0 begins after step 0", "life 1 begins after step 10"]
+
+
+# %% tags=["hide-input"]
+def two_lives(theme: Theme):
+    """Steps of the two processes, the checkpoints, and what is done twice."""
+    sketch = course.Sketch(theme, 50, 12)
+    for row, (first, last, words) in enumerate(((1, 12, "life 0"), (11, 20, "life 1"))):
+        top = 1.2 + 5.6 * row
+        sketch.text(0, top + 1.6, words, align="left")
+        for step in range(first, last + 1):
+            for rank in range(2):
+                dead = row == 0 and step == 12
+                again = step in (11, 12) and row == 1
+                box = (4 + 2.2 * (step - 1), top + 1.7 * rank, 2, 1.4)
+                sketch.tensor(*box, "x" if dead and rank == 1 else str(step), color=1 if again else 0, kept=not dead)
+        for step in (5, 10, 15, 20):
+            if first <= step <= last:
+                sketch.text(4 + 2.2 * (step - 1) + 1, top + 4.2, "saved", quiet=True)
+    sketch.arrow((29.3, 4.8), (27, 6.6), color=1)
+    return sketch.figure
+
+
+course.show(
+    two_lives,
+    "Figure 2. Two processes, two lives. Process 1 dies in step 12, process 0 waits for it in vain. Both begin again "
+    "after the last saved step; step 11 is done twice.",
+)
+
+# %% [markdown]
+# ## 3. Prove it
+# The interrupted run must end where an uninterrupted one ends, to the last bit. And the package's choice must fit the
+# bytes it names, and hold no secret: the command and its variables can be read by everyone who may see the job.
+
+# %%
+sys.path.insert(0, str(folder))
+import survivor
+
+w = torch.zeros(8)
+for _ in range(20):
+    w = w - 0.5 * (survivor.gradient(w, 0, 2) + survivor.gradient(w, 1, 2))
+assert torch.equal(torch.load(folder / "state.pt")["w"], w)
+sys.path.remove(str(folder))
+
+token = "hf_" + "x" * 34
+for settings in ([f"name={token}"], ["data.train=mine.jsonl"], ["model=/models/mine"]):
+    try:
+        jobs.prepare("kwanzaa", "me/adapter", settings)
+        raise AssertionError(settings)
+    except BadInput as error:
+        print(error)
+
+# %% [markdown]
+# The last two are the other side of a container: nothing of your disk is there. Rows and model come from the hub or
+# with the package.
+#
+# ## 4. What it costs
+# **A restart** costs the steps since the last checkpoint, half an interval in the mean, and a start. **Checkpoints**
+# cost their writing. If one takes $\delta$ seconds and machines are lost every $M$ seconds, the interval $\tau$ that
+# loses least is about $\sqrt{2 \delta M}$ (Young 1974): what is lost, $\delta / \tau + \tau / 2M$ of the time, is
+# smallest there. Say three seconds, and a machine that is taken away every two hours. How many of our T4's steps?
+
+# %%
+t4 = CARDS["t4"]
+recipe = recipes.kwanzaa(t4.device)
+shape = find_shape(recipe.model)
+step_seconds = Bench(shape, t4.device).bill(recipe).seconds * 8 * 2048
+
+
+def lost(tau, delta=3, between=7200):
+    return delta / tau + tau / (2 * between)
+
+
+best = (2 * 3 * 7200) ** 0.5
+print(f"a step takes {step_seconds:.1f} s; save every {best:.0f} s, that is {best / step_seconds:.0f} steps: ", end="")
+print(f"{lost(best):.1%} lost. Every step: {lost(step_seconds):.0%}. Once an hour: {lost(3600):.0%}")
+assert lost(best) < min(lost(best / 2), lost(best * 2))
+
+
+# %% tags=["hide-input"]
+def young(theme: Theme):
+    """Share of the time that is lost, against the interval."""
+    drawn, axes = course.figure(height=3.0)
+    grid = [8.2 * 2 ** (power / 4) for power in range(36)]
+    for hours, colour, dashes in zip((2, 12, 72), theme.series, ("-", "--", ":"), strict=False):
+        axes.plot(grid, [100 * lost(tau, between=3600 * hours) for tau in grid], color=colour, linestyle=dashes,
+                  label=f"a machine lost every {hours} h")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="seconds between checkpoints of 3 s", ylabel="% of the time lost")
+    axes.grid()
+    axes.legend()
+    return drawn
+
+
+course.show(
+    young,
+    "Figure 3. To the left writing costs, to the right what is done again. The valley is wide: a factor of two beside "
+    "the best interval costs a quarter more, of little.",
+)
+
+# %% [markdown]
+# **Growing.** torchrun can also take in machines while it runs: `--nnodes 1:4`. Then all workers stop, save, and start
+# again as more. That is worth it if the time saved is longer than the restart, which *all* wait for. Say 90 seconds:
+# imports, loading, joining. From when on is a second T4 useless to our job?
+
+# %%
+seconds_left = 42 * step_seconds
+both = Bench(shape, t4.device, 2).bill(with_settings(recipe, ["parallel.strategy=ddp"])).seconds * 8 * 2048
+saved_share = 1 - both / step_seconds
+print(f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; the run takes {seconds_left:.0f} s on one")
+print(f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s")
+print(f"a machine that installs for 15 minutes comes {900 / seconds_left:.1f} runs too late")
+assert 90 / saved_share < seconds_left < 900
+
+# %% [markdown]
+# For this job an autoscaler is worth nothing, and a counted decision says so before anybody writes one. For 300 epochs
+# it is: nearly ten hours become five. What would it need beyond torchrun?
+#
+# 1. **The decision above**, repeated with measured step times: $R < T (1 - t_m / t_n)$, and the price, which is paid
+#    for all machines while they wait for each other.
+# 2. **Somebody who rents.** torchrun takes in a machine that comes. It asks for none, and gives none back.
+# 3. **Counts that fit.** Eight micro-batches go to 1, 2, 4 or 8 processes, so that a step stays the same step. With
+#    three, two would wait for the third, or the training would be another one.
+# 4. **A folder that all can reach**, for checkpoints; a job's own disk goes with it.
+# 5. **A meeting point that survives.** If the machine dies at which all meet, all end, whatever `--max-restarts` says.
+# 6. **Notice.** Spot machines get SIGTERM some seconds before the end. Our trainer saves then; without notice, back to
+#    the checkpoint.
+#
+# ## 5. The production switch
+# A job. `--print` shows what would be sent, and sends nothing.
+
+# %%
+print("$ cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print")
+job = jobs.prepare("kwanzaa", "me/adapter", budget=1)
+print(*jobs_hub.shown(job), sep="\n")
+assert job.most <= 1
+
+# %% [markdown]
+# The token is named, and travels in a field of its own that the hub encrypts. Without `--print` the log is followed,
+# the adapter comes back and is held against its manifest. And torchrun, on one machine and on several, with the same
+# script:
+
+# %%
+for elastic, out in (
+    (launch.Elastic(max_restarts=3), None),
+    (launch.Elastic(3, "1:2", "node0:29400"), Path("/shared/run")),
+):
+    print("$", launch.shown(launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)))
+
+# %% [markdown]
+# `--resume` is always there: whoever starts again looks for a checkpoint, and the first start finds none.
+#
+# ## 6. Where it breaks
+# **The job ran for 30 minutes, its log ends in the middle of the training, and there is nothing.** The timeout took
+# container and disk. 30 minutes are the hub's default, whatever the job needs. Cure: a timeout from an estimate, *and*
+# a training that ends by itself before it, so that what it has learnt is published. Here with a timeout that is too
+# short:
+
+# %%
+short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
+print(*(line for line in jobs_hub.shown(short) if line.startswith(("training", "timeout"))), sep="\n")
+assert not short.finishes
+assert short.time_budget < short.timeout
+
+# %% [markdown]
+# **It trained here, and there it is out of memory.** Another card, and other kernels. Cure: ask the bill of *that* card
+# before you rent it. Full fine-tuning, every toggle off:
+
+# %%
+for flavor in ("t4-small", "a100-large"):
+    try:
+        job = jobs.prepare("baseline", "me/model", ["model=llama-3.2-1b"], flavor=flavor)
+        print(f"{flavor}: fits")
+    except OutOfMemory as error:
+        print(error)
+
+# %% [markdown]
+# **After a restart the workers say `Connection refused`, sometimes.** torchrun's agent keeps its store, and in it the
+# addresses of the dead. Whoever reads before the others have written calls a dead process; the restart count cannot
+# tell starts apart, as each agent counts its own failures. Cure: a name for this start that none of an old one can be
+# taken for. Each process puts a fresh word under the name that it finds; the first one answers with all words.
+
+# %%
+store = HashStore()
+store.set("address of 1", "127.0.0.1:22444")  # of its first life
+print("process 0 calls", store.get("address of 1").decode(), "and nobody is there")
+
+found = {}
+for life in range(2):
+    workers = [
+        threading.Thread(target=lambda n: found.setdefault(n, rounds.agree(store, n % 2, 2, 20)), args=(2 * life + n,))
+        for n in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+print("both agree in each life, and the lives differ:", found[0] == found[1] != found[2] == found[3])
+assert found[0] == found[1] != found[2] == found[3]
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** A training takes 50 minutes on an `l4x1` by estimate, at $0.80 an hour. What can the job cost at most,
+#    by this lesson's rule?
+# 2. **Build.** `grow(left, now, then, restart)`: seconds that a run with `left` seconds to go saves by going from
+#    `now` to `then` seconds a step, less the restart; zero where it would lose.
+# 3. **Reach.** A checkpoint takes 3 s and a machine is lost every 12 hours. Of 100 hours, how many are lost at the best
+#    interval? (Restarts themselves not counted.)
+
+# %% tags=["exercise"]
+most_usd = None
+
+
+def grow(left, now, then, restart):
+    """FILL ME IN."""
+
+
+hours_lost = None
+
+
+# %% tags=["hide-input"]
+def of_growing(answer):
+    if answer(100, 8, 4, 10) is None:
+        raise NotImplementedError
+    for case in ((345, 8.2, 4.1, 90), (100, 8, 4, 90), (3600, 2, 1.9, 60), (600, 4, 8, 5)):
+        left, now, then, restart = case
+        right = max(0, left * (1 - then / now) - restart)
+        assert abs(answer(*case) - right) < 1e-6, f"grow{case} is {right:.1f}, not {answer(*case):.1f}"
+
+
+course.check(1, most_usd, course.about(0.8 * (2 * 50 + 30) / 60, "it is paid up to its timeout"))
+course.check(2, grow, of_growing)
+course.check(3, hours_lost, course.about(100 * (2 * 3 / 43200) ** 0.5, "at the best interval both parts are equal"))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# most_usd = 0.80 * (2 * 50 + 30) / 60  # $1.73: 130 minutes
+#
+#
+# def grow(left, now, then, restart):
+#     return max(0, left * (1 - then / now) - restart)
+#
+#
+# tau = (2 * 3 * 12 * 3600) ** 0.5  # 509 seconds
+# hours_lost = 100 * (3 / tau + tau / (2 * 12 * 3600))  # 1.2
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** machines that are paid for waiting, and runs that a dead process would end.
+# - **Costs** half an hour of rent a job, half an interval of steps a restart.
+# - **Exact**: a run that was killed ends with the bits of one that was not, with the same number of processes.
+# - **When**: no card of your own; a job longer than you want to watch; machines that may be taken away.
+# - **When not**: growing a short run. A restart and an installation are longer than what a second card saves.
+#
+# ## Sources
+# - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
+#   `jobs-pricing.md` at commit 0b8c07f8: prices, billing by the minute; `docs/hub/jobs` there: 30 minutes by default.
+# - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
+# - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
+#   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).
+# - Ours: `cria_tricks/jobs.py`, `jobs_hub.py`, `parallel/launch.py`, `parallel/rounds.py`; `tests/test_jobs.py`,
+#   `tests/parallel/test_elastic.py`: a killed worker of a real run, and the losses of the uninterrupted one.

@@ -1,0 +1,153 @@
+"""A run that loses processes: started again by torchrun, it goes on from its checkpoint and ends as if nothing was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cria_tricks import recipes
+from cria_tricks.errors import BadInput, Lost
+from cria_tricks.parallel import launch, rounds, world
+from cria_tricks.parallel.launch import Elastic
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
+from tests.parallel import steps
+
+ENDPOINT = "localhost:29400"
+
+
+def words(*settings: str, processes: int = 2, out: Path | None = None, resume: bool = False, **elastic) -> str:
+    return launch.shown(
+        launch.command("smoke", "torchrun", processes, settings, out, resume=resume, elastic=Elastic(**elastic))
+    )
+
+
+def test_restarts_always_come_with_resume_and_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words(max_restarts=3) == (
+        "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m cria_tricks train smoke --set "
+        "parallel.strategy=ddp --out runs/smoke --resume"
+    )
+    (tmp_path / "runs" / "smoke" / "adapter").mkdir(parents=True)
+    assert "--out runs/smoke-2 --resume" in words(max_restarts=3)
+    with pytest.raises(BadInput, match=r"--out runs/smoke: holds another run \(adapter\); name a new folder, or go on"):
+        words(max_restarts=1, out=Path("runs/smoke"))
+    assert "--out runs/smoke --resume" in words(max_restarts=1, out=Path("runs/smoke"), resume=True)
+
+
+def test_machines_that_come_and_go_are_one_command_for_each():
+    even = "tricks.gradient_accumulation=12"
+    shown = words(even, processes=1, nodes="1:4", endpoint=ENDPOINT, max_restarts=3, out=Path("shared"))
+    assert shown == (
+        f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint {ENDPOINT} "
+        "--rdzv-id smoke --nproc-per-node 1 --max-restarts 3 -m cria_tricks train smoke "
+        "--set tricks.gradient_accumulation=12 --set "
+        "parallel.strategy=ddp --out shared --resume"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"nodes": "1:4", "endpoint": ENDPOINT, "out": Path("x")}, "3 processes cannot share the 4 micro-batches"),
+        ({"nodes": "4:1", "endpoint": ENDPOINT, "out": Path("x")}, "--nodes 4:1: write how many machines at least"),
+        ({"nodes": "some", "endpoint": ENDPOINT, "out": Path("x")}, "--nodes some: write how many machines"),
+        ({"nodes": "1:2", "out": Path("x")}, "--nodes: needs --endpoint HOST:PORT"),
+        ({"nodes": "1:2", "endpoint": ENDPOINT}, "--out, a folder they share"),
+        ({"endpoint": ENDPOINT}, "--endpoint: is for --nodes MIN:MAX"),
+    ],
+)
+def test_what_no_number_of_machines_could_do_is_refused(more, why):
+    with pytest.raises(BadInput, match=why):
+        words(processes=1, **more)
+
+
+def test_accelerate_restarts_nothing():
+    with pytest.raises(BadInput, match="--max-restarts, --nodes and --endpoint are torchrun's"):
+        launch.command("smoke", "accelerate", 2, elastic=Elastic(max_restarts=1))
+
+
+def test_the_last_machine_goes_on_alone(monkeypatch):
+    recipe = with_settings(recipes.smoke(), ["parallel.strategy=ddp"])
+    with pytest.raises(BadInput, match="needs two processes or more"):
+        resolve(recipe)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "smoke")
+    assert resolve(recipe).parallel["data"] == 1
+
+
+def test_processes_agree_on_a_round_whatever_earlier_ones_left():
+    from torch.distributed import HashStore
+
+    store, named = HashStore(), []
+    store.set_timeout(timedelta(seconds=20))
+    for _ in range(3):  # the same store, as an agent keeps it
+        found = ["", "", ""]
+
+        def join(number: int, found: list[str] = found) -> None:
+            time.sleep(0.05 * (number == 0))  # so that the others find the old round first
+            found[number] = rounds.agree(store, number, 3, timeout=20)
+
+        threads = [threading.Thread(target=join, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(found)) == 1
+        named.append(found[0])
+    assert len(set(named)) == 3
+    with pytest.raises(Lost, match="did not start"):
+        rounds.agree(store, 1, 3, timeout=0.1)
+
+
+def test_who_is_started_again_does_not_ask_for_it(monkeypatch):
+    assert not world.starts_again()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert world.starts_again()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert not world.starts_again()
+
+
+def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tmp_path):
+    rows = tmp_path / "few.jsonl"
+    few = ("what is it?", "a row", "and this?", "another one", "a third?", "yes, longer than the others", "so?", "end")
+    with rows.open("w") as file:
+        for asked, answered in zip(few[::2], few[1::2], strict=True):
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    settings = [
+        "model=random:tiny", "data.max_length=64", f"data.train={rows}", f"data.eval={rows}", "train.max_steps=8",
+        "tricks.gradient_accumulation=2", "tricks.peft=lora", "train.save_steps=2", "parallel.strategy=ddp",
+    ]  # fmt: skip
+    (tmp_path / "short.toml").write_text(with_settings(Recipe(name="short"), settings).to_toml())
+    command = [sys.executable, "-m", "cria_tricks", "launch", "short.toml", "--on", "torchrun", "--nproc", "2"]
+    [straight, _] = two.run(steps.train, settings, tmp_path / "straight")
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        started = subprocess.Popen(
+            [*command, "--max-restarts", "1", "--out", "run"], cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    for _ in range(1200):
+        if "step    3/8" in log.read_text():
+            break
+        time.sleep(0.05)
+    workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
+    workers[1].send_signal(signal.SIGKILL)
+    assert started.wait(timeout=120) == 0, log.read_text()
+    said = log.read_text()
+    assert said.count("error: another process of this run died") == 1
+    assert "all are started again and go on from there" in said
+    assert "going on from run/checkpoints/checkpoint-" in said
+    assert "Traceback" not in said
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    losses = [[(e["step"], e.get("loss"), e.get("eval_loss")) for e in r["history"]] for r in (report, straight)]
+    assert losses[0] == losses[1]
