@@ -186,7 +186,7 @@ def two_lives(theme: Theme):
         for step in range(first, last + 1):
             for rank in range(2):
                 dead = row == 0 and step == 12
-                again = step in (11, 12) and row == 1
+                again = (row, step) == (1, 11)
                 box = (4 + 2.2 * (step - 1), top + 1.7 * rank, 2, 1.4)
                 sketch.tensor(*box, "x" if dead and rank == 1 else str(step), color=1 if again else 0, kept=not dead)
         for step in (5, 10, 15, 20):
@@ -327,8 +327,7 @@ for elastic, out in (
 # ## 6. Where it breaks
 # **The job ran for 30 minutes, its log ends in the middle of the training, and there is nothing.** The timeout took
 # container and disk. 30 minutes are the hub's default, whatever the job needs. Cure: a timeout from an estimate, *and*
-# a training that ends by itself before it, so that what it has learnt is published. Here with a timeout that is too
-# short:
+# a training that ends by itself before it, so that what it has learnt is published. Here with one that is too short:
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
