@@ -35,9 +35,9 @@ def windows(steps: int) -> dict[str, int]:
         >>> windows(42)
         {'wait': 2, 'warmup': 1, 'active': 3}
         >>> windows(2)
-        {'wait': 0, 'warmup': 0, 'active': 2}
+        {'wait': 0, 'warmup': 1, 'active': 1}
     """
-    active = min(3, steps)
+    active = min(3, max(1, steps - 1))
     warmup = min(1, steps - active)
     return {"wait": min(2, steps - active - warmup), "warmup": warmup, "active": active}
 
