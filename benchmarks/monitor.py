@@ -4,7 +4,8 @@
     python -m benchmarks.monitor --model random:tiny --pairs 10      # does it run?
 
 One pair is two neighbouring optimizer steps of one run, on rows of one length: one watched, one not, in the order
-A B, B A, A B, ... Done once with a sample a second, as by default, and once with a hundred a second, where whatever
+A B, B A, A B, ... Compared are seconds, and the CPU's seconds for the whole process, the monitor's thread included, which
+other work on the machine disturbs less. Done once with a sample a second, as by default, and once with a hundred a second, where whatever
 it costs is a hundred times as much and stands out of what two equal steps differ by. What a sample takes by itself is
 measured as well.
 
@@ -66,12 +67,12 @@ class InTurn(TrainerCallback):
         cuda: whether there is a card.
 
     Attributes:
-        pairs: of each two steps the seconds of the one that was watched, and of the other one.
+        pairs: of each two steps the seconds, and the CPU's, of the one that was watched and of the other one.
     """
 
     def __init__(self, folder: Path, seconds: float, *, cuda: bool):
         self.folder, self.seconds, self.cuda = folder, seconds, cuda
-        self.pairs: list[dict[bool, float]] = []
+        self.pairs: list[dict[bool, tuple[float, float]]] = []
         self.watching = contextlib.ExitStack()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -80,19 +81,19 @@ class InTurn(TrainerCallback):
         self.began = self._now()  # a run starts its monitor once
 
     def on_step_end(self, args, state, control, **kwargs):
-        seconds, step = self._now() - self.began, state.global_step - 1
+        now, step = self._now(), state.global_step - 1
         self.watching.close()
         if step % 2 == 0:
             self.pairs.append({})
-        self.pairs[-1][self._watches(step)] = seconds
+        self.pairs[-1][self._watches(step)] = now[0] - self.began[0], now[1] - self.began[1]
 
     def _watches(self, step: int) -> bool:
         return step % 4 in (1, 2)
 
-    def _now(self) -> float:
+    def _now(self) -> tuple[float, float]:
         if self.cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter(), time.process_time()
 
 
 def rows_of(tokens: int, number: int = 8) -> list[dict[str, list[int]]]:
@@ -118,17 +119,21 @@ def compare(recipe: Recipe, pairs: int, seconds: float, *, cuda: bool) -> dict[s
         found = InTurn(Path(folder), seconds, cuda=cuda)
         train(with_settings(recipe, [steps, f"train.save_steps={2 * pairs + 3}"]), found)
         samples = len(read(Path(folder) / "monitor.jsonl"))
-    ratios = [pair[True] / pair[False] for pair in found.pairs[1:]]
+
+    def over(what: int) -> dict[str, Any]:
+        ratios = [pair[True][what] / pair[False][what] for pair in found.pairs[1:]]
+        return {
+            "median": statistics.median(ratios),
+            "quartiles": statistics.quantiles(ratios, n=4)[::2],
+            "range": [min(ratios), max(ratios)],
+            "pairs": ratios,
+        }
+
     return {
         "monitor_seconds": seconds,
         "samples": samples,
-        "unwatched_step_seconds": statistics.median(pair[False] for pair in found.pairs[1:]),
-        "watched_over_unwatched": {
-            "median": statistics.median(ratios),
-            "quartiles": statistics.quantiles(ratios, n=4)[::2] if pairs > 1 else None,
-            "range": [min(ratios), max(ratios)],
-            "pairs": ratios,
-        },
+        "unwatched_step_seconds": statistics.median(pair[False][0] for pair in found.pairs[1:]),
+        "watched_over_unwatched": {"seconds": over(0), "cpu_seconds": over(1)},
     }
 
 
@@ -213,10 +218,10 @@ def main() -> None:
     result = stamp(recipe) | {"one_sample": one_sample(cuda)}
     for name, seconds in (("each_second", 1.0), ("each_hundredth", 0.01)):
         result[name] = compare(recipe, chosen.pairs, seconds, cuda=cuda)
-        found = result[name]["watched_over_unwatched"]
-        low, high = found["quartiles"]
-        said = f"a sample every {seconds:g} s: a watched step takes {found['median']:.4f} times an unwatched one"
-        console.print(f"{said} (median of {chosen.pairs} pairs, quartiles {low:.3f} and {high:.3f})", highlight=False)
+        for what, found in result[name]["watched_over_unwatched"].items():
+            low, high = found["quartiles"]
+            said = f"a sample every {seconds:g} s: watched over unwatched {what} {found['median']:.4f}"
+            console.print(f"{said} (median; quartiles {low:.3f} and {high:.3f})", highlight=False)
     if cuda:
         result |= on_a_card(recipe, path_of("monitor", chosen.results).parent / "monitor")
     path = write("monitor", result, chosen.results)
