@@ -4,10 +4,10 @@
     python -m benchmarks.monitor --model random:tiny --pairs 10      # does it run?
 
 One pair is two neighbouring optimizer steps of one run, on rows of one length: one watched, one not, in the order
-A B, B A, A B, ... Compared are seconds, and the CPU's seconds for the whole process, the monitor's thread included, which
-other work on the machine disturbs less. Done once with a sample a second, as by default, and once with a hundred a second, where whatever
-it costs is a hundred times as much and stands out of what two equal steps differ by. What a sample takes by itself is
-measured as well.
+A B, B A, A B, ... Compared are seconds, and the CPU's seconds of the whole process, the monitor's thread included,
+which other work on the machine disturbs less. Done once with a sample a second, as by default, and once with a hundred
+a second, where whatever it costs is a hundred times as much and stands out of what two equal steps differ by. What a
+sample takes by itself is measured as well.
 
 On a CUDA card three more things are written beside the result: the monitor's samples (``monitor.jsonl``) and those of
 nvidia-smi of the same seconds (``nvidia_smi.csv``), held against each other, and a trace and a snapshot of a small

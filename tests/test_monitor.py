@@ -166,6 +166,7 @@ def test_a_resumed_run_goes_on_in_the_file_and_a_torn_line_is_passed_over(tmp_pa
     both = taken(path, cuda=False, until=len(before) + 3)
     assert both[: len(before)] == before
     assert len(both) >= len(before) + 3
+    assert '{"time": 1795349' in path.read_text().splitlines(), "a line of its own: the next sample is not lost with it"
 
 
 def test_means_are_over_time_and_peaks_over_samples():
