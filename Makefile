@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu site serve check lint types drill fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
+.PHONY: train test test-gpu site serve check lint types drill fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -93,6 +93,11 @@ bench-dry-run: $(READY)
 # sets at two lengths. Needs a CUDA GPU. What is in the result file already is not run again.
 bench-gpu-error: $(READY)
 	$(VENV)/bin/python -m benchmarks.gpu_error
+
+# What watching a run costs, in pairs of steps: 10 minutes on two cores. On a CUDA card also the monitor's samples beside
+# nvidia-smi's of the same seconds, and a trace and a snapshot of a few small steps, into benchmarks/results/DEVICE/.
+bench-monitor: $(READY)
+	$(VENV)/bin/python -m benchmarks.monitor
 
 # Held-out loss of each technique that changes the numbers, three seeds, on DATA=FOLDER: hours on two cores. What is
 # in the result file already is not run again.

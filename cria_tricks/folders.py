@@ -16,6 +16,8 @@ from cria_tricks.units import human
 
 RESULTS = ("adapter", "model", "report.json", "report.md", "report.png")
 """What a finished run leaves in its folder, beside its recipe, ``run.json`` and its checkpoints."""
+RECORDS = ("monitor*.jsonl", "profile", "tensorboard", "trackio")
+"""What it may have written on the way; a run that is gone on with writes on."""
 
 
 class Folders:
@@ -77,10 +79,16 @@ class Folders:
                 self._refuse_another("--out", self.folder)  # another process may have been faster
             if self.start:
                 self.checkpoints.put_aside_after(self.start)
+                if self.mirror and not _records(self.folder):
+                    self._copy_records(self.mirror, self.folder)  # this machine is a new one
             for place in self._places().values():
                 durable.write_file(place / "recipe.toml", self.recipe.to_toml())
                 durable.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")
             yield
+
+    def monitor(self, rank: int) -> Path:
+        """Where a process writes its samples."""
+        return self.folder / (f"monitor-{rank}.jsonl" if rank else "monitor.jsonl")
 
     def mirror_results(self) -> None:
         """Copy the results beside the copied checkpoints; a mirror that fails only warns."""
@@ -92,8 +100,18 @@ class Folders:
                     durable.copy_folder(self.folder / name, self.mirror / name)
                 elif (self.folder / name).exists():
                     durable.write_file(self.mirror / name, (self.folder / name).read_bytes())
+            self._copy_records(self.folder, self.mirror)
         except Unwritten as error:
             self.say(f"warning: train.mirror: {error.reason}; the results are in {self.folder} alone")
+
+    def _copy_records(self, folder: Path, to: Path) -> None:
+        """What trackers and the monitor wrote has no manifest, so it is simply copied."""
+        for path in _records(folder):
+            with durable.unwritten_in_one_line(to / path.name):
+                if path.is_dir():
+                    shutil.copytree(path, to / path.name, dirs_exist_ok=True)
+                elif path.exists():
+                    shutil.copyfile(path, to / path.name)
 
     def _places(self) -> dict[str, Path]:
         return {"--out": self.folder} | ({"train.mirror": self.mirror} if self.mirror else {})
@@ -146,6 +164,10 @@ def taken(folder: Path) -> str:
     """The first name a run would write that is there already."""
     names = ("checkpoints", *RESULTS, "recipe.toml", RUN)
     return next((name for name in names if (folder / name).exists()), "")
+
+
+def _records(folder: Path) -> list[Path]:
+    return [path for pattern in RECORDS for path in folder.glob(pattern)]
 
 
 def _make_room(option: str, folder: Path, needed: int) -> None:

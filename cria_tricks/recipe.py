@@ -35,6 +35,17 @@ Duration = Annotated[float, BeforeValidator(seconds)]
 """Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
 
 
+def _words(value: Any) -> Any:
+    """``"none"`` -> (), ``"tensorboard"`` -> ("tensorboard",)."""
+    words = (value,) if isinstance(value, str) else value
+    words = tuple(words) if isinstance(words, list) else words
+    return () if words == ("none",) else words
+
+
+Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValidator(_words)]
+"""Who is given the history as it comes: ``"none"``, one word, or a list."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -116,6 +127,11 @@ class Train(_Frozen):
     mirror: str = Field("", description="a second folder for checkpoints and results, on Drive for instance")
     time_budget: Duration = Field(0.0, ge=0, description="stop cleanly within this time; 0: no limit")
     seed: int = Field(42, ge=0, lt=2**32)
+    monitor_seconds: float = Field(
+        1.0, ge=0, le=86_400, description="seconds between two samples of the card and of this process; 0: none"
+    )
+    profile: bool = Field(False, description="trace a few early steps, and on CUDA keep a snapshot of memory")
+    report_to: Trackers = Field((), description="also write the history for tensorboard or trackio")
 
 
 class Parallel(_Frozen):

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable
+from cria_tricks import durable, monitor
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
@@ -206,6 +206,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
             *memory,
             "",
             *_compared(report),
+            *_watched(report),
             "## Data",
             "",
             f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
@@ -247,6 +248,40 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         *(f"| {name} | {human(size)} | {why} |" for name, size, why in rows),
         "",
     ]
+
+
+def _watched(report: Mapping[str, Any]) -> list[str]:
+    """The sections of what was sampled, and of what a trace says; none where nobody looked."""
+    lines: list[str] = []
+    sampled = [found for found in report.get("monitor") or [] if found]
+    if sampled:
+        lines += [
+            "## The machine meanwhile",
+            "",
+            f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`.",
+            "",
+            "| what | mean | peak |",
+            "|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in monitor.table(sampled)),
+            "",
+        ]
+    if traced := report.get("profile"):
+        first, last = traced["steps"]
+        lines += [
+            "## Where the time goes",
+            "",
+            f"Operators of steps {first} to {last}, {traced['seconds']:.3f} seconds on the {traced['device']} in all; "
+            f"to look at: {', '.join(f'`{name}`' for name in traced['files'])}.",
+            "",
+            "| operator | calls | seconds | share |",
+            "|---|---|---|---|",
+            *(
+                f"| `{row['name']}` | {row['calls']} | {row['seconds']:.3f} | {row['share']:.1%} |"
+                for row in traced["operators"]
+            ),
+            "",
+        ]
+    return lines
 
 
 def _draw(report: Mapping[str, Any]) -> bytes:

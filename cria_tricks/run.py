@@ -1,11 +1,12 @@
 """Recipe -> Report + adapter: the whole way, in one function."""
 
 import contextlib
+import importlib.util
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,6 +24,10 @@ from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import resolve, still_off
+
+if TYPE_CHECKING:
+    from cria_tricks.monitor import Monitor
+    from cria_tricks.progress import ShowProgress
 
 
 def train(
@@ -50,6 +55,7 @@ def train(
         OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
     """
     began = time.perf_counter()
+    _refuse_missing(recipe.train.report_to)
     processes.see_one_card()
     plan = resolve(recipe, processes=processes.processes())
     with processes.joined(recipe.parallel.timeout):
@@ -73,10 +79,11 @@ def _train(
     # Only now the heavy libraries: what was wrong so far took a second to say.
     from transformers import set_seed
 
-    from cria_tricks import artifact, card, models, provenance, report
+    from cria_tricks import artifact, card, models, profiling, provenance, report
     from cria_tricks.data.tokens import tokenize
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
+    from cria_tricks.monitor import Monitor
     from cria_tricks.parallel import sharded
     from cria_tricks.progress import ShowProgress
     from cria_tricks.trainer import fit
@@ -97,13 +104,22 @@ def _train(
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         shape = _shape(weights.path)
         longest = _as_long_as(rows["train"].rows, recipe)
-        with _memory_in_one_line(longest, plan, shape, world.size):
+        estimated = _estimate(longest, shape, plan, rows["train"].rows, world.size)
+        monitor = Monitor(
+            folders.monitor(world.rank),
+            recipe.train.monitor_seconds,
+            cuda=plan.device.kind == "cuda",
+            say=Voice(console),
+        )
+        with _memory_in_one_line(longest, plan, shape, world.size), monitor:
             with meter.phase("load"):
                 loaded = load(plan, weights)
                 meter.track(every_tensor(loaded.model))
             eval_batches = math.ceil(len(rows["eval"].rows) / recipe.train.batch_size / world.data)
-            progress = ShowProgress(console, eval_batches=eval_batches)
-            with progress.bar:
+            progress = ShowProgress(
+                console, eval_batches, estimated.allocated_bytes if estimated else None, lambda: monitor.newest
+            )
+            with _onlookers(recipe, folders, world, monitor, progress) as onlookers:
                 run = fit(
                     loaded,
                     plan,
@@ -114,7 +130,7 @@ def _train(
                     pad_id=tokenizer.pad_token_id,
                     meter=meter,
                     start=folders.start,
-                    callbacks=[progress],
+                    callbacks=onlookers,
                     world=world,
                 )
         for sentence in report.step_warnings(run):
@@ -122,8 +138,10 @@ def _train(
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, count_parameters(loaded.model))
-        summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows, world.size), run)
+        summary |= report.compare(estimated, run)
         summary |= {"adapter": str(trained), "model": weights.name}
+        summary["monitor"] = world.gather(monitor.summary())
+        summary["profile"] = profiling.read(folders.folder / "profile") if recipe.train.profile else None
         made = provenance.describe(summary, weights, found)
         text = card.model_card(summary, made, weights.name, weights.note, recipe)
         in_one = sharded.weights(loaded.model, keep=world.is_first)
@@ -135,6 +153,35 @@ def _train(
 
         world.first(write)
     return world.first(lambda: summary)
+
+
+def _refuse_missing(trackers: Sequence[str]) -> None:
+    """A library that is not there is told before a model is loaded."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise BadInput(
+                f"train.report_to={name}: the package {name} is not installed; pip install 'cria_tricks[monitor]', or "
+                "leave it out"
+            )
+
+
+@contextlib.contextmanager
+def _onlookers(
+    recipe: Recipe, folders: Folders, world: World, monitor: "Monitor", progress: "ShowProgress"
+) -> Iterator[list[Any]]:
+    """The callbacks that change nothing: every process takes samples, the first one traces, reports and shows."""
+    from cria_tricks.profiling import Profile
+    from cria_tricks.tracking import trackers
+
+    found: list[Any] = [monitor]
+    with contextlib.ExitStack() as stack:
+        if world.is_first:
+            if recipe.train.profile:
+                found.append(stack.enter_context(Profile(folders.folder / "profile", cuda=monitor.cuda)))
+            step = folders.start.step if folders.start else 0
+            found += stack.enter_context(trackers(recipe, folders.folder, step, lambda: monitor.newest))
+        stack.enter_context(progress.panel)
+        yield [*found, progress]
 
 
 @contextlib.contextmanager

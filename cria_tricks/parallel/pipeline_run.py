@@ -66,6 +66,9 @@ def refuse(recipe: Recipe, size: int, data: int) -> None:
             f"micro-batches as it has stages ({stages}), and no more than another one; set "
             f"tricks.gradient_accumulation={-(-max(k, size) // data) * data}"
         )
+    for name in ("profile", "report_to"):
+        if getattr(recipe.train, name):
+            raise BadInput(f"train.{name} in a pipeline: it is for cria train; leave it out")
     if recipe.train.time_budget:
         raise BadInput("train.time_budget in a pipeline: there are no checkpoints to stop at; leave it out")
 
@@ -148,6 +151,7 @@ def _train(
     from cria_tricks.data.tokens import tokenize
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
+    from cria_tricks.monitor import Monitor
     from cria_tricks.parallel.pipeline_fit import fit
     from cria_tricks.run import count_parameters
 
@@ -175,14 +179,19 @@ def _train(
             meter.track(every_tensor(model))
         parameters = count_parameters(model)
         torch.manual_seed(recipe.train.seed + world.rank)  # the adapter began the same everywhere, dropout need not
-        loop, run = fit(
-            model, plan, recipe, {part: tokens.rows for part, tokens in rows.items()}, parts, world,
-            pad_id=tokenizer.pad_token_id, meter=meter, schedule=schedule, folder=folders.checkpoints.folder,
-            say=print if world.is_first else lambda line: None,
-        )  # fmt: skip
+        monitor = Monitor(
+            folders.monitor(world.rank), recipe.train.monitor_seconds, cuda=plan.device.kind == "cuda", say=Voice(aside)
+        )
+        with monitor:
+            loop, run = fit(
+                model, plan, recipe, {part: tokens.rows for part, tokens in rows.items()}, parts, world,
+                pad_id=tokenizer.pad_token_id, meter=meter, schedule=schedule, folder=folders.checkpoints.folder,
+                say=print if world.is_first else lambda line: None,
+            )  # fmt: skip
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, parameters)
         summary |= report.compare(None, run) | {"model": weights.name, "adapter": str(folders.folder / "adapter")}
+        summary["monitor"] = world.gather(monitor.summary())
         summary["pipeline"] = of_the_pipeline(run.training, parts, world.data, schedule, recipe)
         _write(summary, folders, loop, world, tokenizer, weights, found, recipe)
     return summary

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cria_tricks import monitor
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
@@ -101,11 +102,15 @@ def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_
     assert len(said) == 1
     assert said[0].startswith("error: another process of this run died or stopped answering")
     assert not any(worker.is_running() for worker in workers)
+    sampled = monitor.read(tmp_path / "run" / "monitor.jsonl")
     started, log = start(tmp_path, *run, "--resume")
     assert started.wait(timeout=240) == 0, log.read_text()
     assert re.search(r"going on from run/checkpoints/checkpoint-[24]", log.read_text())
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] == report["planned_steps"]
+    for name, found in zip(("monitor.jsonl", "monitor-1.jsonl"), report["monitor"], strict=True):
+        assert found == monitor.summarise(monitor.read(tmp_path / "run" / name)), "each process samples for itself"
+    assert report["monitor"][0]["samples"] > len(sampled) > 0, "and its file goes on"
     code, out, _ = run_cria(
         "verify", report["adapter"] if Path(report["adapter"]).exists() else tmp_path / report["adapter"]
     )

@@ -1,0 +1,130 @@
+"""The history as it comes, for TensorBoard and Trackio: their own files, in the run's folder, and nothing sent.
+
+transformers has callbacks of its own for both. They are not used, as they leave trackio's settings at their defaults.
+Then trackio (0.43) asks the hub for one's name whenever there is a token, sends everything to the Space or the server
+that a variable names, and opens a dashboard inside a notebook. Here it only writes. To look at a run:
+
+    tensorboard --logdir runs/smoke/tensorboard
+    TRACKIO_DIR=runs/smoke/trackio trackio show
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from cria_tricks.recipe import Recipe
+
+Write = Callable[[Mapping[str, float], int], None]
+"""Takes a row of numbers and the optimizer step that they are of."""
+
+
+class Tracker(TrainerCallback):
+    """Gives every step and every evaluation to whom it concerns, with the monitor's newest sample.
+
+    Args:
+        write: takes them.
+        sample: gives the sample.
+    """
+
+    def __init__(self, write: Write, sample: Callable[[], Mapping[str, Any]]):
+        self.write, self.sample = write, sample
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" not in logs and "eval_loss" not in logs:
+            return  # the closing entry, whose averages cover only the part after a resume
+        part = "train" if "loss" in logs else "eval"
+        numbers = {f"{part}/{key.removeprefix('eval_')}": value for key, value in logs.items()}
+        self.write(numbers | flat(self.sample()), state.global_step)
+
+
+@contextlib.contextmanager
+def trackers(
+    recipe: Recipe, folder: Path, step: int, sample: Callable[[], Mapping[str, Any]]
+) -> Iterator[list[Tracker]]:
+    """What writes for each of ``train.report_to``. For the first process of a run only.
+
+    Args:
+        recipe: the run's, to stand beside the curves.
+        folder: the run's.
+        step: that the run goes on from.
+        sample: gives the monitor's newest sample.
+    """
+    opened = {"tensorboard": _tensorboard, "trackio": _trackio}
+    with contextlib.ExitStack() as stack:
+        yield [
+            Tracker(stack.enter_context(opened[name](folder / name, recipe, step)), sample)
+            for name in recipe.train.report_to
+        ]
+
+
+def flat(sample: Mapping[str, Any]) -> dict[str, float]:
+    """A sample as one row of numbers; those of the second card and the next ones carry its number.
+
+    Examples:
+        >>> flat({"time": 0.0, "step": 1, "seconds": 1.0, "rss_bytes": 5, "cards": [{"watts": 70.0}]})
+        {'monitor/rss_bytes': 5, 'monitor/watts': 70.0}
+    """
+    row = {key: sample[key] for key in ("rss_bytes", "cpu_cores") if key in sample}
+    for number, card in enumerate(sample.get("cards", ())):
+        row |= {f"{key}_{number}" if number else key: value for key, value in card.items()}
+    return {f"monitor/{key}": value for key, value in row.items()}
+
+
+@contextlib.contextmanager
+def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
+    """Event files; of what an earlier process wrote, the steps that are done again are hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder), purge_step=step + 1 if step else None) as writer:
+        writer.add_text("recipe", "".join(f"    {line}\n" for line in recipe.to_toml().splitlines()))
+
+        def write(numbers: Mapping[str, float], step: int) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield write
+
+
+@contextlib.contextmanager
+def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
+    """A data base; a step that is done again is there twice."""
+    with _kept_here(folder), contextlib.redirect_stdout(io.StringIO()):
+        trackio: Any = importlib.import_module("trackio")
+        run = trackio.init(
+            project=recipe.name, name=folder.parent.name, config=recipe.model_dump(mode="json"), resume="allow",
+            embed=False, auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+    try:
+        yield lambda numbers, step: run.log(dict(numbers), step=step)
+    finally:
+        with contextlib.redirect_stdout(io.StringIO()):  # it speaks of an upload, and means its own file
+            trackio.finish()
+
+
+@contextlib.contextmanager
+def _kept_here(folder: Path) -> Iterator[None]:
+    """Let Trackio see this folder, no server, and no hub.
+
+    It reads its folder once, when it is imported, so a second run in a process imports it anew.
+    """
+    import huggingface_hub.constants as hub
+
+    outside = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TRACKIO_")}
+    os.environ["TRACKIO_DIR"] = str(folder.absolute())
+    was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
+    for module in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
+        del sys.modules[module]
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE = was_offline
+        del os.environ["TRACKIO_DIR"]
+        os.environ |= outside

@@ -1,0 +1,488 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 27. Monitoring: a card that is 100 % busy and does nothing
+# > **Promise.** You build the three instruments of every run, a sampler, a trace and a snapshot, in some twenty lines
+# > each, find a stall and a leak with them, and see four numbers for one memory, all of them right.
+#
+# > **Card.** saves hours of guessing / costs some microseconds a second, seconds where a trace is written / exact: no
+# > bit of a run changes / 30 minutes / after lesson 14
+#
+# The job is QLoRA of Llama-3.2-1B on 107 answers, on a T4 with 14.74 GiB. All lessons before predicted what a step
+# takes. This one looks at a step while it runs, and asks of each number first: who counted, and when?
+
+# %% tags=["hide-input"]
+import atexit
+import collections
+import contextlib
+import gzip
+import io
+import json
+import linecache
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cria_tricks import course
+from cria_tricks.figures import Theme, panels
+from cria_tricks.hardware import T4
+from cria_tricks.measure import LiveBytes
+from cria_tricks.memory.estimate import CONTEXT
+from cria_tricks.monitor import Monitor, read, summarise
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+MIB = 2**20
+disk = tempfile.TemporaryDirectory()
+atexit.register(disk.cleanup)
+place = Path(disk.name)
+
+# %% [markdown]
+# ## 1. The bill
+# Four numbers are called "the memory of the run":
+#
+# - **allocated**: bytes of living tensors, `torch.cuda.memory_allocated`. This is what our bill predicts
+# - **reserved**: what torch's allocator has taken from the driver, freed pieces that it keeps for later included
+# - **the card**: what `nvidia-smi` shows, reserved bytes and CUDA's own context, of every process
+# - **the process**: resident memory on the host, where tensors of a CPU live beside Python and its libraries
+#
+# Each contains the one before, but for the last. Our job's peak is 1.4 GiB of tensors. What will `nvidia-smi` show at
+# the least? Guess, then run.
+
+# %%
+bill = course.bill(course.so_far("27_monitoring"))
+at_least = bill.allocated_bytes + CONTEXT
+print(f"allocated {bill.allocated_bytes / MIB:,.0f} MiB, the card shows {at_least / MIB:,.0f} MiB or more")
+
+
+# %% tags=["hide-input"]
+def of_the_numbers(theme: Theme):
+    """Who counts what."""
+    sketch = course.Sketch(theme, 45, 13)
+    for number, (width, name, who) in enumerate(
+        (
+            (24, "tensors", "allocated: torch counts"),
+            (31, "pieces kept for later", "reserved: torch counts"),
+            (36, "context", "the card: the driver counts"),
+        )
+    ):
+        top = 1 + 4 * number
+        sketch.tensor(0.5, top, 24, 2.4, "tensors", color=0)
+        if number > 0:
+            sketch.tensor(24.5, top, 7, 2.4, "kept", color=1)
+        if number > 1:
+            sketch.tensor(31.5, top, 5, 2.4, name, color=2)
+        sketch.text(width + 1, top + 1.2, who, quiet=True, align="left")
+    return sketch.figure
+
+
+course.show(
+    of_the_numbers, "Figure 1. One memory on a card, counted three times: each sees what the one above sees, and more."
+)
+
+# %% [markdown]
+# ## 2. From scratch, in three instruments
+# **A sampler.** A thread that looks every few milliseconds, and writes down what it sees. That is all a monitor is.
+
+
+# %%
+class Sampler(threading.Thread):
+    def __init__(self, seconds):
+        super().__init__(daemon=True)  # it never keeps a process alive
+        self.seconds, self.ended, self.samples = seconds, threading.Event(), []
+
+    def run(self):
+        process = psutil.Process()
+        while not self.ended.wait(self.seconds):
+            self.samples.append((time.perf_counter(), process.memory_info().rss))
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.ended.set()
+        self.join()
+
+
+# %% [markdown]
+# Let it watch 64 MiB: made but empty, then filled, then let go. torch counts 64 in the first two moments and 0 in the
+# third. What does the *process* show in each? Guess.
+
+
+# %%
+def resident(watch):
+    seen = len(watch.samples)
+    while len(watch.samples) < seen + 2:  # two more looks
+        time.sleep(0.01)
+    return watch.samples[-1][1] / MIB
+
+
+with Sampler(0.02) as watch:
+    before = resident(watch)
+    x = torch.empty(64 * MIB, dtype=torch.uint8)
+    made = resident(watch) - before
+    x.fill_(1)
+    filled = resident(watch) - before
+    del x
+    gone = resident(watch) - before
+print(f"made {made:+.0f} MiB, filled {filled:+.0f} MiB, let go {gone:+.0f} MiB")
+assert abs(made) < 16 < 48 < filled < 80 > 16 > abs(gone)
+
+# %% [markdown]
+# Memory that nobody wrote to is not there yet: the system hands out a page at its first touch. So a process can be
+# smaller than its tensors, and fail an hour later, when they are filled.
+#
+# **A trace.** A list of spans, each with a name, a beginning and a duration in microseconds. Written as JSON it is
+# Chrome's format, and Perfetto opens it.
+
+# %%
+events: list[dict] = []
+
+
+@contextlib.contextmanager
+def span(name):
+    begin = time.perf_counter()
+    yield
+    microseconds = {"ts": 1e6 * begin, "dur": 1e6 * (time.perf_counter() - begin)}
+    events.append({"name": name, "ph": "X", "pid": 0, "tid": 0, **microseconds})
+
+
+D, N = 256, 64  # width, rows of a batch
+up, down = torch.nn.Linear(D, 4 * D, bias=False), torch.nn.Linear(4 * D, D, bias=False)
+optimizer = torch.optim.AdamW([*up.parameters(), *down.parameters()])
+
+
+def loss_of(x):
+    hidden = up(x)
+    y = down(F.gelu(hidden))
+    return y.square().mean()
+
+
+def fetch():
+    time.sleep(0.05)  # a network drive
+    return torch.randn(N, D)
+
+
+for number in range(6):
+    with span("fetch"):
+        x = fetch()
+    with span(f"step {number}"):
+        loss_of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+(place / "trace.json").write_text(json.dumps({"traceEvents": events}))
+
+
+def share(events, name):
+    """Of the time from the first span's beginning to the last one's end, what spans of this name take."""
+    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    return sum(e["dur"] for e in events if e["name"].startswith(name)) / (end - begin)
+
+
+print(f"fetching takes {share(events, 'fetch'):.0%} of the time, the steps {share(events, 'step'):.0%}")
+assert share(events, "fetch") > 0.2
+
+
+# %% tags=["hide-input"]
+def of_the_stall(theme: Theme):
+    """The spans, as Perfetto draws them."""
+    drawn, (axes,) = panels(1, 1.6)
+    zero = events[0]["ts"]
+    for event in events:
+        stalls = event["name"] == "fetch"
+        axes.barh(0, event["dur"] / 1000, left=(event["ts"] - zero) / 1000, height=0.6,
+                  color=theme.alarm if stalls else theme.series[0], edgecolor=theme.ink, linewidth=0.4)  # fmt: skip
+    axes.set_yticks([])
+    axes.set(xlabel="milliseconds; a row's way from the drive in red, steps in blue")
+    return drawn
+
+
+course.show(of_the_stall, "Figure 2. The trace of six steps: between each two the processor waits for a row.")
+
+# %% [markdown]
+# The sum of tokens a second would have told that it is slow; only the trace tells *where*. (Cure: tokenise before, or
+# let a `DataLoader` fetch in other processes.)
+#
+# **A snapshot.** For every tensor that is alive: its bytes, and the line that made it. `torch.cuda.memory` writes one
+# with whole stacks; on a CPU a dispatch mode sees every operation's result.
+
+
+# %%
+class Snapshot(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.alive:
+                self.alive[key] = our_line(), tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor.untyped_storage(), self.alive.pop, key, None)
+        return out
+
+    def by_line(self):
+        sizes = collections.Counter()
+        for line, size in self.alive.values():
+            sizes[line] += size
+        return sizes
+
+
+def our_line():
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals is not globals():
+        frame = frame.f_back
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+# %% [markdown]
+# Now an evaluation that keeps one number a batch. It looks as they all do. How many bytes stay for each number?
+
+# %%
+losses = []
+
+
+def evaluate(batches):
+    for _ in range(batches):
+        x = torch.randn(N, D)
+        losses.append(loss_of(x))
+
+
+def growth():
+    """Bytes a batch that stay, by line."""
+    with Snapshot() as snapshot:
+        evaluate(5)
+        five = snapshot.by_line()
+        evaluate(5)
+        return {line: size / 5 for line, size in (snapshot.by_line() - five).most_common()}
+
+
+kept = growth()
+print(*(f"{size:9,.0f} bytes a batch  {line}" for line, size in kept.items()), sep="\n")
+print(f"{sum(kept.values()):,.0f} bytes for each 4")
+assert sum(kept.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D
+
+# %% [markdown]
+# Each loss holds its graph, and that every activation: nobody said `torch.no_grad()`, and no backward pass let them go.
+# The snapshot names the lines. Divide what is free by the growth, and you know at which batch the run will die.
+
+# %%
+losses.clear()
+with torch.no_grad():
+    print("with no_grad", growth())
+    assert sum(growth().values()) == 4
+
+# %% [markdown]
+# ## 3. Prove it
+# That looking changes nothing: a run with the package's three instruments and one with none, dropout and all. And that
+# they say what is so: the trace's spans are the trainer's own seconds.
+
+# %%
+rows = [{"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))} for n in range(10, 22)]
+(place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+settings = ["model=random:tiny", "tricks.peft=lora", "lora.dropout=0.1", "tricks.gradient_accumulation=2"]
+settings += [f"data.train={place / 'rows.jsonl'}", f"data.eval={place / 'rows.jsonl'}", "train.max_steps=6"]
+watched = ["train.monitor_seconds=0.1", "train.profile=true"]
+
+
+def run(name, *more):
+    return train(with_settings(Recipe(), [*settings, *more]), place / name, console=Console(file=io.StringIO()))
+
+
+plain = run("plain", "train.monitor_seconds=0")
+report = run("watched", *watched)
+step_losses = [[entry["loss"] for entry in one["history"] if "loss" in entry] for one in (plain, report)]
+assert step_losses[0] == step_losses[1]
+weights = [(Path(one["adapter"]) / "adapter_model.safetensors").read_bytes() for one in (plain, report)]
+assert weights[0] == weights[1]
+
+with gzip.open(place / "watched" / "profile" / "trace.json.gz") as file:
+    trace = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+for entry in (entry for entry in report["history"] if "loss" in entry and entry["step"] >= 4):
+    [took] = [event["dur"] / 1e6 for event in trace if event["name"] == f"step {entry['step']}"]
+    print(f"step {entry['step']}: {took:.3f} s in the trace, {entry['step_seconds']:.3f} s in the report")
+    assert abs(took - entry["step_seconds"]) < 0.25 * took
+print("the same losses and the same adapter, bit for bit")
+
+# %% [markdown]
+# ## 4. What it costs
+# One sample is a few files under `/proc`, and on a card five questions to the driver. Once a second. Guess the share of
+# a processor.
+
+# %%
+with Monitor(place / "cost.jsonl", 0.05) as monitor:
+    time.sleep(0.2)
+began = time.thread_time()
+for _ in range(200):
+    monitor.sample()
+each = (time.thread_time() - began) / 200
+print(f"{1e6 * each:.0f} microseconds a sample: {each:.4%} of a core at one a second")
+assert each < 0.01
+
+
+# %% tags=["hide-input"]
+def of_the_run(theme: Theme):
+    """What the monitor of section 3 saw."""
+    samples = read(place / "watched" / "monitor.jsonl")
+    drawn, (memory, cores) = panels(2, 2.6)
+    seconds = [sample["time"] - samples[0]["time"] for sample in samples]
+    memory.plot(seconds, [sample["rss_bytes"] / MIB for sample in samples], color=theme.series[0])
+    memory.set(xlabel="seconds", ylabel="process, MiB", ylim=(0, None))
+    cores.plot(seconds, [sample["cpu_cores"] for sample in samples], color=theme.series[1])
+    cores.set(xlabel="seconds", ylabel="cores busy", ylim=(0, None))
+    return drawn
+
+
+course.show(of_the_run, "Figure 3. Section 3's run: loading, steps, and the writing of the trace, sample by sample.")
+
+# %% [markdown]
+# A trace is another matter. While it is taken every operator is written down, and afterwards all of it goes to the
+# disk. So it is three steps and not a run, and the seconds of those three steps are no benchmark.
+#
+# ## 5. The production switch
+# `cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio` (the monitor is on by itself).
+# All of it lies in the run's folder, and nothing is sent. The report has the means and peaks, and the operators that
+# took most:
+
+# %%
+[found] = report["monitor"]
+assert found == summarise(read(place / "watched" / "monitor.jsonl"))
+print(f"process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, of which tensors {report['peak_bytes'] / MIB:,.0f}")
+for row in report["profile"]["operators"][:4]:
+    print(f"{row['share']:6.1%}  {row['calls']:5} calls  {row['name']}")
+assert found["rss_bytes"]["peak"] > report["peak_bytes"]
+
+# %% [markdown]
+# ## 6. Where it breaks
+# **The card is 100 % busy, and the run is slow.** A card is "busy" while any kernel runs, whatever it does; a core
+# while any instruction does. One loop multiplies large matrices, one adds to a single number. How far apart are their
+# rates?
+
+
+# %%
+def rate(work, flops, seconds=0.4):
+    """Work for a while: products and sums a second, and the cores that were busy."""
+    wall, busy, times = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - wall < seconds:
+        work()
+        times += 1
+    took = time.perf_counter() - wall
+    return times * flops / took, (time.process_time() - busy) / took
+
+
+A, one = torch.randn(512, 512), torch.zeros(1)
+rates = {"large products": rate(lambda: A @ A, 2 * 512**3), "one number": rate(lambda: one.add_(1), 1)}
+for name, (flops, cores) in rates.items():
+    print(f"{name:15} {cores:4.0%} busy  {flops:16,.0f} operations a second")
+assert rates["large products"][0] > 1000 * rates["one number"][0]
+
+# %% [markdown]
+# Cure: believe tokens a second, and the power draw: a T4 that waits in a kernel stays far below its 70 W. A clock that
+# falls while the temperature stands still at the top is a card that is too hot.
+#
+# **The monitor shows 2 GiB, and the run dies of 3.** Samples see what is there when they look. A peak of milliseconds
+# lies between two of them. Which number finds it?
+
+# %%
+process, sampled = psutil.Process(), []
+with LiveBytes() as live:
+    sampled.append(process.memory_info().rss)
+    spike = torch.ones(256 * MIB, dtype=torch.uint8)
+    del spike
+    sampled.append(process.memory_info().rss)
+print(f"sampled {(max(sampled) - sampled[0]) / MIB:.0f} MiB more, counted {live.peak / MIB:.0f} MiB")
+assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
+
+# %% [markdown]
+# Cure: the allocator's own peak, `max_memory_allocated`, which the report holds beside the bill. Samples show trends.
+#
+# **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed. Cure:
+# compare *reserved* with *allocated*; when they are far apart, rows of many lengths have cut memory into pieces, and
+# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` mends it. A *leak* is when **allocated** rises from epoch to epoch.
+#
+# **A curve on a server that you never chose.** Libraries that report have defaults: trackio (0.43) asks the hub for
+# your name, and sends to the Space that a variable names. Cure: read what `report_to` switches on; ours writes files.
+#
+# ## 7. Exercises
+# 1. **Predict.** Llama-3.2-1B with LoRA and checkpointing needs 6 products and sums for each of 1.24 billion weights
+#    and each token. A T4 says 100 % and does 250 tokens a second; its fp16 peak is 65e12 a second. What share is that?
+# 2. **Build.** `stalls(events)`: seconds between the end of a span whose name begins with `step` and the beginning of
+#    the next one, summed. Spans of other names do not count, and nobody sorted the list. (`ts`, `dur`: microseconds.)
+# 3. **Reach.** A run's *allocated* rises by 3 MiB a step, from the bill's `allocated_bytes`. At which step does a T4
+#    (`T4.memory_bytes`, of which CUDA's context takes `CONTEXT`) run out? The first step that does not fit.
+
+# %% tags=["exercise"]
+share_of_the_peak = None
+
+
+def stalls(events):
+    """FILL ME IN."""
+
+
+last_step = None
+
+
+# %% tags=["hide-input"]
+def of_stalls(answer):
+    spans = (("step 2", 5, 1), ("fetch", 1, 1), ("step 1", 2, 2), ("step 3", 6.5, 1), ("save", 9, 1))
+    made = [{"name": name, "ts": 1e6 * begin, "dur": 1e6 * took} for name, begin, took in spans]
+    found = answer(made)
+    if found is None:
+        raise NotImplementedError
+    assert abs(found - 1.5) < 1e-6, f"{found} for waits of 1 and 0.5 seconds"
+
+
+free = T4.memory_bytes - CONTEXT - bill.allocated_bytes
+course.check(1, share_of_the_peak, course.about(250 * 6 * 1.24e9 / 65e12, "6 x weights x tokens a second, over 65e12"))
+course.check(2, stalls, of_stalls)
+course.check(3, last_step, course.equal(free // (3 * MIB) + 1, "what is free over 3 MiB, and one more"))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# share_of_the_peak = 250 * 6 * 1.24e9 / 65e12  # 2.9 %, at 100 % utilisation
+#
+#
+# def stalls(events):
+#     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("step"))
+#     return sum(later[0] - earlier[1] for earlier, later in zip(steps, steps[1:])) / 1e6
+#
+#
+# last_step = (T4.memory_bytes - CONTEXT - bill.allocated_bytes) // (3 * MIB) + 1
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** guessing: a sampler tells *that* something grows or idles, a trace *when*, a snapshot *who*.
+# - **Costs** microseconds a second; a trace costs its three steps and their writing.
+# - **As good as** who counts: allocated, reserved, the card and the process are four numbers for one memory.
+# - **When**: samples always; a trace when tokens a second are below the estimate; a snapshot when *allocated* rises.
+# - **When not**: no trace over a whole run, and no conclusion from "100 %".
+#
+# ## Sources
+# - NVML API reference, `nvmlUtilization_t` (busy while a kernel executes) and `nvmlMemory_t` (what a card counts).
+# - Chrome's *Trace Event Format*, section *Complete Events*. torch 2.13, `torch.profiler` and `torch.cuda.memory`.
+# - PyTorch, *Understanding CUDA Memory Usage* (snapshots) and *CUDA semantics*, memory management (reserved, segments).
+# - Korthikanti et al. 2022, arXiv 2205.05198, appendix A (operations a weight and token; recomputing).
+# - Linux, `proc(5)`: resident set size. trackio 0.43, `trackio/__init__.py`, `run.py`.
+# - Ours: `cria_tricks/monitor.py`, `profiling.py`, `tracking.py`; `tests/test_monitor.py`, `test_profiling.py`.
