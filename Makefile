@@ -94,10 +94,10 @@ bench-dry-run: $(READY)
 bench-gpu-error: $(READY)
 	$(VENV)/bin/python -m benchmarks.gpu_error
 
-# What watching a run costs, in pairs of steps: 10 minutes on two cores. On a CUDA card also the monitor's samples beside
+# What watching a run costs, in pairs of steps (MONITOR="--model random:tiny" takes less). On a CUDA card also samples beside
 # nvidia-smi's of the same seconds, and a trace and a snapshot of a few small steps, into benchmarks/results/DEVICE/.
 bench-monitor: $(READY)
-	$(VENV)/bin/python -m benchmarks.monitor
+	$(VENV)/bin/python -m benchmarks.monitor $(MONITOR)
 
 # Held-out loss of each technique that changes the numbers, three seeds, on DATA=FOLDER: hours on two cores. What is
 # in the result file already is not run again.

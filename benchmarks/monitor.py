@@ -1,6 +1,6 @@
 """What watching costs: steps with the monitor beside steps without it, in turn; on a card also what it says.
 
-    python -m benchmarks.monitor                                     # SmolLM2, 2 x 60 pairs: 10 minutes on two cores
+    python -m benchmarks.monitor                                     # SmolLM2, 60 pairs of each rate
     python -m benchmarks.monitor --model random:tiny --pairs 10      # does it run?
 
 One pair is two neighbouring optimizer steps of one run, on rows of one length: one watched, one not, in the order

@@ -1,6 +1,7 @@
 """The benchmarks of the bill hold together, and the table that is committed is this code's."""
 
 import json
+import statistics
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_the_dry_run_was_within_one_per_cent_of_real_steps():
     for case in found["cases"]:
         assert case["error"] == case["dry_run"] / case["real"] - 1
         assert abs(case["error"]) <= 0.01
+
+
+def test_watching_a_run_was_measured_to_take_less_than_one_per_cent():
+    found = json.loads((HERE / "results" / "cpu" / "monitor.json").read_text())
+    for name, times in (("each_second", 1), ("each_hundredth", 100)):
+        over = found[name]["watched_over_unwatched"]["cpu_seconds"]
+        assert over["median"] == statistics.median(over["pairs"])
+        assert (over["median"] - 1) / times < 0.01
 
 
 @pytest.mark.parametrize("words", gpu_error.SETS)
