@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import durable
+from cria_tricks.data import tally
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
@@ -85,6 +86,7 @@ def summarise(
             "train_trained_tokens": rows["train"].trained_tokens,
             "train_rows_cut": rows["train"].cut,
             "train_rows_dropped": rows["train"].dropped,
+            "train_steps": rows["train"].tally.to_dict(),
             "eval_rows": len(rows["eval"].rows),
             "eval_tokens": rows["eval"].tokens,
             "eval_trained_tokens": rows["eval"].trained_tokens,
@@ -136,9 +138,10 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
-    """Say how many rows were cut or dropped."""
+    """Say how many rows were cut or dropped, and what the filters found that should not be there."""
     longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
-    return [
+    said = tally.warnings(rows["train"].tally, recipe.data)
+    return said + [
         f"{number} of {len(part.rows) + part.dropped} {name} {longer} {fate}"
         for name, part in rows.items()
         for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
@@ -213,6 +216,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
             f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} trained, "
             f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped",
             "",
+            *_steps(data["train_steps"]),
             "## Toggles",
             "",
             ", ".join(switched),
@@ -227,6 +231,12 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _steps(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What each step of the data read, took away and added."""
+    rows = [f"| {step} | {entry['rows']:,} | {entry['words']:,} |" for step, entry in counts.items()]
+    return ["| training rows | rows | words |", "|---|---|---|", *rows, ""] if rows else []
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:

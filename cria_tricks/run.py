@@ -74,7 +74,7 @@ def _train(
     from transformers import set_seed
 
     from cria_tricks import artifact, card, models, provenance, report
-    from cria_tricks.data.tokens import tokenize
+    from cria_tricks.data.prepare import token_rows
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.parallel import sharded
@@ -84,10 +84,7 @@ def _train(
     quiet_libraries()
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
-    rows = {
-        part: tokenize(source.rows, tokenizer, recipe.data.max_length, recipe.data.overflow)
-        for part, source in found.items()
-    }
+    rows = token_rows(recipe, found, tokenizer, console.print)
     for sentence in report.data_warnings(rows, recipe):
         console.print(f"warning: {sentence}")
     highest_id = max(part.highest_id for part in rows.values())
@@ -96,7 +93,7 @@ def _train(
         set_seed(recipe.train.seed)
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         shape = _shape(weights.path)
-        longest = _as_long_as(rows["train"].rows, recipe)
+        longest = _as_long_as(rows["train"].longest, recipe)
         with _memory_in_one_line(longest, plan, shape, world.size):
             with meter.phase("load"):
                 loaded = load(plan, weights)
@@ -122,7 +119,8 @@ def _train(
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, count_parameters(loaded.model))
-        summary |= report.compare(_estimate(longest, shape, plan, rows["train"].rows, world.size), run)
+        most_trained = rows["train"].most_trained(recipe.train.batch_size)
+        summary |= report.compare(_estimate(longest, shape, plan, most_trained, world.size), run)
         summary |= {"adapter": str(trained), "model": weights.name}
         made = provenance.describe(summary, weights, found)
         text = card.model_card(summary, made, weights.name, weights.note, recipe)
@@ -161,24 +159,20 @@ def _shape(model: str) -> Shape | None:
         return None
 
 
-def _as_long_as(rows: list[dict[str, list[int]]], recipe: Recipe) -> Recipe:
+def _as_long_as(length: int, recipe: Recipe) -> Recipe:
     """The recipe for rows of the length that the longest really has; packed ones are full."""
     if recipe.tricks.packing:
         return recipe
-    length = max(len(row["input_ids"]) for row in rows)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
 
 
 def _estimate(
-    recipe: Recipe, shape: Shape | None, plan: Plan, rows: list[dict[str, list[int]]], processes: int
+    recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int
 ) -> MemoryEstimate | PerProcess | None:
     """The bill of the largest micro-batch that may come, in the process that needs most."""
     if shape is None:
         return None
-    from cria_tricks.data.tokens import trained
-
-    most = sum(sorted(map(trained, rows))[-recipe.train.batch_size :])
-    trained_tokens = None if recipe.tricks.packing else most
+    trained_tokens = None if recipe.tricks.packing else most_trained
     if processes == 1:
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
     strategy = recipe.parallel.strategy

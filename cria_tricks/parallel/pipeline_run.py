@@ -66,6 +66,8 @@ def refuse(recipe: Recipe, size: int, data: int) -> None:
             f"micro-batches as it has stages ({stages}), and no more than another one; set "
             f"tricks.gradient_accumulation={-(-max(k, size) // data) * data}"
         )
+    if recipe.data.stream:
+        raise BadInput("data.stream=true in a pipeline: its rows are dealt out beforehand; set data.stream=false")
     if recipe.train.time_budget:
         raise BadInput("train.time_budget in a pipeline: there are no checkpoints to stop at; leave it out")
 
@@ -145,7 +147,7 @@ def _train(
     from transformers import AutoConfig, set_seed
 
     from cria_tricks import models, report
-    from cria_tricks.data.tokens import tokenize
+    from cria_tricks.data.prepare import token_rows
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.parallel.pipeline_fit import fit
@@ -154,10 +156,7 @@ def _train(
     quiet_libraries()
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
-    rows = {
-        part: tokenize(source.rows, tokenizer, recipe.data.max_length, recipe.data.overflow)
-        for part, source in found.items()
-    }
+    rows = token_rows(recipe, found, tokenizer, aside.print)
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
     config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)
     parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
