@@ -1,6 +1,8 @@
 """Progress in the terminal: one bar where there is one, plain lines where there is none."""
 
-from typing import Any
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -12,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from transformers import TrainerCallback
+
+T = TypeVar("T")
 
 
 def new_bar(console: Console) -> Progress:
@@ -26,6 +30,32 @@ def new_bar(console: Console) -> Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def counted(rows: Iterable[T], what: str, console: Console) -> Iterator[Iterator[T]]:
+    """Show how many rows were read, while they are: a bar without an end, and a plain line before and after.
+
+    Args:
+        rows: to be read.
+        what: it is for.
+        console: where it is shown.
+    """
+    number = 0
+    bar = new_bar(console)
+
+    def each() -> Iterator[T]:
+        nonlocal number
+        for number, row in enumerate(rows, 1):
+            yield row
+            if number % 1000 == 0:
+                bar.update(task, completed=number, note=f"{number:,} rows")
+
+    console.print(f"{what}: all rows are read once")
+    with bar:
+        task = bar.add_task("reading", total=None, note="")
+        yield each()
+    console.print(f"{what}: {number:,} rows read")
 
 
 class ShowProgress(TrainerCallback):

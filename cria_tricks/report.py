@@ -12,6 +12,7 @@ from typing import Any
 
 from cria_tricks import durable
 from cria_tricks.data import tally
+from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
@@ -37,7 +38,7 @@ def summarise(
     plan: Plan,
     run: Run,
     meter: Meter,
-    rows: Mapping[str, TokenRows],
+    rows: Mapping[str, TokenRows | Stream],
     descriptions: Mapping[str, str],
     parameters: Mapping[str, int],
 ) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def summarise(
         plan: what it was resolved to.
         run: what happened.
         meter: seconds, and peak bytes by phase.
-        rows: the ``train`` and ``eval`` token rows.
+        rows: the ``train`` and ``eval`` token rows; of a stream those count that were given.
         descriptions: where the two came from.
         parameters: ``trainable`` and ``total``.
 
@@ -80,14 +81,14 @@ def summarise(
         "parameters": dict(parameters),
         "data": {
             **descriptions,
-            "train_rows": len(rows["train"].rows),
+            "train_rows": rows["train"].count,
             "train_rows_packed_into": run.train_rows if plan.collator else None,
             "train_tokens": rows["train"].tokens,
             "train_trained_tokens": rows["train"].trained_tokens,
             "train_rows_cut": rows["train"].cut,
             "train_rows_dropped": rows["train"].dropped,
             "train_steps": rows["train"].tally.to_dict(),
-            "eval_rows": len(rows["eval"].rows),
+            "eval_rows": rows["eval"].count,
             "eval_tokens": rows["eval"].tokens,
             "eval_trained_tokens": rows["eval"].trained_tokens,
             "eval_rows_cut": rows["eval"].cut,
@@ -137,12 +138,12 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
     durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
-def data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
+def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe) -> list[str]:
     """Say how many rows were cut or dropped, and what the filters found that should not be there."""
     longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
     said = tally.warnings(rows["train"].tally, recipe.data)
     return said + [
-        f"{number} of {len(part.rows) + part.dropped} {name} {longer} {fate}"
+        f"{number} of {part.count + part.dropped} {name} {longer} {fate}"
         for name, part in rows.items()
         for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
         if number

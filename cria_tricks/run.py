@@ -12,6 +12,7 @@ from rich.console import Console
 from cria_tricks.checkpoints import describe
 from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
+from cria_tricks.data.shards import open_stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.folders import Folders
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
@@ -61,8 +62,10 @@ def _train(
     recipe: Recipe, plan: Plan, out: str | Path | None, resume: bool, console: Console, world: World, began: float
 ) -> dict[str, Any]:
     console.quiet = console.quiet or not world.is_first
-    found = {
-        "train": sources.find(recipe.data.train, "train"),
+    found: dict[str, Any] = {
+        "train": open_stream(recipe.data.train, recipe.tricks.gradient_accumulation)
+        if recipe.data.stream
+        else sources.find(recipe.data.train, "train"),
         "eval": sources.find(recipe.data.eval, "eval"),
     }
     about = describe(recipe, found, plan.device.name, world.size)
@@ -74,7 +77,8 @@ def _train(
     from transformers import set_seed
 
     from cria_tricks import artifact, card, models, provenance, report
-    from cria_tricks.data.prepare import token_rows
+    from cria_tricks.data.prepare import eval_rows, train_rows
+    from cria_tricks.data.stream import Stream
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.parallel import sharded
@@ -84,12 +88,20 @@ def _train(
     quiet_libraries()
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
-    rows = token_rows(recipe, found, tokenizer, console.print)
+    stream = None
+    if recipe.data.stream:
+        stream = Stream(recipe, found["train"], found["eval"], tokenizer, world, console.print)
+    rows: dict[str, Any] = {
+        "train": stream or train_rows(recipe, found["train"], found["eval"], tokenizer, console.print),
+        "eval": eval_rows(recipe, found["eval"], tokenizer),
+    }
     for sentence in report.data_warnings(rows, recipe):
         console.print(f"warning: {sentence}")
     highest_id = max(part.highest_id for part in rows.values())
     with world.within(folders.claimed(count_trainable(plan, weights, highest_id), plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {folders.folder}")
+        if stream:
+            stream.look_for_duplicates(folders.folder, world, console)
         set_seed(recipe.train.seed)
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         shape = _shape(weights.path)
@@ -114,6 +126,12 @@ def _train(
                     callbacks=[progress],
                     world=world,
                 )
+        if stream:
+            stream.add_up(world)
+            if stream.tally.in_words():
+                console.print(f"data.train: {stream.tally.in_words()}")
+            for sentence in report.data_warnings(rows, recipe):
+                console.print(f"warning: {sentence}")
         for sentence in report.step_warnings(run):
             console.print(f"warning: {sentence}")
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")

@@ -1,6 +1,6 @@
 """Rows as they were read -> rows to train on: sieve, duplicates, augmentation, tokens; for lists and streams."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from cria_tricks.data.chat import Chat
@@ -10,7 +10,7 @@ from cria_tricks.data.sources import Source
 from cria_tricks.data.tally import ADDED, KEPT, Tally
 from cria_tricks.data.tokens import TokenRows, tokenize
 from cria_tricks.errors import BadInput
-from cria_tricks.recipe import Data, Recipe
+from cria_tricks.recipe import Recipe
 
 
 class Prepare:
@@ -58,32 +58,36 @@ class Prepare:
                     yield copy
 
 
-def token_rows(
-    recipe: Recipe, found: Mapping[str, Source], tokenizer: Any, say: Callable[[str], None]
-) -> dict[str, TokenRows]:
-    """Prepare both sets and tokenise them.
+def train_rows(
+    recipe: Recipe, train: Source, held_out: Source, tokenizer: Any, say: Callable[[str], None]
+) -> TokenRows:
+    """Prepare the training rows and tokenise them.
 
     Args:
         recipe: what is to be trained.
-        found: ``train`` and ``eval``, as they were read.
+        train: the rows as they were read.
+        held_out: the evaluation's.
         tokenizer: the model's.
         say: takes a sentence on what was left out and added.
 
     Raises:
         BadInput: if no row is left, or one cannot be trained on.
     """
-    tally = Tally()
-    repeats = Repeats(recipe.data.duplicates == "near").reason if recipe.data.duplicates != "keep" else None
-    train = list(Prepare(recipe, found["eval"].rows)(found["train"].rows, tally, repeats))
+    data, tally = recipe.data, Tally()
+    repeats = None if data.duplicates == "keep" else Repeats(near=data.duplicates == "near").reason
+    rows = list(Prepare(recipe, held_out.rows)(train.rows, tally, repeats))
     if tally.in_words():
         say(f"data.train: {tally.in_words()}")
-    if not train:
-        raise nothing_left(recipe.data, tally)
-    sets = {"train": (train, tally), "eval": (found["eval"].rows, Tally())}
-    settings = recipe.data.max_length, recipe.data.overflow, recipe.data.overlap
-    return {part: tokenize(rows, tokenizer, *settings, counts) for part, (rows, counts) in sets.items()}
+    if not rows:
+        raise BadInput(f"data.train={data.train}: {tally.in_words()}, so there is nothing to train on")
+    return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally)
 
 
-def nothing_left(settings: Data, tally: Tally) -> BadInput:
-    """What to say when every row was left out."""
-    return BadInput(f"data.train={settings.train}: {tally.in_words()}, so there is nothing to train on")
+def eval_rows(recipe: Recipe, held_out: Source, tokenizer: Any) -> TokenRows:
+    """Tokenise the evaluation's rows, all of them as they are.
+
+    Raises:
+        BadInput: if one cannot be evaluated.
+    """
+    data = recipe.data
+    return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap)

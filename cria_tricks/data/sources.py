@@ -57,20 +57,34 @@ def find(name: str, part: Part) -> Source:
     Raises:
         BadInput: if there is no such set, it cannot be had, or a row in it is wrong.
     """
+    found = place(name, part)
+    if isinstance(found, str):
+        return _from_hub(found, part)
+    if found.is_dir() or found.suffix == ".txt":
+        return _from_texts(found, part)
+    rows = read_jsonl(found)
     if name == "nguzo_saba":
-        rows = read_jsonl(Path(__file__).parent / f"nguzo_saba_{part}.jsonl")
         return Source(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
     if name == "kwanzaa":
-        path = _download_kwanzaa(part)
-        return Source(read_jsonl(path), f"AINative-Studio/kwanzaa {path.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+        return Source(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+    return Source(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
+
+
+def place(name: str, part: Part) -> Path | str:
+    """Where one part of a data set lies: a file or a folder here, or the name of a hub data set.
+
+    Raises:
+        BadInput: if there is no such set, or it cannot be had.
+    """
+    if name == "nguzo_saba":
+        return Path(__file__).parent / f"nguzo_saba_{part}.jsonl"
+    if name == "kwanzaa":
+        return _download_kwanzaa(part)
     path = usable_path(f"data.{part}", name)
-    if path.is_dir() or (path.suffix == ".txt" and path.exists()):
-        return _from_texts(path, part)
     if path.exists():
-        rows = read_jsonl(path)
-        return Source(rows, f"{path.name}, {len(rows)} rows, sha256 {_sha256(path.read_bytes())}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json"):
-        return _from_hub(name, part)
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json", ".txt"):
+        return name
     raise BadInput(
         f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
         "them, or a hub data set owner/name"

@@ -7,7 +7,10 @@ from cria_tricks.data.chat import Chat
 from cria_tricks.recipe import Data
 
 READ, KEPT = "read", "kept"
+CUT, DROPPED = "cut at data.max_length", "longer than data.max_length"
 LEAK, LEAK_KEPT = "in the evaluation set", "in the evaluation set, and kept"
+QUIET = (READ, KEPT, CUT, LEAK_KEPT)
+"""What is counted and takes nothing away; a warning speaks of the last two."""
 ADDED = {
     "shuffle_documents": "added with its documents shuffled",
     "drop_uncited": "added without the documents that are not cited",
@@ -43,7 +46,7 @@ class Tally:
 
     def in_words(self) -> str:
         """One line of what was taken away or added; empty where nothing was."""
-        steps = [f"{number:,} {step}" for step, number in self.rows.items() if step not in (READ, KEPT, LEAK_KEPT)]
+        steps = [f"{number:,} {step}" for step, number in self.rows.items() if step not in QUIET]
         return f"{self.rows[READ]:,} rows read: {', '.join(steps)}; {self.rows[KEPT]:,} kept" if steps else ""
 
 

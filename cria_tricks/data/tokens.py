@@ -32,6 +32,11 @@ class TokenRows:
     tally: Tally = field(default_factory=Tally)
 
     @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.rows)
+
+    @property
     def tokens(self) -> int:
         """All tokens."""
         return sum(len(row["input_ids"]) for row in self.rows)

@@ -147,7 +147,7 @@ def _train(
     from transformers import AutoConfig, set_seed
 
     from cria_tricks import models, report
-    from cria_tricks.data.prepare import token_rows
+    from cria_tricks.data.prepare import eval_rows, train_rows
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.parallel.pipeline_fit import fit
@@ -156,7 +156,10 @@ def _train(
     quiet_libraries()
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
-    rows = token_rows(recipe, found, tokenizer, aside.print)
+    rows = {
+        "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print),
+        "eval": eval_rows(recipe, found["eval"], tokenizer),
+    }
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
     config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)
     parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
