@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
+.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-quality results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -84,6 +84,10 @@ bench-overhead: $(READY)
 # Packed rows beside padded batches of 4, the same documents of the real lengths.
 bench-packing: $(READY)
 	$(VENV)/bin/python -m benchmarks.packing
+
+# A gigabyte of rows, streamed: seconds to the first batch, and memory over that of the idle process.
+bench-streaming: $(READY)
+	$(VENV)/bin/python -m benchmarks.streaming --gigabytes 1
 
 # The estimate by hand against the dry run, 204 cases: 40 minutes on one core. What is in the result file already
 # is not counted again.
