@@ -26,6 +26,7 @@ import tracemalloc
 import warnings
 from itertools import islice
 from pathlib import Path
+from zlib import crc32
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
@@ -67,8 +68,9 @@ folder = Path(place.name)
 
 # %% [markdown]
 # ## 1. The bill
-# 200 MB of English are about 45 million tokens. A training script turns them into lists of whole numbers, the ids, and
-# a second list, the labels. How much memory is that? Write your guess down: less than the text, as much, twice, more?
+# 200 MB of English like ours, below, are some 60 million tokens. A training script turns them into lists of whole
+# numbers, the ids, and a second list, the labels. How much memory is that? Write your guess down: less than the text,
+# as much, twice, more?
 
 # %%
 text = book(3000)
@@ -143,13 +145,13 @@ course.show(
 # %%
 def shingles(text, n=5):
     words = text.lower().split()
-    return {hash(tuple(words[i : i + n])) for i in range(len(words) - n + 1)}
+    return {crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)}
 
 
 def signature(found):
-    hashed = np.array(list(found), np.int64).astype(np.uint64)
-    odd = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64) * 2 + 1
-    return ((hashed[:, None] * odd) >> np.uint64(16)).min(0)
+    salts = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64)  # each makes another hash function
+    mixed = (np.array(list(found), np.uint64)[:, None] ^ salts) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)).min(0)
 
 
 def spoilt(words, share):
@@ -224,15 +226,15 @@ assert sorted(before + list(second)) == list(range(100))
 
 # %% [markdown]
 # ## 3. Prove it
-# Five books in a folder: one twice, one with other words here and there, one in French. The package reads them as a
-# stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two processes
-# take two lanes each. Then a step has the same rows for one process, two or four. And a run that stops after any step
-# goes on from the lanes' places.
+# Twelve books in a folder: one twice, and once more with other words here and there; one in French. The package reads
+# them as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
+# processes take two lanes each. Then a step has the same rows for one process, two or four. And a run that stops after
+# any step goes on from the lanes' places.
 
 # %%
-original = book(1200)
+original = book(900)
 french = "Le soir, tout le monde est venu à la salle avec une bougie, et personne ne savait pourquoi. " * 300
-library = {"a": book(1500), "b": original, "c": original, "d": spoilt(original, 0.005), "e": french}
+library = {"a": original, "b": original, "c": spoilt(original, 0.005), "d": french} | {n: book(900) for n in "efghijkl"}
 (folder / "books").mkdir()
 for name, content in library.items():
     (folder / "books" / f"{name}.txt").write_text(content)
@@ -240,7 +242,7 @@ for name, content in library.items():
 recipe = with_settings(
     Recipe(name="books", model="random:tiny"),
     [f"data.train={folder / 'books'}", f"data.eval={folder / 'eval.txt'}", "data.stream=true", "data.max_length=96",
-     "data.overlap=16", "train.max_steps=4", "tricks.gradient_accumulation=4", "tricks.peft=lora"],
+     "data.overlap=16", "train.max_steps=2", "tricks.gradient_accumulation=4", "tricks.peft=lora"],
 )  # fmt: skip
 held_out = sources.find(recipe.data.eval, "eval")
 
@@ -252,17 +254,17 @@ def stream(rank=0, processes=1, settings=()):
 
 
 one = stream()
-every = [row["input_ids"] for row in islice(one, 400)]
+every = [row["input_ids"] for row in islice(one, 4000)]
 two = [iter(stream(rank, 2)) for rank in (0, 1)]
 assert [next(two[n % 2])["input_ids"] for n in range(40)] == every[:40]
 
 stopped = stream()
-list(islice(stopped, 4 * 23))
+list(islice(stopped, 4 * 900))
 state = json.loads(json.dumps(stopped.state()))
 resumed = stream()
 resumed.go_on(state)
-assert [row["input_ids"] for row in islice(resumed, 100)] == every[92:192]
-print("lane 0 after 23 steps:", {name: state["0"][name] for name in ("before", "given")})
+assert [row["input_ids"] for row in islice(resumed, 100)] == every[3600:3700]
+print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("epoch", "before", "given")})
 
 # %% [markdown]
 # The position is the one that `datasets` keeps for its streamed sets. *given* says how many rows of the last item went
@@ -275,15 +277,15 @@ print("lane 0 after 23 steps:", {name: state["0"][name] for name in ("before", "
 # Predict: how many bytes?
 
 # %%
-repeats = Repeats(near=True)
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
-list(map(repeats.reason, several[:100]))  # tables, once
-tracemalloc.start()
-list(map(repeats.reason, several[100:]))
-each = tracemalloc.get_traced_memory()[0] / 500
-tracemalloc.stop()
-print(f"{each:,.0f} bytes a row: {each * 1e6 / 1e9:.1f} GB for a million; a row that is only hashed takes about 60")
-assert 2_000 < each < 20_000
+for kind, near in (("exact", False), ("near", True)):
+    repeats = Repeats(near)
+    list(map(repeats.reason, several[:100]))  # the empty tables, once
+    tracemalloc.start()
+    list(map(repeats.reason, several[100:]))
+    each = tracemalloc.get_traced_memory()[0] / 500
+    tracemalloc.stop()
+    print(f"{kind:5} {each:6,.0f} bytes a row, {each / 1000:.2f} GB for a million rows")
 
 # %% [markdown]
 # For millions of rows use `exact`, or near duplicates shard by shard, on a machine of its own.
@@ -292,15 +294,17 @@ assert 2_000 < each < 20_000
 # Each step is a field of the recipe, all are off, and each says in the report what it took away.
 
 # %%
-cleaned = ["data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
+cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
 report = run.train(with_settings(recipe, cleaned), folder / "run", console=Console(quiet=True))
-for step, found in report["data"]["train_steps"].items():
-    print(f"{step:30}{found['rows']:4} pieces {found['words']:8,} words")
-assert {"in another language"} <= report["data"]["train_steps"].keys()
+counts = report["data"]["train_steps"]
+for step, found in counts.items():
+    print(f"{step:30}{found['rows']:4} books {found['words']:8,} words")
+left_out = ("in another language", "duplicate", "near duplicate")
+assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 
 # %% [markdown]
-# Books are counted in *pieces*: what is long is read in parts that end at a blank line. The counts are of what was read
-# in four steps, not of the folder: a stream never says how much there is.
+# The same fields clean a stream; then the counts are of what was read by the last step, for a stream never says how
+# much there is. And what is longer than 1 MiB is read, and counted, in pieces that end at a blank line.
 #
 # **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
 # always right. So `data.shuffle_documents=0.5` adds copies with the documents in another order, and the labels follow.

@@ -246,8 +246,8 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
 def too_few(lanes: int) -> BadInput:
     """What to say when a lane would stay empty."""
     return BadInput(
-        f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own; "
-        "set data.stream=false, or a smaller tricks.gradient_accumulation"
+        f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
+        "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"
     )
 
 

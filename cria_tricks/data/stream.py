@@ -106,7 +106,7 @@ class Stream(torch.utils.data.IterableDataset):
     ):
         self.recipe, self.source, self.tokenizer, self.say = recipe, source, tokenizer, say
         self.held_out = held_out.sha256
-        self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: {found}"))
+        self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"))
         mine = range(world.data_rank, source.lanes, world.data)
         found = datasets_of(source, recipe.train.seed, mine)
         self.lanes = {
