@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu site serve check lint types drill fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality results notebooks clean
+.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -42,6 +42,11 @@ types: $(READY)
 # Kill the smoke recipe 50 times at random moments, resume it each time. Takes long; nothing else should run beside it.
 drill: $(READY)
 	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
+
+# 200 MB of made texts, filtered, deduplicated and streamed; killed and resumed, every row accounted for.
+drill-dump: $(READY)
+	rm -rf build/dump
+	$(VENV)/bin/python -m tests.drills.dump --megabytes 200 --out build/dump
 
 # 520 spoilt rows, recipes, settings, paths, adapters and checkpoints: 5 minutes on two Xeon cores at 2.5 GHz.
 fuzz: $(READY)
@@ -79,6 +84,10 @@ bench-overhead: $(READY)
 # Packed rows beside padded batches of 4, the same documents of the real lengths.
 bench-packing: $(READY)
 	$(VENV)/bin/python -m benchmarks.packing
+
+# A gigabyte of rows, streamed: seconds to the first batch, and memory over that of the idle process.
+bench-streaming: $(READY)
+	$(VENV)/bin/python -m benchmarks.streaming --gigabytes 1
 
 # The estimate by hand against the dry run, 204 cases: 40 minutes on one core. What is in the result file already
 # is not counted again.

@@ -31,14 +31,14 @@ def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
 
 
 def training_arguments(
-    plan: Plan, settings: Train, rows: int, evaluates: bool, checkpoints: Path, start: Checkpoint | None
+    plan: Plan, settings: Train, rows: int | None, evaluates: bool, checkpoints: Path, start: Checkpoint | None
 ) -> TrainingArguments:
     """Say in transformers' words what a run is.
 
     Args:
         plan: what will run.
         settings: the recipe's ``train`` fields.
-        rows: training rows of an epoch, packed ones when they are packed.
+        rows: training rows of an epoch, packed ones when they are packed; ``None`` for a stream, which has none.
         evaluates: whether there are rows to evaluate.
         checkpoints: the folder they are written to.
         start: the checkpoint to go on from; from the beginning when left out.
@@ -51,7 +51,7 @@ def training_arguments(
     if "activation_checkpointing" in known:  # its name since transformers 5.2x, the only one in 6
         training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
     window = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]  # of all processes together
-    epoch = steps_per_epoch(settings, window, rows)
+    epoch = settings.max_steps if rows is None else steps_per_epoch(settings, window, rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
     eval_steps = settings.eval_steps or epoch
     state = TrainerState()
@@ -82,6 +82,7 @@ def training_arguments(
         seed=settings.seed,
         data_seed=settings.seed,  # the order of the rows is the same in all processes, dropout's draws are not
         dataloader_pin_memory=plan.device.kind == "cuda",
+        ignore_data_skip=rows is None,  # a stream knows where it was
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to="none",

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cria_tricks import dangers, durable
+from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe
@@ -153,7 +154,7 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
 
-def describe(recipe: Recipe, found: Mapping[str, Source], device: str, processes: int = 1) -> dict[str, Any]:
+def describe(recipe: Recipe, found: Mapping[str, Source | Streamed], device: str, processes: int = 1) -> dict[str, Any]:
     """What makes two runs the same: recipe, rows, and what decides the last bit: versions, device, processes."""
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {

@@ -7,6 +7,7 @@ from typing import Any
 
 import cria_tricks
 from cria_tricks import durable
+from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.models import Weights
 
@@ -24,7 +25,7 @@ METRICS = (
 )
 
 
-def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, Source]) -> dict[str, Any]:
+def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, Source | Streamed]) -> dict[str, Any]:
     """Put together what made an adapter.
 
     Args:
@@ -33,14 +34,19 @@ def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, So
         found: the ``train`` and ``eval`` rows.
 
     Returns:
-        Plain JSON data. ``data.*.sha256`` is of the rows as they were read, before any was cut or dropped.
+        Plain JSON data. ``data.*.sha256`` is of the rows as they were read, before any was cut or dropped; of
+        a stream it is the fingerprint of its files, and ``rows`` is ``None``: nobody has counted them.
     """
     versions = dict(report["versions"])
     return {
         "package": {"name": "cria_tricks", "version": versions.pop("cria_tricks"), **commit()},
         "base": base(weights),
         "data": {
-            part: {"description": source.description, "rows": len(source.rows), "sha256": source.sha256}
+            part: {
+                "description": source.description,
+                "rows": len(source.rows) if isinstance(source, Source) else None,
+                "sha256": source.sha256,
+            }
             for part, source in found.items()
         },
         "seed": report["recipe"]["train"]["seed"],

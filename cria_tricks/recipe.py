@@ -51,12 +51,28 @@ class _Frozen(BaseModel):
 
 
 class Data(_Frozen):
-    """Where the chat rows come from: ``nguzo_saba``, ``kwanzaa``, a .jsonl file, or a hub data set."""
+    """Where the rows come from: ``nguzo_saba``, ``kwanzaa``, a .jsonl or .txt file, a folder of texts, a hub data set.
+
+    And what happens to the training rows before they are tokens, in this order: filters, the guard of the evaluation
+    rows, the search for duplicates, augmentation.
+    """
 
     train: str = Field("nguzo_saba", min_length=1)
     eval: str = Field("nguzo_saba", min_length=1)
     max_length: int = Field(2048, ge=8, le=10_000_000, description="tokens per row")
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
+    overlap: int = Field(1, ge=1, description="tokens that a row of a text repeats from the one before, untrained")
+    stream: bool = Field(False, description="read training rows as they are needed, never all of them")
+    min_words: int = Field(0, ge=0, description="leave shorter rows out")
+    max_words: int = Field(0, ge=0, description="leave longer rows out; 0: no limit")
+    language: str = Field("", pattern=r"^([a-z]{2,3})?$", description="leave others out, e.g. en; empty: any")
+    duplicates: Literal["keep", "exact", "near"] = Field("keep", description="which repeated rows are left out")
+    leakage: Literal["ignore", "warn", "drop", "error"] = Field(
+        "warn", description="what happens to a training row that is an evaluation row, or nearly"
+    )
+    shuffle_documents: float = Field(0, ge=0, le=1, description="share of rows that get a copy in another order")
+    drop_uncited: float = Field(0, ge=0, le=1, description="share that get a copy without the documents not cited")
+    drop_cited: float = Field(0, ge=0, le=1, description="share that get a copy without those cited, which refuses")
 
 
 class Tricks(_Frozen):

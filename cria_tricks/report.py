@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import durable, monitor
+from cria_tricks.data import tally
+from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
@@ -36,7 +38,7 @@ def summarise(
     plan: Plan,
     run: Run,
     meter: Meter,
-    rows: Mapping[str, TokenRows],
+    rows: Mapping[str, TokenRows | Stream],
     descriptions: Mapping[str, str],
     parameters: Mapping[str, int],
 ) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def summarise(
         plan: what it was resolved to.
         run: what happened.
         meter: seconds, and peak bytes by phase.
-        rows: the ``train`` and ``eval`` token rows.
+        rows: the ``train`` and ``eval`` token rows; of a stream those count that were given.
         descriptions: where the two came from.
         parameters: ``trainable`` and ``total``.
 
@@ -79,13 +81,14 @@ def summarise(
         "parameters": dict(parameters),
         "data": {
             **descriptions,
-            "train_rows": len(rows["train"].rows),
+            "train_rows": rows["train"].count,
             "train_rows_packed_into": run.train_rows if plan.collator else None,
             "train_tokens": rows["train"].tokens,
             "train_trained_tokens": rows["train"].trained_tokens,
             "train_rows_cut": rows["train"].cut,
             "train_rows_dropped": rows["train"].dropped,
-            "eval_rows": len(rows["eval"].rows),
+            "train_steps": rows["train"].tally.to_dict(),
+            "eval_rows": rows["eval"].count,
             "eval_tokens": rows["eval"].tokens,
             "eval_trained_tokens": rows["eval"].trained_tokens,
             "eval_rows_cut": rows["eval"].cut,
@@ -135,11 +138,12 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
     durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
-def data_warnings(rows: Mapping[str, TokenRows], recipe: Recipe) -> list[str]:
-    """Say how many rows were cut or dropped."""
+def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe) -> list[str]:
+    """Say how many rows were cut or dropped, and what the filters found that should not be there."""
     longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
-    return [
-        f"{number} of {len(part.rows) + part.dropped} {name} {longer} {fate}"
+    said = tally.warnings(rows["train"].tally, recipe.data)
+    return said + [
+        f"{number} of {part.count + part.dropped} {name} {longer} {fate}"
         for name, part in rows.items()
         for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
         if number
@@ -214,6 +218,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
             f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} trained, "
             f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped",
             "",
+            *_steps(data["train_steps"]),
             "## Toggles",
             "",
             ", ".join(switched),
@@ -228,6 +233,12 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "",
         ]
     )
+
+
+def _steps(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What each step of the data read, took away and added."""
+    rows = [f"| {step} | {entry['rows']:,} | {entry['words']:,} |" for step, entry in counts.items()]
+    return ["| training rows | rows | words |", "|---|---|---|", *rows, ""] if rows else []
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:

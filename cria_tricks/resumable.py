@@ -5,6 +5,7 @@ those that are missing, and takes one more step in a run that was finished.
 """
 
 import contextlib
+import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,11 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from cria_tricks.artifact import SIDE_NETWORK, load_side_network, save_weights
-from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory
 from cria_tricks.parallel import sharded
 from cria_tricks.parallel.world import World
 
+POSITION = "stream.json"
+"""Where each lane of a stream is, where training rows are streamed."""
 RANDOM = "random.safetensors"
 """The states of torch's generators of all processes but the first, where there are several."""
 
@@ -30,6 +34,7 @@ class ResumableTrainer(Trainer):
     Args:
         checkpoints: where they are written.
         spent: what the run took so far, for the next checkpoint.
+        stream: where training rows come from, if they are streamed; its position goes into each checkpoint.
         world: the processes of the run. A checkpoint holds no trace of their number but their random states: what they
             have in pieces is put together in it, so that any other number can go on from it.
 
@@ -38,9 +43,16 @@ class ResumableTrainer(Trainer):
     """
 
     def __init__(
-        self, *, checkpoints: Checkpoints, spent: Callable[[], Mapping[str, Any]], world: World, **arguments: Any
+        self,
+        *,
+        checkpoints: Checkpoints,
+        spent: Callable[[], Mapping[str, Any]],
+        world: World,
+        stream: Stream | None = None,
+        **arguments: Any,
     ):
-        self.checkpoints, self.spent, self.world = checkpoints, spent, world
+        self.checkpoints, self.spent, self.world, self.stream = checkpoints, spent, world, stream
+        self.position: dict[str, Any] = {}
         self.moment = "forward pass"
         self.random_state: dict[str, torch.Tensor] = {}
         super().__init__(**arguments)
@@ -75,6 +87,7 @@ class ResumableTrainer(Trainer):
         weights = sharded.weights(self.model, keep=self.world.is_first)
         optimizer = sharded.whole(sharded.states(self.optimizer, self.model), keep=self.world.is_first)
         states = self.world.gather(_random_states())
+        lanes = {lane: state for part in self.world.gather(self.position) for lane, state in part.items()}
 
         def write() -> None:
             # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
@@ -87,6 +100,8 @@ class ResumableTrainer(Trainer):
                 if self.world.size > 1:
                     others = {f"{rank}.{k}": v for rank, state in enumerate(states) if rank for k, v in state.items()}
                     save_file(others, aside / RANDOM)
+                if self.stream:
+                    (aside / POSITION).write_text(json.dumps(lanes) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(aside / "trainer_state.json"))
 
         self.world.first(write)
@@ -157,13 +172,27 @@ class ResumableTrainer(Trainer):
 
 
 class KeepRandomState(TrainerCallback):
-    """Keeps torch's generators, from which dropout draws, as they were after the last whole step."""
+    """Keeps what a checkpoint after the last whole step needs, and the next step moves.
+
+    That is torch's generators, from which dropout draws, and a stream's position.
+    """
 
     def __init__(self, trainer: ResumableTrainer):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.random_state = _random_states()
+        self.trainer.position = self.trainer.stream.state() if self.trainer.stream else {}
+
+
+def position(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where a stream was, by lane.
+
+    Raises:
+        BadInput: if the checkpoint does not hold it.
+    """
+    with loading(str(checkpoint.path)):
+        return json.loads((checkpoint.path / POSITION).read_text(encoding="utf-8"))
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from cria_tricks.checkpoints import describe
 from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
+from cria_tricks.data.shards import open_stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.folders import Folders
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
@@ -67,8 +68,10 @@ def _train(
     recipe: Recipe, plan: Plan, out: str | Path | None, resume: bool, console: Console, world: World, began: float
 ) -> dict[str, Any]:
     console.quiet = console.quiet or not world.is_first
-    found = {
-        "train": sources.find(recipe.data.train, "train"),
+    found: dict[str, Any] = {
+        "train": open_stream(recipe.data.train, recipe.tricks.gradient_accumulation)
+        if recipe.data.stream
+        else sources.find(recipe.data.train, "train"),
         "eval": sources.find(recipe.data.eval, "eval"),
     }
     about = describe(recipe, found, plan.device.name, world.size)
@@ -80,7 +83,8 @@ def _train(
     from transformers import set_seed
 
     from cria_tricks import artifact, card, models, profiling, provenance, report
-    from cria_tricks.data.tokens import tokenize
+    from cria_tricks.data.prepare import eval_rows, train_rows
+    from cria_tricks.data.stream import Stream
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.monitor import Monitor
@@ -91,20 +95,26 @@ def _train(
     quiet_libraries()
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
-    rows = {
-        part: tokenize(source.rows, tokenizer, recipe.data.max_length, recipe.data.overflow)
-        for part, source in found.items()
+    stream = None
+    if recipe.data.stream:
+        stream = Stream(recipe, found["train"], found["eval"], tokenizer, world, console.print)
+    rows: dict[str, Any] = {
+        "train": stream or train_rows(recipe, found["train"], found["eval"], tokenizer, console.print),
+        "eval": eval_rows(recipe, found["eval"], tokenizer),
     }
     for sentence in report.data_warnings(rows, recipe):
         console.print(f"warning: {sentence}")
     highest_id = max(part.highest_id for part in rows.values())
     with world.within(folders.claimed(count_trainable(plan, weights, highest_id), plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {folders.folder}")
+        if stream:
+            stream.look_for_duplicates(folders.folder, world, console)
         set_seed(recipe.train.seed)
         meter = Meter(plan.device.kind, began, folders.start.spent if folders.start else None, compiled=plan.compiled)
         shape = _shape(weights.path)
-        longest = _as_long_as(rows["train"].rows, recipe)
-        estimated = _estimate(longest, shape, plan, rows["train"].rows, world.size)
+        longest = _as_long_as(rows["train"].longest, recipe)
+        most_trained = rows["train"].most_trained(recipe.train.batch_size)
+        estimated = _estimate(longest, shape, plan, most_trained, world.size)
         monitor = Monitor(
             folders.monitor(world.rank),
             recipe.train.monitor_seconds,
@@ -133,6 +143,12 @@ def _train(
                     callbacks=onlookers,
                     world=world,
                 )
+        if stream:
+            stream.add_up(world)
+            if stream.tally.in_words():
+                console.print(f"data.train: {stream.tally.in_words()}")
+            for sentence in report.data_warnings(rows, recipe):
+                console.print(f"warning: {sentence}")
         for sentence in report.step_warnings(run):
             console.print(f"warning: {sentence}")
         trained = folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
@@ -208,24 +224,20 @@ def _shape(model: str) -> Shape | None:
         return None
 
 
-def _as_long_as(rows: list[dict[str, list[int]]], recipe: Recipe) -> Recipe:
+def _as_long_as(length: int, recipe: Recipe) -> Recipe:
     """The recipe for rows of the length that the longest really has; packed ones are full."""
     if recipe.tricks.packing:
         return recipe
-    length = max(len(row["input_ids"]) for row in rows)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
 
 
 def _estimate(
-    recipe: Recipe, shape: Shape | None, plan: Plan, rows: list[dict[str, list[int]]], processes: int
+    recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int
 ) -> MemoryEstimate | PerProcess | None:
     """The bill of the largest micro-batch that may come, in the process that needs most."""
     if shape is None:
         return None
-    from cria_tricks.data.tokens import trained
-
-    most = sum(sorted(map(trained, rows))[-recipe.train.batch_size :])
-    trained_tokens = None if recipe.tricks.packing else most
+    trained_tokens = None if recipe.tricks.packing else most_trained
     if processes == 1:
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
     strategy = recipe.parallel.strategy

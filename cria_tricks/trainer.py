@@ -31,6 +31,7 @@ from cria_tricks.arguments import evaluated, training_arguments
 from cria_tricks.callbacks import Agree, SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.stream import Stream
 from cria_tricks.errors import Diverged, Interrupted
 from cria_tricks.hardware.kernels import WatchAttention
 from cria_tricks.load import Loaded
@@ -41,7 +42,7 @@ from cria_tricks.parallel.spread import Spread
 from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
-from cria_tricks.resumable import ResumableTrainer
+from cria_tricks.resumable import ResumableTrainer, position
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.packing import pack
 
@@ -61,7 +62,7 @@ class Run:
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
-        train_rows: rows of an epoch, packed ones when they were packed.
+        train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.kernels.WatchAttention` names it.
     """
 
@@ -69,7 +70,7 @@ class Run:
     steps: int
     skipped_steps: int
     planned_steps: int
-    train_rows: int
+    train_rows: int | None
     attention_kernel: str
 
     @property
@@ -87,7 +88,7 @@ def fit(
     loaded: Loaded,
     plan: Plan,
     settings: Train,
-    train_rows: Sequence[dict[str, list[int]]],
+    train_rows: Sequence[dict[str, list[int]]] | Stream,
     eval_rows: Sequence[dict[str, list[int]]],
     checkpoints: Checkpoints,
     *,
@@ -103,7 +104,7 @@ def fit(
         loaded: from :func:`cria_tricks.load.load`.
         plan: the same plan.
         settings: the recipe's ``train`` fields.
-        train_rows: with ``input_ids`` and ``labels``.
+        train_rows: with ``input_ids`` and ``labels``; or a stream of such.
         eval_rows: the same; may be empty, then nothing is evaluated.
         checkpoints: where they are written.
         pad_id: token id that fills up shorter rows.
@@ -120,8 +121,13 @@ def fit(
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
+    stream = train_rows if isinstance(train_rows, Stream) else None
+    if stream and start:
+        stream.go_on(position(start))
+    rows = [] if isinstance(train_rows, Stream) else train_rows
     if plan.collator:
-        train_rows = pack(train_rows, plan.collator["packed_length"])
+        rows = pack(rows, plan.collator["packed_length"])
+    number = None if stream else len(rows)
     world = world or World()
     stop = StopOnSignal(world)
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
@@ -132,8 +138,9 @@ def fit(
         checkpoints=checkpoints,
         stop=stop,
         world=world,
-        args=training_arguments(plan, settings, len(train_rows), bool(eval_rows), checkpoints.folder, start),
-        train_dataset=with_filler(train_rows, pad_id),
+        args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
+        stream=stream,
+        train_dataset=stream or with_filler(rows, pad_id),
         eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
         data_collator=PadToLongest(pad_id),
         callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
@@ -155,7 +162,7 @@ def fit(
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     skipped = sum(entry.get("skipped", 0) for entry in history)
-    return Run(history, state.global_step, skipped, state.max_steps, len(train_rows), trainer.attention_kernel)
+    return Run(history, state.global_step, skipped, state.max_steps, number, trainer.attention_kernel)
 
 
 class SharedTrainer(ResumableTrainer):
@@ -196,7 +203,19 @@ class SharedTrainer(ResumableTrainer):
         return super().create_optimizer(*arguments)
 
     def get_train_dataloader(self) -> DataLoader:
-        """This process's micro-batches; accelerate seeds their order by the epoch, the same in all."""
+        """This process's micro-batches; accelerate seeds their order by the epoch, the same in all.
+
+        Not for a stream: accelerate would read one ahead of the position in a checkpoint. And what a loader draws when
+        it begins comes from a generator of its own, as a resumed run begins once more.
+        """
+        if self.stream:
+            return DataLoader(
+                self.stream,
+                batch_size=self.args.train_batch_size,
+                collate_fn=self.data_collator,
+                pin_memory=self.args.dataloader_pin_memory,
+                generator=torch.Generator(),
+            )
         return self._share(self.train_dataset, RandomSampler, self.args.train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
@@ -293,7 +312,12 @@ class SharedTrainer(ResumableTrainer):
         super().log(logs)
 
     def _epochs_done(self) -> float:
-        """As one process would count them: a share may end with a micro-batch that was made to fill it."""
+        """As one process would count them: a share may end with a micro-batch that was made to fill it.
+
+        Of a stream: how often all of its rows were given.
+        """
+        if self.stream:
+            return -self.world.highest(-self.stream.passes)[0]
         micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
         window = self.args.gradient_accumulation_steps * self.world.data
         epochs, steps = divmod(self.state.global_step, math.ceil(micro_batches / window))

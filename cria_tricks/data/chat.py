@@ -1,9 +1,10 @@
-"""Chat rows: read and checked before any model is loaded, so that a wrong row costs nothing.
+"""Rows of chats and texts: read and checked before any model is loaded, so that a wrong row costs nothing.
 
-Two kinds of JSONL rows are read, and both become a list of messages or a pair of texts::
+Three kinds of JSONL rows are read: a list of messages, a pair of texts, or one text::
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}
+    {"text": "..."}
 """
 
 import json
@@ -23,16 +24,25 @@ class Chat:
     """One row.
 
     Attributes:
-        messages: role and content of each turn; empty for a prompt/completion row.
-        prompt: text before what is trained; empty for a chat row.
-        completion: text that is trained; empty for a chat row.
+        messages: role and content of each turn; empty for a row of another kind.
+        prompt: text before what is trained; empty for a row of another kind.
+        completion: text that is trained; empty for a row of another kind.
         where: file and line, for error messages.
+        text: a document, all of which is trained; empty for a row of another kind.
     """
 
     messages: tuple[dict[str, str], ...]
     prompt: str
     completion: str
     where: str
+    text: str = ""
+
+    @property
+    def content(self) -> str:
+        """All that it says, roles left out."""
+        if self.messages:
+            return "\n".join(message["content"] for message in self.messages)
+        return self.text or f"{self.prompt}\n{self.completion}"
 
 
 def read_jsonl(path: str | Path) -> list[Chat]:
@@ -58,20 +68,28 @@ def _parsed(text: str, path: str | Path) -> Iterator[tuple[Any, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadInput(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
-            except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
-                raise BadInput(f"{where}: not a row: {error}") from None
-            yield row, where
+            yield parse(line, where), where
+
+
+def parse(line: str, where: str) -> Any:
+    """Read one line.
+
+    Raises:
+        BadInput: if it is no JSON.
+    """
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+        raise BadInput(f"{where}: not a row: {error}") from None
 
 
 def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
     """Check parsed rows, each with its place.
 
     Raises:
-        BadInput: for the first row that is neither kind, or holds nothing to train on.
+        BadInput: for the first row that is of no kind, or holds nothing to train on.
     """
     for row, where in rows:
         if not isinstance(row, dict):
@@ -87,8 +105,14 @@ def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
             if not completion.strip():
                 raise BadInput(f"{where}: completion is empty, so there is nothing to train on")
             yield Chat((), prompt, completion, where)
+        elif row.get("text") is not None:
+            if not isinstance(row["text"], str):
+                raise BadInput(f"{where}: text must be text, not {type(row['text']).__name__}")
+            if not row["text"].strip():
+                raise BadInput(f"{where}: text is empty, so there is nothing to train on")
+            yield Chat((), "", "", where, row["text"])
         else:
-            raise BadInput(f"{where}: a row needs the field messages, or the fields prompt and completion")
+            raise BadInput(f"{where}: a row needs the field messages, the fields prompt and completion, or text")
 
 
 def _is_unicode(row: Any) -> bool:

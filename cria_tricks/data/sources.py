@@ -1,4 +1,4 @@
-"""Where rows come from: our own small set, the real Kwanzaa set, a file, or a hub data set."""
+"""Where rows come from: our own small set, the real Kwanzaa set, a file, a folder of texts, or a hub data set."""
 
 import hashlib
 import http.client
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cria_tricks.data import texts
 from cria_tricks.data.chat import Chat, check_rows, read_jsonl
 from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.models import cache_folder
@@ -39,7 +40,8 @@ class Source:
         """Of the rows as they were read: the same for the same rows, whatever file they came from."""
         digest = hashlib.sha256()
         for row in self.rows:
-            digest.update(json.dumps([row.messages, row.prompt, row.completion]).encode())
+            content = [row.messages, row.prompt, row.completion, *([row.text] if row.text else [])]
+            digest.update(json.dumps(content).encode())
         return digest.hexdigest()
 
 
@@ -48,29 +50,53 @@ def find(name: str, part: Part) -> Source:
 
     Args:
         name: ``nguzo_saba`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash checked), a local
-            file, or a hub data set ``owner/name`` or ``owner/name:split``.
+            file of JSON lines or of text, a folder of ``.txt`` files, or a hub data set ``owner/name`` or
+            ``owner/name:split``.
         part: which half; a hub data set without a split takes ``train``, or ``validation``, else ``test``.
 
     Raises:
         BadInput: if there is no such set, it cannot be had, or a row in it is wrong.
     """
+    found = place(name, part)
+    if isinstance(found, str):
+        return _from_hub(found, part)
+    if found.is_dir() or found.suffix == ".txt":
+        return _from_texts(found, part)
+    rows = read_jsonl(found)
     if name == "nguzo_saba":
-        rows = read_jsonl(Path(__file__).parent / f"nguzo_saba_{part}.jsonl")
         return Source(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
     if name == "kwanzaa":
-        path = _download_kwanzaa(part)
-        return Source(read_jsonl(path), f"AINative-Studio/kwanzaa {path.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+        return Source(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+    return Source(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
+
+
+def place(name: str, part: Part) -> Path | str:
+    """Where one part of a data set lies: a file or a folder here, or the name of a hub data set.
+
+    Raises:
+        BadInput: if there is no such set, or it cannot be had.
+    """
+    if name == "nguzo_saba":
+        return Path(__file__).parent / f"nguzo_saba_{part}.jsonl"
+    if name == "kwanzaa":
+        return _download_kwanzaa(part)
     path = usable_path(f"data.{part}", name)
-    if path.is_dir():
-        raise BadInput(f"data.{part}={name}: is a folder; name the .jsonl file in it")
     if path.exists():
-        rows = read_jsonl(path)
-        return Source(rows, f"{path.name}, {len(rows)} rows, sha256 {_sha256(path.read_bytes())}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json"):
-        return _from_hub(name, part)
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json", ".txt"):
+        return name
     raise BadInput(
-        f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, or a hub data set owner/name"
+        f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
+        "them, or a hub data set owner/name"
     )
+
+
+def _from_texts(path: Path, part: Part) -> Source:
+    files = texts.files(path)
+    rows = [row for file in files for span in texts.spans(file) if (row := texts.read(span))]
+    if not rows:
+        raise BadInput(f"data.{part}={path}: there is no text in it")
+    return Source(rows, f"{path.name}, {len(files)} text files")
 
 
 def _download_kwanzaa(part: Part) -> Path:

@@ -1,10 +1,11 @@
-"""Chat rows -> token rows, with labels on the assistant's tokens only."""
+"""Chat rows -> token rows, with labels on the assistant's tokens only; texts -> chunks, all of them trained."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cria_tricks.data.chat import Chat
+from cria_tricks.data.tally import Tally
 from cria_tricks.errors import BadInput, first_line
 
 IGNORED = -100
@@ -22,11 +23,18 @@ class TokenRows:
         rows: each with ``input_ids`` and ``labels``, lists of T integers.
         cut: how many rows were longer than ``max_length`` and lost their end.
         dropped: how many were longer and were left out.
+        tally: what was left out and added before they were tokens.
     """
 
     rows: list[dict[str, list[int]]]
     cut: int
     dropped: int
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -43,17 +51,34 @@ class TokenRows:
         """Tokens with a label."""
         return sum(trained(row) for row in self.rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row["input_ids"]) for row in self.rows)
+
+    def most_trained(self, batch_size: int) -> int:
+        """Tokens with a label in the fullest micro-batch that may come."""
+        return sum(sorted(map(trained, self.rows))[-batch_size:])
+
 
 def trained(row: dict[str, list[int]]) -> int:
     """Tokens of a row that have a label."""
     return sum(label != IGNORED for label in row["labels"])
 
 
-def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int, overflow: str = "truncate") -> TokenRows:
+def tokenize(
+    chats: Sequence[Chat],
+    tokenizer: Any,
+    max_length: int,
+    overflow: str = "truncate",
+    overlap: int = 1,
+    tally: Tally | None = None,
+) -> TokenRows:
     """Tokenise rows and mark what is trained.
 
     The assistant's turns are found by prefix: the tokens of the conversation up to a turn are a prefix of the
-    tokens with it. Never by the padding id, which is the end-of-turn id in many tokenizers.
+    tokens with it. Never by the padding id, which is the end-of-turn id in many tokenizers. A text becomes as many rows
+    as it takes, and all of it is trained.
 
     Args:
         chats: checked rows.
@@ -61,40 +86,83 @@ def tokenize(chats: Sequence[Chat], tokenizer: Any, max_length: int, overflow: s
         max_length: tokens kept of each row.
         overflow: what happens to a longer one: ``"truncate"`` cuts its end off, ``"drop"`` leaves it out,
             ``"error"`` refuses it.
+        overlap: tokens that neighbouring rows of a text share.
+        tally: what happened to the rows before.
 
     Raises:
         BadInput: if the template does not fit, a row has nothing left to train on, or none is left.
     """
-    rows, cut, dropped = [], 0, 0
+    rows: list[dict[str, list[int]]] = []
+    cut = dropped = 0
     for chat in chats:
-        ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
-        if all(label == IGNORED for label in labels[1:]):
-            raise BadInput(f"{chat.where}: this model's chat template leaves out what the assistant says")
-        labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
-        if len(ids) > max_length:
-            if overflow == "error":
-                raise BadInput(
-                    f"{chat.where}: the row takes {len(ids)} tokens, data.max_length is {max_length}; raise it, or set "
-                    "data.overflow to truncate or drop"
-                )
-            if overflow == "drop":
-                dropped += 1
-                continue
-            cut += 1
-        row = {"input_ids": ids[:max_length], "labels": labels[:max_length]}
-        if not trained(row):
-            prompt = next(index for index, label in enumerate(labels) if label != IGNORED)
-            raise BadInput(
-                f"{chat.where}: the prompt alone takes {prompt} tokens, so data.max_length={max_length} leaves "
-                "nothing to train on; raise it or take the row out"
-            )
-        rows.append(row)
+        if chat.text:
+            rows += chunks(document(chat, tokenizer), max_length, overlap)
+            continue
+        row, longer = token_row(chat, tokenizer, max_length, overflow)
+        cut, dropped = cut + (longer and row is not None), dropped + (row is None)
+        rows += [row] if row else []
     if not rows:
         raise BadInput(
             f"{chats[0].where}: all {dropped} rows are longer than data.max_length={max_length} tokens and were "
             "dropped; raise it, or set data.overflow=truncate"
         )
-    return TokenRows(rows, cut, dropped)
+    return TokenRows(rows, cut, dropped, tally or Tally())
+
+
+def document(chat: Chat, tokenizer: Any) -> list[int]:
+    """The tokens of a text, and the one that ends it."""
+    return tokenizer(chat.text)["input_ids"] + [tokenizer.eos_token_id]
+
+
+def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[dict[str, list[int]]]:
+    """Cut a document's tokens into rows.
+
+    Args:
+        ids: the document, of N tokens.
+        length: T, the tokens of a row.
+        overlap: how many of them are the last ones of the row before; 1 <= overlap < length.
+
+    Yields:
+        Rows with ``input_ids`` and ``labels``, the last one as long as it comes. What was in the row before has no
+        label, nor has the document's first token: nothing comes before it that could predict it.
+    """
+    end = 0
+    while end < len(ids):
+        begin = max(0, end - overlap)
+        known, end = max(end, 1) - begin, min(begin + length, len(ids))
+        row = list(ids[begin:end])
+        yield {"input_ids": row, "labels": [IGNORED] * known + row[known:]}
+
+
+def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[dict[str, list[int]] | None, bool]:
+    """Tokenise one row that is no text.
+
+    Returns:
+        The row, with ``input_ids`` and ``labels``, or ``None`` if it was dropped; and whether it was too long.
+
+    Raises:
+        BadInput: if the template does not fit, or the row has nothing left to train on.
+    """
+    ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
+    if all(label == IGNORED for label in labels[1:]):
+        raise BadInput(f"{chat.where}: this model's chat template leaves out what the assistant says")
+    labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
+    longer = len(ids) > max_length
+    if longer and overflow == "error":
+        raise BadInput(
+            f"{chat.where}: the row takes {len(ids)} tokens, data.max_length is {max_length}; raise it, or set "
+            "data.overflow to truncate or drop"
+        )
+    if longer and overflow == "drop":
+        return None, True
+    row = {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+    if not trained(row):
+        prompt = next(index for index, label in enumerate(labels) if label != IGNORED)
+        raise BadInput(
+            f"{chat.where}: the prompt alone takes {prompt} tokens, so data.max_length={max_length} leaves "
+            "nothing to train on; raise it or take the row out"
+        )
+    return row, longer
 
 
 def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:

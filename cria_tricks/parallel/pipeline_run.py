@@ -69,6 +69,8 @@ def refuse(recipe: Recipe, size: int, data: int) -> None:
     for name in ("profile", "report_to"):
         if getattr(recipe.train, name):
             raise BadInput(f"train.{name} in a pipeline: it is for cria train; leave it out")
+    if recipe.data.stream:
+        raise BadInput("data.stream=true in a pipeline: its rows are dealt out beforehand; set data.stream=false")
     if recipe.train.time_budget:
         raise BadInput("train.time_budget in a pipeline: there are no checkpoints to stop at; leave it out")
 
@@ -148,7 +150,7 @@ def _train(
     from transformers import AutoConfig, set_seed
 
     from cria_tricks import models, report
-    from cria_tricks.data.tokens import tokenize
+    from cria_tricks.data.prepare import eval_rows, train_rows
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.monitor import Monitor
@@ -159,8 +161,8 @@ def _train(
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
     rows = {
-        part: tokenize(source.rows, tokenizer, recipe.data.max_length, recipe.data.overflow)
-        for part, source in found.items()
+        "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print),
+        "eval": eval_rows(recipe, found["eval"], tokenizer),
     }
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
     config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)

@@ -98,8 +98,10 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
     Raises:
         BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
     """
+    from cria_tricks.data import settings
     from cria_tricks.parallel import strategies  # they count with what tricks know
 
+    settings.refuse(recipe)
     plan = Plan(device or this_device())
     for trick in TRICKS:
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)

@@ -25,8 +25,8 @@ def test_a_missing_file_says_what_there_is(name):
         sources.find(name, "eval")
 
 
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(BadInput, match="is a folder"):
+def test_a_folder_without_texts_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="holds no .txt file"):
         sources.find(str(tmp_path), "train")
 
 

@@ -1,0 +1,93 @@
+"""Rows as they were read -> rows to train on: sieve, duplicates, augmentation, tokens; for lists and streams."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from cria_tricks.data.chat import Chat
+from cria_tricks.data.sieve import Sieve
+from cria_tricks.data.similar import Repeats
+from cria_tricks.data.sources import Source
+from cria_tricks.data.tally import ADDED, KEPT, Tally
+from cria_tricks.data.tokens import TokenRows, tokenize
+from cria_tricks.errors import BadInput
+from cria_tricks.recipe import Recipe
+
+
+class Prepare:
+    """What happens to training rows before they are tokens.
+
+    Args:
+        recipe: its ``data`` fields, and ``train.seed``.
+        held_out: the evaluation's rows.
+        say: takes a sentence when the first training row is found that is one of them, and is kept.
+
+    Raises:
+        BadInput: for a language that cannot be told.
+    """
+
+    def __init__(self, recipe: Recipe, held_out: Sequence[Chat], say: Callable[[str], None] = lambda sentence: None):
+        self.sieve = Sieve(recipe.data, held_out, say)
+        shares = {field: share for field in ADDED if (share := getattr(recipe.data, field))}
+        self.augment = None
+        if shares:
+            from cria_tricks.kwanzaa.augment import Augment
+
+            self.augment = Augment(shares, recipe.train.seed)
+
+    def __call__(
+        self, rows: Iterable[Chat], tally: Tally, repeated: Callable[[Chat], str | None] | None = None
+    ) -> Iterator[Chat]:
+        """Leave rows out, and add copies; the guard looks at the copies too.
+
+        Args:
+            rows: as they were read.
+            tally: counts them.
+            repeated: says why a row came before, or ``None``; asked of rows that nothing else speaks against.
+        """
+        for row in rows:
+            if not self.sieve.keeps(row, tally):
+                continue
+            if repeated and (reason := repeated(row)):
+                tally.count(reason, row)
+                continue
+            tally.count(KEPT, row)
+            yield row
+            for kind, copy in self.augment.copies(row) if self.augment else ():
+                if self.sieve.may_be_trained(copy, tally):
+                    tally.count(ADDED[kind], copy)
+                    yield copy
+
+
+def train_rows(
+    recipe: Recipe, train: Source, held_out: Source, tokenizer: Any, say: Callable[[str], None]
+) -> TokenRows:
+    """Prepare the training rows and tokenise them.
+
+    Args:
+        recipe: what is to be trained.
+        train: the rows as they were read.
+        held_out: the evaluation's.
+        tokenizer: the model's.
+        say: takes a sentence on what was left out and added.
+
+    Raises:
+        BadInput: if no row is left, or one cannot be trained on.
+    """
+    data, tally = recipe.data, Tally()
+    repeats = None if data.duplicates == "keep" else Repeats(near=data.duplicates == "near").reason
+    rows = list(Prepare(recipe, held_out.rows)(train.rows, tally, repeats))
+    if tally.in_words():
+        say(f"data.train: {tally.in_words()}")
+    if not rows:
+        raise BadInput(f"data.train={data.train}: {tally.in_words()}, so there is nothing to train on")
+    return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally)
+
+
+def eval_rows(recipe: Recipe, held_out: Source, tokenizer: Any) -> TokenRows:
+    """Tokenise the evaluation's rows, all of them as they are.
+
+    Raises:
+        BadInput: if one cannot be evaluated.
+    """
+    data = recipe.data
+    return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap)

@@ -1,0 +1,267 @@
+"""What a stream reads, shard by shard: a file of rows, texts, or a hub data set.
+
+A shard is a part of the source that can be read without the rest. ``datasets`` keeps the position among shards and
+items, deals shards out and puts them in another order for each pass; the order inside a shard is drawn here, from seed
+and shard, so that no buffer of rows has to be kept for it, nor is one lost when a run stops.
+
+An item is small: where a row lies, or which pieces of texts a shard has. Only what is trained on is read and parsed.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from cria_tricks.data import sources, texts
+from cria_tricks.data.chat import Chat, check_rows, parse
+from cria_tricks.data.texts import Span
+from cria_tricks.errors import BadInput, first_line
+
+SHARD = 2**23
+"""Bytes of a shard of rows. Of each open shard only the places of its rows are in memory, 8 bytes a row."""
+BLOCKS, BLOCK = 64, 2**16
+"""How much of a file tells it from another: so many bytes at so many places, its size, and its name in a folder."""
+
+
+def fingerprint(folder: Path, files: Sequence[Path]) -> str:
+    """The sha256 of files as far as it can be told in a moment: sizes, and 64 blocks of 64 KiB of each."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder) if path != folder else ''} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(BLOCKS):
+                file.seek(max(0, (size - BLOCK) * place // (BLOCKS - 1)))
+                digest.update(file.read(BLOCK))
+                if size <= BLOCK:
+                    break
+    return digest.hexdigest()
+
+
+class Lines:
+    """The rows of a .jsonl file. A shard is a range of bytes, and has the lines that begin in it.
+
+    Args:
+        path: the file.
+        lanes: how many readers share it.
+
+    Attributes:
+        description: for the report and the card.
+
+    Raises:
+        BadInput: if it cannot be read, or is empty.
+    """
+
+    shuffles = True
+
+    def __init__(self, path: Path, lanes: int = 1):
+        self.path, self.lanes = path, lanes
+        try:
+            self.size, self.sha256 = path.stat().st_size, fingerprint(path, [path])
+        except OSError as error:
+            raise BadInput(f"data {path}: cannot be read: {error.strerror}") from None
+        if not self.size:
+            raise BadInput(f"data {path}: no rows; one JSON object a line is expected")
+        self.description = f"{path.name}, {self.size:,} bytes, streamed, fingerprint {self.sha256}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_file"}
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self.path.open("rb")
+
+    def shards(self) -> list[tuple[int, int, int]]:
+        """Number, begin and end of ranges of equal size, as many for each lane."""
+        number = self.lanes * -(-self.size // (self.lanes * SHARD))
+        cuts = [self.size * cut // number for cut in range(number + 1)]
+        return [(shard, cuts[shard], cuts[shard + 1]) for shard in range(number)]
+
+    def items(self, shards: Sequence[tuple[int, int, int]], seed: int) -> Iterator[dict[str, int]]:
+        for shard, begin, end in shards:
+            places = self._places(begin, end)
+            for index in np.random.default_rng([seed, shard]).permutation(len(places)):
+                yield {"number": int(places[index])}
+
+    def chats(self, item: dict[str, int]) -> list[Chat]:
+        """The row of an item; none of an empty line."""
+        self._file.seek(item["number"])
+        return self._read(self._file.readline(), item["number"])
+
+    def whole(self) -> Iterator[Chat]:
+        """All rows, in their order."""
+        place = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                yield from self._read(line, place)
+                place += len(line)
+
+    def _read(self, line: bytes, place: int) -> list[Chat]:
+        where = f"{self.path} (byte {place})"
+        try:
+            text = line.decode("utf-8-sig" if place == 0 else "utf-8").strip()
+        except UnicodeDecodeError:
+            raise BadInput(f"{where}: not UTF-8 text") from None
+        return list(check_rows([(parse(text, where), where)])) if text else []
+
+    def _places(self, begin: int, end: int) -> np.ndarray:
+        """Where the lines begin that begin in a range: the byte behind each line break."""
+        found = [np.array([0] if begin == 0 else [], np.int64)]
+        with self.path.open("rb") as file:
+            at = max(begin - 1, 0)
+            file.seek(at)
+            while at < end - 1 and (block := file.read(min(2**20, end - 1 - at))):
+                found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + at + 1)
+                at += len(block)
+        return np.concatenate(found)
+
+    def in_lines(self, message: str) -> str:
+        """A message with the line of a place in this file instead of its byte."""
+        return re.sub(rf"{re.escape(str(self.path))} \(byte (\d+)\)", lambda m: self._line(int(m[1])), message)
+
+    def _line(self, place: int) -> str:
+        number = 1
+        with self.path.open("rb") as file:
+            while place > 0 and (block := file.read(min(2**20, place))):
+                number, place = number + block.count(b"\n"), place - len(block)
+        return f"{self.path}:{number}"
+
+
+class Texts:
+    """Text files. A shard is as many pieces of them as make about one ``texts.PIECE``, and is one item.
+
+    Args:
+        path: a file, or a folder of them.
+        lanes: how many readers share them.
+
+    Raises:
+        BadInput: if there is no text in it.
+    """
+
+    shuffles = True
+
+    def __init__(self, path: Path, lanes: int = 1):
+        self.lanes, self.files = lanes, texts.files(path)
+        self.size, self.sha256 = sum(file.stat().st_size for file in self.files), fingerprint(path, self.files)
+        if not self.size:
+            raise BadInput(f"data {path}: there is no text in it")
+        self.description = f"{path.name}, {len(self.files)} text files, streamed, fingerprint {self.sha256}"
+
+    def shards(self) -> list[tuple[int, tuple[Span, ...]]]:
+        """Pieces put together in the order of the files, and cut smaller where there would be too few for the lanes."""
+        size = max(1, min(texts.PIECE, self.size // self.lanes))
+        groups: list[list[Span]] = []
+        room = 0
+        for file in self.files:
+            for span in texts.spans(file, size):
+                room -= span.end - span.begin
+                if room < 0:
+                    groups.append([])
+                    room = size - (span.end - span.begin)
+                groups[-1].append(span)
+        return [(number, tuple(spans)) for number, spans in enumerate(groups)]
+
+    def items(self, shards: Sequence[tuple[int, tuple[Span, ...]]], seed: int) -> Iterator[dict[str, Any]]:
+        for shard, spans in shards:
+            yield {"number": shard, "spans": spans}
+
+    def chats(self, item: dict[str, Any]) -> Iterator[Chat]:
+        return (row for span in item["spans"] if (row := texts.read(span)))
+
+    def whole(self) -> Iterator[Chat]:
+        for item in self.items(self.shards(), 0):
+            yield from self.chats(item)
+
+    def in_lines(self, message: str) -> str:
+        return message
+
+
+class Hub:
+    """A data set of the hub, read over the network in its own order.
+
+    Args:
+        name: ``owner/name`` or ``owner/name:split``.
+        lanes: how many readers share it.
+
+    Raises:
+        BadInput: if it cannot be had.
+    """
+
+    shuffles = False  # its shards would be dealt out anew with each pass
+
+    def __init__(self, name: str, lanes: int = 1):
+        from datasets import load_dataset
+
+        self.lanes, self.name, (hub_id, _, split) = lanes, name, name.partition(":")
+        try:
+            self.rows = load_dataset(hub_id, split=split or "train", streaming=True)
+        except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
+            raise BadInput(f"data.train={name}: cannot be loaded from the hub: {first_line(error)}") from None
+        self.sha256 = hashlib.sha256(f"{name} {self.rows.info.version}".encode()).hexdigest()
+        self.description = f"{hub_id} ({split or 'train'}), streamed from the Hugging Face hub"
+
+    def chats(self, item: dict[str, Any]) -> list[Chat]:
+        return list(check_rows([(dict(item), f"{self.name} (a streamed row)")]))
+
+    def whole(self) -> Iterator[Chat]:
+        for item in self.rows:
+            yield from self.chats(item)
+
+    def in_lines(self, message: str) -> str:
+        return message
+
+
+Streamed = Lines | Texts | Hub
+
+
+def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
+    """A ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
+
+    Args:
+        source: what is read.
+        seed: of the order.
+        mine: which lanes to return.
+
+    Raises:
+        BadInput: if there are fewer shards than lanes.
+    """
+    from datasets import IterableDataset
+    from datasets.distributed import split_dataset_by_node
+
+    if isinstance(source, Hub):
+        return [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
+    shards: list[Any] = source.shards()
+    if len(shards) < source.lanes:
+        raise too_few(source.lanes)
+    order = np.random.default_rng(seed).permutation(len(shards))
+    kwargs = {"shards": [shards[index] for index in order], "seed": seed}
+    whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
+    return [whole.shard(source.lanes, lane, contiguous=False) for lane in mine]
+
+
+def too_few(lanes: int) -> BadInput:
+    """What to say when a lane would stay empty."""
+    return BadInput(
+        f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
+        "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"
+    )
+
+
+def open_stream(name: str, lanes: int) -> Streamed:
+    """Find what ``data.train`` names, without reading it.
+
+    Args:
+        name: as for :func:`cria_tricks.data.sources.find`.
+        lanes: how many readers share it.
+
+    Raises:
+        BadInput: if there is no such set, or it cannot be had.
+    """
+    found = sources.place(name, "train")
+    if isinstance(found, str):
+        return Hub(found, lanes)
+    return Texts(found, lanes) if found.is_dir() or found.suffix == ".txt" else Lines(found, lanes)

@@ -1,0 +1,99 @@
+"""Plain text files: which bytes are the body, and how a long one is cut.
+
+A file is a document. Project Gutenberg's licence before ``*** START OF`` and behind ``*** END OF`` is left out. What is
+longer than ``PIECE`` is read in pieces that end at a blank line, each a document of its own, so that no more than one
+has to be in memory.
+"""
+
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cria_tricks.data.chat import Chat
+from cria_tricks.errors import BadInput
+
+PIECE = 2**20
+"""Bytes. 1 MiB of English is about a quarter of a million tokens, and longer than most books."""
+EDGE = 2**17
+"""Bytes at a file's ends in which its licence is looked for: Project Gutenberg's has about 20,000."""
+
+_BEGINS = re.compile(rb"^\*\*\* ?START OF[^\r\n]*GUTENBERG[^\r\n]*\r?\n", re.MULTILINE)
+_ENDS = re.compile(rb"^\*\*\* ?END OF[^\r\n]*GUTENBERG", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file: the bytes from ``begin`` up to ``end``."""
+
+    path: str
+    begin: int
+    end: int
+
+
+def files(path: Path) -> list[Path]:
+    """A text file, or those in a folder and in the folders below it, by name.
+
+    Raises:
+        BadInput: if there is none.
+    """
+    found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not found:
+        raise BadInput(f"data {path}: the folder holds no .txt file; name one that does, or a .jsonl file")
+    return found
+
+
+def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
+    """Cut the body of a file into pieces.
+
+    Args:
+        path: a text file.
+        piece: bytes of the longest piece.
+
+    Raises:
+        BadInput: if it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if not size:
+            return
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            begins = _BEGINS.search(content, 0, EDGE)
+            ends = list(_ENDS.finditer(content, max(0, size - EDGE)))
+            at, end = begins.end() if begins else 0, ends[-1].start() if ends else size
+            while at < end:
+                until = end if end - at <= piece else _cut(content, at, at + piece)
+                yield Span(str(path), at, until)
+                at = until
+    except OSError as error:
+        raise BadInput(f"data {path}: cannot be read: {error.strerror}") from None
+
+
+def _cut(content: mmap.mmap, begin: int, end: int) -> int:
+    """The last blank line in the second half of a piece; else the last line, else the last whole character."""
+    for mark in (b"\n\n", b"\n\r\n", b"\n"):
+        if (found := content.rfind(mark, (begin + end) // 2, end)) >= 0:
+            return found + len(mark)
+    while end > begin + 1 and content[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+        end -= 1
+    return end
+
+
+def read(span: Span) -> Chat | None:
+    """Read a piece; ``None`` if there is nothing in it.
+
+    Raises:
+        BadInput: if it is not UTF-8.
+    """
+    try:
+        with open(span.path, "rb") as file:
+            file.seek(span.begin)
+            text = file.read(span.end - span.begin).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"data {span.path}: not UTF-8 text (byte {span.begin + error.start})") from None
+    except OSError as error:
+        raise BadInput(f"data {span.path}: cannot be read: {error.strerror}") from None
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").strip()
+    where = f"{span.path} (bytes {span.begin} to {span.end})"
+    return Chat((), "", "", where, text) if text else None

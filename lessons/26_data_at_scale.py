@@ -1,0 +1,444 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 26. Data at scale: read what you need, each row once
+# > **Promise.** You clean a folder of books, train on it without ever holding it in memory, stop in the middle, and go
+# > on: no row comes twice, none is skipped. And you find the test's questions among the training rows.
+#
+# > **Card.** saves memory: 8 bytes a row of the open shards / costs one pass beforehand, if duplicates matter / exact:
+# > each row once a pass, also over a stop / 35 minutes / after lesson 14
+#
+# Our job has 107 rows, and they were read in one line of Python. Its model was made otherwise: of a pile of texts that
+# nobody has read. This lesson takes the 107 rows' place in such a pile. It trains on whole texts (*continued
+# pretraining*), so that an adapter learns a subject before it learns to answer.
+
+# %% tags=["hide-input"]
+import json
+import logging
+import random
+import tempfile
+import tracemalloc
+import warnings
+from itertools import islice
+from pathlib import Path
+from zlib import crc32
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
+warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
+
+import numpy as np
+from datasets import IterableDataset
+from rich.console import Console
+
+from cria_tricks import course, models, run
+from cria_tricks.data import shards, similar, sources
+from cria_tricks.data.chat import Chat
+from cria_tricks.data.similar import Guard, Repeats
+from cria_tricks.data.stream import Stream
+from cria_tricks.figures import Theme
+from cria_tricks.kwanzaa.augment import Augment
+from cria_tricks.kwanzaa.text import labels
+from cria_tricks.load import load_tokenizer
+from cria_tricks.parallel.world import World
+from cria_tricks.recipe import Recipe, with_settings
+
+draw = random.Random(0)
+names = ["".join(draw.choice("bdgklmnrst") + draw.choice("aeiou") for _ in range(3)).title() for _ in range(2000)]
+SAYS = (
+    "In the year {} {} walked with {} from the harbour to the hall.",
+    "Nobody there could tell the {} letters of {} from those of {}.",
+    "Of the {} candles that {} had made, {} lit the last one in the evening.",
+)
+
+
+def book(sentences):
+    """English, of made-up names and numbers."""
+    said = (draw.choice(SAYS).format(draw.randrange(1000, 2000), *draw.choices(names, k=2)) for _ in range(sentences))
+    return " ".join(sentence + "\n\n" * (draw.random() < 0.2) for sentence in said)
+
+
+tokenizer = load_tokenizer(models.find("random:tiny"))
+place = tempfile.TemporaryDirectory()
+folder = Path(place.name)
+
+# %% [markdown]
+# ## 1. The bill
+# 200 MB of English like ours, below, are some 60 million tokens. A training script turns them into lists of whole
+# numbers, the ids, and a second list, the labels. How much memory is that? Write your guess down: less than the text,
+# as much, twice, more?
+
+# %%
+text = book(3000)
+tracemalloc.start()
+ids = [int(token) for token in tokenizer(text)["input_ids"]]
+row = {"input_ids": ids, "labels": list(ids)}
+taken = tracemalloc.get_traced_memory()[0]
+tracemalloc.stop()
+print(f"{len(text):,} characters, {len(ids):,} tokens, {taken:,} bytes: {taken / len(text):.1f} a character")
+print(f"200 MB would take {200e6 * taken / len(text) / 1e9:.1f} GB")
+assert taken > 5 * len(text)
+
+# %% [markdown]
+# Each number is an object of 28 bytes or more, and each list has 8 bytes to point to it. The text grows tenfold. A
+# hundred times as much text, and no machine that we can rent holds it. So rows must come when they are needed. That is
+# easy. What is hard is everything that used to be easy with a list: shuffle, divide among processes, find what came
+# before, and *stop and go on*.
+#
+# ## 2. From scratch, in four steps
+# **Cut.** A book is longer than a row. Cut its tokens every $T$, and each piece is a row. How many tokens are never
+# trained? A token is predicted from the one before it, so the first of each row is not. Cure: each row begins with the
+# last tokens of the row before, as *context*. They get the label -100. More overlap means more context for the tokens
+# behind it, and more rows.
+
+
+# %%
+def chunks(ids, T, overlap):
+    end, rows = 0, []
+    while end < len(ids):
+        begin = max(0, end - overlap)
+        known, end = max(end, 1) - begin, min(begin + T, len(ids))
+        rows.append({"input_ids": ids[begin:end], "labels": [-100] * known + ids[begin + known : end]})
+    return rows
+
+
+def trained(rows):
+    return [label for row in rows for label in row["labels"] if label != -100]
+
+
+for overlap in (1, 16, 64):
+    cut = chunks(ids, 128, overlap)
+    print(f"overlap {overlap:2}: {len(cut):3} rows, {len(trained(cut)):,} of {len(ids):,} tokens trained")
+    assert trained(cut) == ids[1:]
+
+
+# %% tags=["hide-input"]
+def overlapping(theme: Theme):
+    """A text's tokens, and the rows that they become."""
+    sketch = course.Sketch(theme, 42, 9.5)
+    sketch.tensor(2, 0.5, 38, 1.6, "a book's tokens")
+    for number, left in enumerate((2, 14, 26)):
+        top = 3 + 2.1 * number
+        if number:
+            sketch.tensor(left - 2, top, 2, 1.6, "", color=1, kept=False)
+        sketch.tensor(left, top, 12 if number < 2 else 14, 1.6, f"row {number + 1}: trained", color=0)
+    return sketch.figure
+
+
+course.show(
+    overlapping,
+    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. So each token is trained once.",
+)
+
+# %% [markdown]
+# **Compare.** Which texts are the same but for a few words? Take all runs of five words, the *shingles*, as a set. Two
+# texts are as similar as $J = |A \cap B| / |A \cup B|$. But a million texts are 500 billion pairs. *MinHash* makes a
+# short signature of a set: hash all shingles, keep the smallest; with another hash function again; 128 times. The
+# smallest of $A \cup B$ is equally likely to be any of them, and it is in both with probability $J$. So the share of
+# equal numbers estimates $J$.
+
+
+# %%
+def shingles(text, n=5):
+    words = text.lower().split()
+    return {crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)}
+
+
+def signature(found):
+    salts = np.random.default_rng(1).integers(0, 2**63, 128, np.uint64)  # each makes another hash function
+    mixed = (np.array(list(found), np.uint64)[:, None] ^ salts) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)).min(0)
+
+
+def spoilt(words, share):
+    return " ".join(draw.choice(names) if draw.random() < share else word for word in words.split())
+
+
+pairs = [(shingles(text), shingles(spoilt(text, share))) for share in (0.005, 0.02, 0.05, 0.1, 0.2)]
+for A, B in pairs:
+    J, estimate = len(A & B) / len(A | B), (signature(A) == signature(B)).mean()
+    print(f"J = {J:.2f}, MinHash {estimate:.2f}")
+    assert abs(estimate - J) < 4 * (J * (1 - J) / 128) ** 0.5
+
+# %% [markdown]
+# One changed word in fifty spoils five shingles, so $J$ falls to 0.8. That is where the package draws its line.
+#
+# **Meet.** To find a near text without looking at all, cut the signature into 16 bands of 8 numbers, and keep a table
+# for each band. Texts with an equal band meet. Two of similarity $s$ do with probability $1 - (1 - s^8)^{16}$.
+
+# %%
+bands = {s: 1 - (1 - s**8) ** 16 for s in (0.3, 0.5, 0.7, 0.8, 0.9)}
+print(", ".join(f"{s}: {chance:.3f}" for s, chance in bands.items()))
+
+
+# %% tags=["hide-input"]
+def meeting(theme: Theme):
+    """How likely two texts meet, by their similarity."""
+    drawn, axes = course.figure(height=2.6)
+    s = np.linspace(0, 1, 200)
+    for rows, count, color in ((8, 16, 0), (13, 9, 1)):
+        axes.plot(s, 1 - (1 - s**rows) ** count, color=theme.series[color], label=f"{count} bands of {rows}")
+    axes.axvline(0.8, color=theme.quiet, linestyle="--")
+    axes.set(xlabel="similarity J", ylabel="chance to meet", ylim=(0, 1.03))
+    axes.grid(axis="y")
+    axes.legend()
+    return drawn
+
+
+course.show(
+    meeting,
+    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 meet; with 9 of 13, the library's own choice for 0.8, 40 % "
+    "do. Those that meet are compared by all 128 numbers.",
+)
+
+# %% [markdown]
+# **Remember the place.** A shuffled stream usually keeps a buffer of rows and draws from it. Stop it, and the buffer is
+# gone. So shuffle without one: the order of the *shards* (8 MB of a file each) by the seed, and inside a shard the
+# order of its rows. Then a position is two numbers.
+
+
+# %%
+class Position:
+    def __init__(self, shards, seed):
+        self.shards, self.seed, self.shard, self.row = shards, seed, 0, 0
+
+    def __iter__(self):
+        order = np.random.default_rng(self.seed).permutation(len(self.shards))
+        while self.shard < len(order):
+            rows = self.shards[order[self.shard]]
+            inside = np.random.default_rng([self.seed, order[self.shard]]).permutation(len(rows))
+            while self.row < len(rows):
+                self.row += 1
+                yield rows[inside[self.row - 1]]
+            self.shard, self.row = self.shard + 1, 0
+
+
+ten = [list(range(10 * n, 10 * n + 10)) for n in range(10)]
+first = Position(ten, seed=3)
+before = list(islice(first, 37))
+second = Position(ten, seed=3)
+second.shard, second.row = first.shard, first.row  # all that a checkpoint has to hold
+assert sorted(before + list(second)) == list(range(100))
+
+# %% [markdown]
+# ## 3. Prove it
+# Twelve books in a folder: one twice, and once more with other words here and there; one in French. The package reads
+# them as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
+# processes take two lanes each. Then a step has the same rows for one process, two or four. And a run that stops after
+# any step goes on from the lanes' places.
+
+# %%
+original = book(900)
+french = "Le soir, tout le monde est venu à la salle avec une bougie, et personne ne savait pourquoi. " * 300
+library = {"a": original, "b": original, "c": spoilt(original, 0.005), "d": french} | {n: book(900) for n in "efghijkl"}
+(folder / "books").mkdir()
+for name, content in library.items():
+    (folder / "books" / f"{name}.txt").write_text(content)
+(folder / "eval.txt").write_text(book(20))
+recipe = with_settings(
+    Recipe(name="books", model="random:tiny"),
+    [f"data.train={folder / 'books'}", f"data.eval={folder / 'eval.txt'}", "data.stream=true", "data.max_length=96",
+     "data.overlap=16", "train.max_steps=2", "tricks.gradient_accumulation=4", "tricks.peft=lora"],
+)  # fmt: skip
+held_out = sources.find(recipe.data.eval, "eval")
+
+
+def stream(rank=0, processes=1, settings=()):
+    wanted = with_settings(recipe, settings)
+    source = shards.open_stream(wanted.data.train, lanes=4)
+    return Stream(wanted, source, held_out, tokenizer, World(rank, processes, processes), say=lambda sentence: None)
+
+
+one = stream()
+every = [row["input_ids"] for row in islice(one, 4000)]
+two = [iter(stream(rank, 2)) for rank in (0, 1)]
+assert [next(two[n % 2])["input_ids"] for n in range(40)] == every[:40]
+
+stopped = stream()
+list(islice(stopped, 4 * 900))
+state = json.loads(json.dumps(stopped.state()))
+resumed = stream()
+resumed.go_on(state)
+assert [row["input_ids"] for row in islice(resumed, 100)] == every[3600:3700]
+print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("epoch", "before", "given")})
+
+# %% [markdown]
+# The position is the one that `datasets` keeps for its streamed sets. *given* says how many rows of the last item went
+# out: one shard of texts is one item.
+#
+# ## 4. What it costs
+# A stream of texts holds one shard a lane. A file of JSON lines holds 8 bytes for each row of the open shards: where it
+# begins. Filters look at one row alone, so they work while rows come. Duplicates do not: what came before must be
+# known. That takes one pass over everything before the run, and, for near ones, memory for each row that stays.
+# Predict: how many bytes?
+
+# %%
+several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
+for kind, near in (("exact", False), ("near", True)):
+    repeats = Repeats(near)
+    list(map(repeats.reason, several[:100]))  # the empty tables, once
+    tracemalloc.start()
+    list(map(repeats.reason, several[100:]))
+    each = tracemalloc.get_traced_memory()[0] / 500
+    tracemalloc.stop()
+    print(f"{kind:5} {each:6,.0f} bytes a row, {each / 1000:.2f} GB for a million rows")
+
+# %% [markdown]
+# For millions of rows use `exact`, or near duplicates shard by shard, on a machine of its own.
+#
+# ## 5. The production switch
+# Each step is a field of the recipe, all are off, and each says in the report what it took away.
+
+# %%
+cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
+report = run.train(with_settings(recipe, cleaned), folder / "run", console=Console(quiet=True))
+counts = report["data"]["train_steps"]
+for step, found in counts.items():
+    print(f"{step:30}{found['rows']:4} books {found['words']:8,} words")
+left_out = ("in another language", "duplicate", "near duplicate")
+assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
+
+# %% [markdown]
+# The same fields clean a stream; then the counts are of what was read by the last step, for a stream never says how
+# much there is. And what is longer than 1 MiB is read, and counted, in pieces that end at a blank line.
+#
+# **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
+# always right. So `data.shuffle_documents=0.5` adds copies with the documents in another order, and the labels follow.
+# `data.drop_cited` takes away what was cited and lets the copy refuse. A copy that breaks the contract, or scores lower
+# than its row, is not made.
+
+# %%
+chat = next(row for row in sources.find("nguzo_saba", "train").rows if "[2]" in row.messages[-1]["content"])
+answers = {"as it is": chat} | dict(Augment({"shuffle_documents": 1, "drop_cited": 1}, seed=0).copies(chat))
+for kind, copy in answers.items():
+    said = json.loads(copy.messages[-1]["content"])["answer"]["text"]
+    print(f"{kind:18} {labels(said)!s:8} {said[:88]}")
+
+
+# %% [markdown]
+# ## 6. Where it breaks
+# **The evaluation loss is wonderful.** The test's rows are in the training data: the same question, or the same with
+# another name. A hash sees the first kind only. Cure: `data.leakage`, which warns unless you say otherwise. It compares
+# what is *asked*; the form of the answers is the same in all rows.
+
+# %%
+test = sources.find("nguzo_saba", "eval").rows
+guard = Guard(test)
+
+
+def asks(row, old, new):
+    turns = tuple({**turn, "content": turn["content"].replace(old, new)} for turn in row.messages)
+    return Chat(turns, "", "", "planted")
+
+
+planted = [asks(row, old, new) for row in test for old, new in (("Ujima", "Imani"), ("Montgomery", "Mobile"),
+           ("NAACP", "SNCC"), ("mkeka", "kinara")) if old in row.messages[-2]["content"]]  # fmt: skip
+same = {similar.digest(row.content.split()) for row in test}
+print(f"{len(planted)} test rows under another name: a hash finds "
+      f"{sum(similar.digest(row.content.split()) in same for row in planted)}, "
+      f"the guard {sum(guard.find(row) is not None for row in planted)}")  # fmt: skip
+assert all(map(guard.find, planted))
+assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
+
+# %% [markdown]
+# In the real data the guard finds 15 of the 107 training rows. Two of the 27 test questions are in training word for
+# word, six more with another name or number in them ("How many people celebrate Kwanzaa in France?").
+#
+# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer. `datasets`
+# says so in its documentation: what is in the buffer is lost. Cure: shuffle shards, and rows inside a shard.
+
+
+# %%
+def numbered(shards):
+    for rows in shards:
+        yield from ({"n": n} for n in rows)
+
+
+def buffered():
+    return IterableDataset.from_generator(numbered, gen_kwargs={"shards": ten}).shuffle(seed=3, buffer_size=20)
+
+
+before, after = buffered(), buffered()
+seen = [row["n"] for row in islice(before, 37)]
+after.load_state_dict(before.state_dict())
+lost = set(range(100)) - {*seen, *(row["n"] for row in after)}
+print(f"{len(lost)} of 100 rows are lost")
+assert lost
+
+# %% [markdown]
+# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls as it should, in half as
+# many different rows. Cure: divide by lanes, as above, or `split_dataset_by_node`.
+#
+# ## 7. Exercises
+# 1. **Predict.** A book of 100,000 tokens, rows of 2,048, overlap 256. How many rows?
+# 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
+#    `renumber(text, order)`, which puts the new numbers into labels such as [2] and [1][3]. (Two `replace` in a row
+#    will not do: try 1 and 2 changing places.)
+# 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
+#    similarity 0.8 meet in nine cases of ten?
+
+# %% tags=["exercise"]
+rows_of_the_book = None
+
+
+def renumber(text, order):
+    """FILL ME IN."""
+
+
+numbers_in_a_band = None
+
+
+# %% tags=["hide-input"]
+def of_renumbering(answer):
+    found = answer("It began in 1966 [1]. It has seven days [3][2]; see [2].", [2, 1, 3])
+    if found is None:
+        raise NotImplementedError
+    assert "1966" in found, "a year is no label"
+    assert found == "It began in 1966 [2]. It has seven days [3][1]; see [1].", f"it says {found!r}"
+
+
+of_rows = course.about(
+    -(-(100_000 - 256) // (2048 - 256)), "the first row brings 2,048 new tokens, each other one 1,792"
+)
+course.check(1, rows_of_the_book, of_rows)
+course.check(2, renumber, of_renumbering)
+course.check(3, numbers_in_a_band, course.about(8, "1 - (1 - 0.8^r)^(128 / r)"))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# rows_of_the_book = -(-(100_000 - 256) // (2048 - 256))  # 56
+#
+#
+# def renumber(text, order):
+#     import re
+#
+#     new = {old: place for place, old in enumerate(order, 1)}
+#     return re.sub(r"\[(\d+)\]", lambda found: f"[{new[int(found[1])]}]", text)
+#
+#
+# numbers_in_a_band = 8  # 0.95; with 16 it is 0.20
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** what a list of all rows takes: ten times the text.
+# - **Costs** a pass beforehand where duplicates are to go, and some kilobytes for each row that near ones are held
+#   against.
+# - **As good as** a list: each row once a pass, the same steps for any number of processes, also over a stop.
+# - **When**: the data does not fit memory, or reading it all takes longer than you want to wait.
+# - **When not**: with rows that fit. Packing needs to see all of them, epochs can be counted, and errors come at once.
+#
+# ## Sources
+# - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,
+#   Ullman, *Mining of Massive Datasets*, chapter 3 (bands).
+# - Lee et al. 2022, *Deduplicating Training Data Makes Language Models Better*, arXiv 2107.06499.
+# - Brown et al. 2020, arXiv 2005.14165, appendix C (test data in the training data).
+# - datasets 5.2, `IterableDataset.state_dict`: what a shuffle buffer loses.
+# - Ours: `cria_tricks/data/similar.py`, `stream.py`, `shards.py`, `survey.py`; `tests/data/test_stream.py`.

@@ -1,0 +1,155 @@
+"""Every step leaves out what it says, says how much that was, and is off unless asked for."""
+
+import json
+
+import pytest
+
+from cria_tricks.data.chat import Chat
+from cria_tricks.data.prepare import Prepare
+from cria_tricks.data.sieve import Sieve
+from cria_tricks.data.similar import Repeats
+from cria_tricks.data.tally import Tally, warnings
+from cria_tricks.errors import BadInput
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+from cria_tricks.tricks import resolve
+
+ENGLISH = "The harvest was good this year, and everybody came to the hall in the evening."
+FRENCH = "La récolte était bonne cette année, et tout le monde est venu à la salle le soir."
+HELD_OUT = Chat((), "How many people came to the hall?", "Nine.", "eval.jsonl:1")
+
+
+def text(content: str, where: str = "train.jsonl:1") -> Chat:
+    return Chat((), "", "", where, content)
+
+
+def counts(rows, *settings: str, held_out=(HELD_OUT,), near: bool | None = None) -> dict[str, int]:
+    tally, recipe = Tally(), with_settings(Recipe(), settings)
+    repeats = None if near is None else Repeats(near).reason
+    kept = list(Prepare(recipe, held_out)(rows, tally, repeats))
+    assert len(kept) == tally.rows["kept"]
+    assert sum(tally.rows.values()) == 2 * tally.rows["read"] + tally.rows["in the evaluation set, and kept"]
+    return {step: entry["rows"] for step, entry in tally.to_dict().items()}
+
+
+def test_nothing_is_left_out_unless_asked_for():
+    assert counts([text("a"), text("a"), text(FRENCH)]) == {"read": 3, "kept": 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["data.min_words=3"], "shorter than data.min_words"),
+        (["data.max_words=20"], "longer than data.max_words"),
+        (["data.language=en"], "in another language"),
+    ],
+)
+def test_a_filter_leaves_out_what_it_says(settings, reason):
+    rows = [text("Good morning"), text(f"{ENGLISH} {ENGLISH}"), text(FRENCH), text(ENGLISH)]
+    assert counts(rows, *settings)[reason] == 1
+
+
+def test_duplicates_are_looked_for_among_rows_that_are_kept():
+    rows = [text("Good day"), text("Good day"), text(ENGLISH), text(ENGLISH.upper()), text(ENGLISH.upper())]
+    assert counts(rows, "data.min_words=3", near=False) == {
+        "read": 5, "shorter than data.min_words": 2, "kept": 1, "duplicate": 2,
+    }  # fmt: skip
+
+
+LEAKING = [Chat((), f"How many people came to the {place}?", "Ten.", f"train.jsonl:{n}") for n, place in
+           enumerate(("hall", "harbour", "river"), 1)]  # fmt: skip
+"""One is the evaluation row, two are with another place in it."""
+
+
+@pytest.mark.parametrize(
+    ("leakage", "found"),
+    [
+        ("ignore", {"read": 4, "kept": 4}),
+        ("warn", {"read": 4, "kept": 4, "in the evaluation set, and kept": 3}),
+        ("drop", {"read": 4, "kept": 1, "in the evaluation set": 3}),
+    ],
+)
+def test_a_planted_evaluation_row_is_seen_exact_and_with_another_name(leakage, found):
+    other = Chat((), "Who built the hall, and when?", "Ruth.", "train.jsonl:4")
+    assert counts([*LEAKING, other], f"data.leakage={leakage}") == found
+
+
+def test_leakage_as_an_error_names_both_rows():
+    with pytest.raises(BadInput, match=r"train.jsonl:2 is nearly eval.jsonl:1 \(similarity 0\.\d\d\); take it out"):
+        counts(LEAKING[1:], "data.leakage=error")
+
+
+def test_the_first_row_that_leaks_is_said_at_once():
+    said = []
+    sieve, tally = Sieve(Recipe().data, [HELD_OUT], said.append), Tally()
+    assert all(sieve.keeps(row, tally) for row in LEAKING)
+    assert said == ["train.jsonl:1 is eval.jsonl:1"]
+    assert "3 training rows ask what an evaluation row asks" in warnings(tally, Recipe().data)[0]
+
+
+def test_a_tally_goes_through_json():
+    tally = Tally()
+    for step in ("read", "read", "kept"):
+        tally.count(step, text("two words"))
+    again = Tally(json.loads(json.dumps(tally.to_dict())))
+    again.count("read", text("x"))
+    assert again.to_dict() == {"read": {"rows": 3, "words": 5}, "kept": {"rows": 1, "words": 2}}
+
+
+def test_augmentation_without_effect_is_said():
+    settings = with_settings(Recipe(), ["data.drop_uncited=0.5"]).data
+    assert "data.drop_uncited has no effect" in warnings(Tally(), settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.overlap=64", "data.max_length=64"], "set data.overlap below data.max_length"),
+        (["data.min_words=9", "data.max_words=8"], "no row can be both"),
+        (["data.stream=true"], "set train.max_steps"),
+        (["data.stream=true", "train.max_steps=2", "tricks.packing=true"], "set tricks.packing=false"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_every_command(settings, said):
+    with pytest.raises(BadInput, match=said):
+        resolve(with_settings(Recipe(), settings))
+
+
+def test_a_language_that_cannot_be_told_is_refused():
+    with pytest.raises(BadInput, match=r"data.language=xx: cannot be told from others; there are .*\ben\b"):
+        Sieve(with_settings(Recipe(), ["data.language=xx"]).data, [])
+
+
+def test_a_run_on_texts_reports_what_it_left_out(tmp_path, run_cria):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, content in (
+        ("a", f"{ENGLISH}\n" * 20),
+        ("b", f"{FRENCH}\n" * 20),
+        ("c", f"{ENGLISH}\n" * 20),
+        ("d", "x"),
+    ):
+        (folder / f"{name}.txt").write_text(content)
+    (tmp_path / "eval.txt").write_text("Ruth Adeyemi carved the kinara in 1969, and it holds seven candles.")
+    recipe = with_settings(
+        Recipe(),
+        [
+            "model=random:tiny", "tricks.peft=lora", "lora.r=2", "train.max_steps=2", "data.max_length=64",
+            f"data.train={folder}", f"data.eval={tmp_path / 'eval.txt'}", "data.overlap=8", "data.min_words=3",
+            "data.language=en", "data.duplicates=near",
+        ],
+    )  # fmt: skip
+    report = train(recipe, tmp_path / "run")
+    steps = {step: entry["rows"] for step, entry in report["data"]["train_steps"].items()}
+    assert steps == {
+        "read": 4, "kept": 1, "in another language": 1, "duplicate": 1, "shorter than data.min_words": 1,
+    }  # fmt: skip
+    assert report["data"]["train_trained_tokens"] == report["data"]["train_tokens"] - 8 * (
+        report["data"]["train_rows"] - 1
+    ) - 1  # fmt: skip
+    assert "| in another language | 1 |" in (tmp_path / "run" / "report.md").read_text()
+    code, _, said = run_cria(
+        "train", "--set", "model=random:tiny", "--set", f"data.train={folder}", "--set", "data.min_words=1000"
+    )
+    assert code == 2
+    assert "4 shorter than data.min_words; 0 kept, so there is nothing to train on" in said
