@@ -218,39 +218,6 @@ class Hub:
 Streamed = Lines | Texts | Hub
 
 
-def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
-    """A ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
-
-    Args:
-        source: what is read.
-        seed: of the order.
-        mine: which lanes to return.
-
-    Raises:
-        BadInput: if there are fewer shards than lanes.
-    """
-    from datasets import IterableDataset
-    from datasets.distributed import split_dataset_by_node
-
-    if isinstance(source, Hub):
-        return [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
-    shards: list[Any] = source.shards()
-    if len(shards) < source.lanes:
-        raise too_few(source.lanes)
-    order = np.random.default_rng(seed).permutation(len(shards))
-    kwargs = {"shards": [shards[index] for index in order], "seed": seed}
-    whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
-    return [whole.shard(source.lanes, lane, contiguous=False) for lane in mine]
-
-
-def too_few(lanes: int) -> BadInput:
-    """What to say when a lane would stay empty."""
-    return BadInput(
-        f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
-        "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"
-    )
-
-
 def open_stream(name: str, lanes: int) -> Streamed:
     """Find what ``data.train`` names, without reading it.
 

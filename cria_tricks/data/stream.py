@@ -4,9 +4,6 @@ A step takes k micro-batches, and the stream has k lanes: micro-batch i of every
 shards of its own. N processes take k / N lanes each, number r, r + N, r + 2 N, ... So each process reads its part only,
 a step has the same rows for any N, and a run may go on with another N. A lane that comes to its end begins again, with
 its shards in another order.
-
-The position of a lane is the state that ``datasets`` keeps of its data set, and how many rows of the last item were
-given: an item is a row of a file, which may become several, or one shard of texts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,66 +16,16 @@ from rich.console import Console
 
 from cria_tricks.data import survey
 from cria_tricks.data.chat import Chat
+from cria_tricks.data.lanes import Lane, Row, datasets_of
 from cria_tricks.data.prepare import Prepare
-from cria_tricks.data.shards import Hub, Streamed, datasets_of, too_few
+from cria_tricks.data.shards import Hub, Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.data.tally import CUT, DROPPED, Tally
-from cria_tricks.data.tokens import chunks, document, token_row, trained
+from cria_tricks.data.tokens import chunks, document, token_row
 from cria_tricks.errors import BadInput
 from cria_tricks.parallel.world import World
 from cria_tricks.progress import counted
 from cria_tricks.recipe import Recipe
-
-Row = dict[str, list[int]]
-
-
-class Lane:
-    """The rows of one lane, for ever.
-
-    Args:
-        dataset: a ``datasets.IterableDataset`` of items.
-        read: makes the rows of an item, and counts what it leaves out.
-        shuffles: whether shards come in another order with each pass.
-        lanes: how many there are, for an error.
-    """
-
-    def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[Row]], shuffles: bool, lanes: int):
-        self.dataset, self.read, self.shuffles, self.lanes = dataset, read, shuffles, lanes
-        self.before: Any = None
-        self.epoch = self.given = self.in_epoch = self.rows = self.tokens = self.trained = 0
-        self.tally = Tally()
-
-    def __iter__(self) -> Iterator[Row]:
-        while True:
-            if self.shuffles:
-                self.dataset.set_epoch(self.epoch)
-            self.dataset.load_state_dict(self.before)
-            for item in self.dataset:
-                rows = self.read(item, Tally() if self.given else self.tally)  # counted when it was read first
-                while self.given < len(rows):
-                    self.given += 1
-                    yield self._counted(rows[self.given - 1])
-                self.before, self.given = self.dataset.state_dict(), 0
-            if not self.in_epoch:
-                raise too_few(self.lanes)
-            self.epoch, self.before, self.in_epoch = self.epoch + 1, None, 0
-
-    def _counted(self, row: Row) -> Row:
-        self.in_epoch, self.rows = self.in_epoch + 1, self.rows + 1
-        self.tokens, self.trained = self.tokens + len(row["input_ids"]), self.trained + trained(row)
-        return row
-
-    NUMBERS = ("before", "epoch", "given", "in_epoch", "rows", "tokens", "trained")
-
-    def state(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return {name: getattr(self, name) for name in self.NUMBERS} | {"tally": self.tally.to_dict()}
-
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Be where another lane was when its state was taken."""
-        for name in self.NUMBERS:
-            setattr(self, name, state[name])
-        self.tally = Tally(state["tally"])
 
 
 class Stream(torch.utils.data.IterableDataset):

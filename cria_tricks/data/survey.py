@@ -5,13 +5,14 @@ again. So the first process reads everything once, in the source's order, and ke
 out. The result lies in the run's folder, tied to the source and the settings, and a resumed run takes it from there.
 """
 
-import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from cria_tricks import durable
 from cria_tricks.data.chat import Chat
@@ -19,7 +20,7 @@ from cria_tricks.data.prepare import Prepare
 from cria_tricks.data.similar import Repeats, digest
 from cria_tricks.data.tally import Tally
 
-FILE = "duplicates.npz"
+FILE = "duplicates.safetensors"
 REASONS = ("duplicate", "near duplicate")
 
 
@@ -59,17 +60,16 @@ def survey(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Survey:
 
 def write(file: Path, found: Survey, about: dict[str, Any]) -> None:
     """Keep a survey, and of what it is."""
-    content = io.BytesIO()
-    np.savez(content, places=found.places, reasons=found.reasons, about=np.array(json.dumps(about)))
-    durable.write_file(file, content.getvalue())
+    columns = {"places": found.places, "reasons": found.reasons}
+    durable.write_file(file, save(columns, metadata={"about": json.dumps(about)}))
 
 
 def read(file: Path, about: dict[str, Any]) -> Survey | None:
     """Take a survey that was kept; ``None`` if there is none, or it is of something else, or damaged."""
     try:
-        with np.load(file, allow_pickle=False) as kept:
-            if json.loads(str(kept["about"])) != json.loads(json.dumps(about)):
-                return None
-            return Survey(kept["places"], kept["reasons"])
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
+        with safe_open(file, "numpy") as kept:
+            if json.loads(kept.metadata()["about"]) == json.loads(json.dumps(about)):
+                return Survey(kept.get_tensor("places"), kept.get_tensor("reasons"))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        pass
+    return None
