@@ -45,6 +45,19 @@ def cited(row) -> list[str]:
     return [titles[label] for label in labels(row.reference.text)]
 
 
+def places(entries, row) -> list[int]:
+    """Which document, by its place in the prompt, each source or search result is about."""
+    about = [(entry.get("metadata") or {}) | entry for entry in entries]
+    return [
+        next(
+            place
+            for place, document in enumerate(row.prompt.documents)
+            if document.url == entry["canonical_url"] or document.title.startswith(entry["citation_label"] + ":")
+        )
+        for entry in about
+    ]
+
+
 def hold(found: dict[str, list]) -> None:
     for kind, pairs in found.items():
         for row, copy in pairs:
@@ -53,12 +66,11 @@ def hold(found: dict[str, list]) -> None:
             assert set(copy.reference.counts()) <= set(row.reference.counts()) <= set(VIOLATIONS)
             assert copy.prompt.query == row.prompt.query
             assert [d.number for d in copy.prompt.documents] == list(range(1, len(copy.prompt.documents) + 1))
-            addresses = [d.url or d.title for d in copy.prompt.documents]
-            listed = [source["canonical_url"] for source in copy.reference.sources]
-            assert [url for url in addresses if url in listed] == [url for url in listed if url in addresses]
             results = copy.reference.fields["retrieval_summary"]["results"]
             assert len(results) == len(copy.prompt.documents)
             assert [result["rank"] for result in results] == list(range(1, len(results) + 1))
+            assert places(results, copy) == list(range(len(results)))
+            assert places(copy.reference.sources, copy) == sorted(places(copy.reference.sources, copy))
     for row, copy in found["shuffle_documents"]:
         assert cited(copy) == cited(row)
         assert [d.title for d in copy.prompt.documents] != [d.title for d in row.prompt.documents]
