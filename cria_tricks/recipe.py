@@ -261,7 +261,8 @@ def _unknown(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, [*tables, *known], n=1, cutoff=0.5)
     if not near:  # "max_steps" means "train.max_steps"
         near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    here = [name for name in known if name.startswith(f"{key.partition('.')[0]}.")]
+    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(here or known)}"
     return f"unknown field {key}{hint}"
 
 
