@@ -64,7 +64,7 @@ def make(folder: Path, megabytes: float, seed: int = 0) -> Counter[str]:
         elif kind == 20:
             name, text = "shorter than data.min_words", "A few words."
         elif number == 1:
-            name, text = "in the evaluation set", book(draw, names, ENGLISH, 20_000)
+            name, text = "in the evaluation set", book(draw, names, ENGLISH, 2_000)
             (folder.parent / "eval.txt").write_text(text)
         else:
             name, text = "kept", book(draw, names, ENGLISH, draw.choice((30_000, 120_000, 400_000)))

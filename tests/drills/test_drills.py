@@ -50,7 +50,7 @@ def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_pa
     assert weights[0].read_bytes() == weights[1].read_bytes()
     with_reason = json.loads((tmp_path / "killed" / "report.json").read_text())["data"]["train_steps"]
     assert with_reason == report["data"]["train_steps"]
-    assert with_reason["read"]["rows"] > 5
+    assert with_reason["read"]["rows"] >= 2
 
     # One whole pass, without the model: what was planted is what is left out.
     from cria_tricks.data import sources

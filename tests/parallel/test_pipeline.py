@@ -359,6 +359,7 @@ RECIPE = with_settings(Recipe(name="mine"), LORA)
         (["tricks.gradient_accumulation=5"], 4, 2, "no more than another one; set tricks.gradient_accumulation=6$"),
         (["tricks.gradient_accumulation=2"], 4, 2, "set tricks.gradient_accumulation=4$"),
         (["train.time_budget=1m"], 2, 1, "train.time_budget in a pipeline: there are no checkpoints to stop at"),
+        (["data.stream=true"], 2, 1, "data.stream=true in a pipeline: .*; set data.stream=false"),
         (["parallel.strategy=ddp"], 2, 1, "parallel.strategy=ddp in a pipeline: it is for cria train; leave it out"),
         *(([f"tricks.peft={kind}"], 2, 1, f"={kind} in a pipeline: {why}; set") for kind, why in NOT_LORA.items()),
     ],
