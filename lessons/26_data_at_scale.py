@@ -75,7 +75,7 @@ folder = Path(place.name)
 # %%
 text = book(3000)
 tracemalloc.start()
-ids = [int(token) for token in tokenizer(text)["input_ids"]]
+ids = tokenizer(text)["input_ids"]
 row = {"input_ids": ids, "labels": list(ids)}
 taken = tracemalloc.get_traced_memory()[0]
 tracemalloc.stop()
@@ -84,10 +84,10 @@ print(f"200 MB would take {200e6 * taken / len(text) / 1e9:.1f} GB")
 assert taken > 5 * len(text)
 
 # %% [markdown]
-# Each number is an object of 28 bytes or more, and each list has 8 bytes to point to it. The text grows tenfold. A
-# hundred times as much text, and no machine that we can rent holds it. So rows must come when they are needed. That is
-# easy. What is hard is everything that used to be easy with a list: shuffle, divide among processes, find what came
-# before, and *stop and go on*.
+# Each number is an object of 28 bytes or more, and each list has 8 bytes to point to it. The text grows tenfold, and
+# a hundred times as much text takes 230 GB. So rows must come when they are needed. That is easy. What is hard is
+# everything that used to be easy with a list: shuffle, divide among processes, find what came before, and *stop and go
+# on*.
 #
 # ## 2. From scratch, in four steps
 # **Cut.** A book is longer than a row. Cut its tokens every $T$, and each piece is a row. How many tokens are never
