@@ -21,7 +21,6 @@ import atexit
 import collections
 import contextlib
 import gzip
-import io
 import json
 import linecache
 import sys
@@ -304,7 +303,7 @@ watched = ["train.monitor_seconds=0.1", "train.profile=true"]
 
 
 def run(name, *more):
-    return train(with_settings(Recipe(), [*settings, *more]), place / name, console=Console(file=io.StringIO()))
+    return train(with_settings(Recipe(), [*settings, *more]), place / name, console=Console(quiet=True))
 
 
 plain = run("plain", "train.monitor_seconds=0")

@@ -159,7 +159,7 @@ if __name__ == "__main__":
     with world.joined(timeout=60):
         train(Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 '''
-(folder / "survivor.py").write_text(CODE)
+_ = (folder / "survivor.py").write_text(CODE)
 
 
 # %% [markdown]
