@@ -162,6 +162,7 @@ def test_an_evaluation_does_not_change_the_gradients_after_it(tiny_model, monkey
 
 
 def test_bitsandbytes_does_not_tell_of_a_package_that_nothing_here_needs(caplog):
+    caplog.set_level(logging.WARNING, "bitsandbytes")
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
     logger.warning("something else")

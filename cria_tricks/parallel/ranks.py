@@ -46,7 +46,7 @@ class Ranks:
         pipes = [Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
         theirs = [end.fileno() for _, end in pipes]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+        place = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         self._first = subprocess.Popen(
             [sys.executable, "-m", "cria_tricks.parallel.ranks", *map(str, theirs)],
             pass_fds=theirs,
@@ -116,6 +116,7 @@ def _start(numbers: list[int]) -> None:
     os.dup2(2, 1)  # what a function prints is not what a notebook shows
     import cria_tricks.trainer  # noqa: F401
 
+    os.environ["MASTER_PORT"] = str(_free_port())  # only now: seconds later another program might have it
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     for other, number in enumerate(numbers):
         if other != rank:
