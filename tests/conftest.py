@@ -113,3 +113,12 @@ def real_data() -> Path:
     if not (folder / "kwanzaa_train.jsonl").is_file():
         pytest.skip(f"no copy of the real data in {folder}; set CRIA_KWANZAA")
     return folder
+
+
+@pytest.fixture
+def hub():
+    """A stand-in of the hub."""
+    from tests.hub import Hub
+
+    with Hub() as stand_in:
+        yield stand_in

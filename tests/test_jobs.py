@@ -17,7 +17,7 @@ from cria_tricks.memory import bill
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipes import kwanzaa
-from tests.hub import TOKEN, Hub, Repo
+from tests.hub import TOKEN, Repo
 
 REQUESTS = [
     ("GET", "/api/jobs/hardware"),
@@ -155,12 +155,6 @@ def test_the_command_installs_trains_and_publishes_and_ends_where_something_fail
     assert (tmp_path / "whole" / "recipe.toml").read_text() == job.environment["CRIA_RECIPE"]
     assert len(ran(job.script, tmp_path / "failed", dict(job.environment), fails="train")) == 3
     assert "cria publish run/model me/mine" in prepare("baseline").script
-
-
-@pytest.fixture
-def hub():
-    with Hub() as hub:
-        yield hub
 
 
 @pytest.fixture

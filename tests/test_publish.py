@@ -14,7 +14,7 @@ from cria_tricks.artifact import verify
 from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.errors import BadInput, redacted
 from cria_tricks.publish import prepare
-from tests.hub import TOKEN, Hub, Repo
+from tests.hub import TOKEN, Repo
 
 
 @pytest.fixture
@@ -30,12 +30,6 @@ def sealed(folder: Path) -> Path:
     (folder / "manifest.json").unlink()
     durable._write_manifest(folder)
     return folder
-
-
-@pytest.fixture
-def hub():
-    with Hub() as hub:
-        yield hub
 
 
 @pytest.fixture

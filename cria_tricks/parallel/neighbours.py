@@ -17,7 +17,7 @@ def find(store: Any, number: int, size: int) -> list[int]:
     """The numbers that this machine's system gave the other processes."""
     here = socket.gethostname()
     store.set(f"place/{number}", f"{here} {os.getpid()}")
-    places = [store.get(f"place/{other}").decode().split() for other in range(size)]
+    places = [store.get(f"place/{other}").decode().split() for other in range(size) if other != number]
     return [int(process) for host, process in places if host == here]
 
 
