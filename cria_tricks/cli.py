@@ -16,6 +16,7 @@ from cria_tricks.console import Aside
 from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, is_out_of_memory
 from cria_tricks.last_words import leave, unforeseen
 from cria_tricks.parallel import world
+from cria_tricks.startup import end_at_once, importing
 
 if TYPE_CHECKING:
     from cria_tricks.hardware.advice import Advice, Option
@@ -49,7 +50,8 @@ def train(
     from cria_tricks.recipe import with_settings
 
     wanted = with_settings(recipes.get(recipe), settings or [])
-    from cria_tricks.run import train as run  # torch comes with it: what was wrong so far need not wait for that
+    with importing():  # torch comes with it: what was wrong so far need not wait for that
+        from cria_tricks.run import train as run
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
         report = run(wanted, out, resume=resume, console=aside)
@@ -313,7 +315,8 @@ def doctor(
 
 def _selftest(as_json: bool) -> None:
     aside.print("looking for failures that raise nothing; it takes some ten seconds")
-    from cria_tricks import selftest
+    with importing():
+        from cria_tricks import selftest
 
     with contextlib.redirect_stdout(sys.stderr):
         found = selftest.examine()
@@ -555,6 +558,7 @@ def _ask() -> str:
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
+    end_at_once()
     world.see_one_card()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:

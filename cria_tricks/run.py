@@ -24,6 +24,7 @@ from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.parallel.world import World
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.startup import importing
 from cria_tricks.tricks import resolve, still_off
 
 if TYPE_CHECKING:
@@ -79,18 +80,18 @@ def _train(
     for sentence in plan.warnings:
         console.print(f"warning: {sentence}")
 
-    # Only now the heavy libraries: what was wrong so far took a second to say.
-    from transformers import set_seed
+    with importing():  # only now the heavy libraries: what was wrong so far took a second to say
+        from transformers import set_seed
 
-    from cria_tricks import artifact, card, models, profiling, provenance, report
-    from cria_tricks.data.prepare import eval_rows, train_rows
-    from cria_tricks.data.stream import Stream
-    from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
-    from cria_tricks.measure import Meter, every_tensor
-    from cria_tricks.monitor import Monitor
-    from cria_tricks.parallel import sharded
-    from cria_tricks.progress import ShowProgress
-    from cria_tricks.trainer import fit
+        from cria_tricks import artifact, card, models, profiling, provenance, report
+        from cria_tricks.data.prepare import eval_rows, train_rows
+        from cria_tricks.data.stream import Stream
+        from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
+        from cria_tricks.measure import Meter, every_tensor
+        from cria_tricks.monitor import Monitor
+        from cria_tricks.parallel import sharded
+        from cria_tricks.progress import ShowProgress
+        from cria_tricks.trainer import fit
 
     quiet_libraries()
     weights = models.find(recipe.model)

@@ -1,5 +1,6 @@
 """What many tests share: a two-layer Llama on disk, fixed rows, SmolLM2's tokenizer, the real data if it is there."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
+
+
+def pytest_collection_finish(session):
+    """Leave the libraries' million objects to themselves: the Trainer collects garbage before and after each run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,8 @@ def threads(request):
 @pytest.mark.parametrize("setting", ["tricks.quantization=none", "tricks.quantization=nf4"])
 def test_stopped_at_any_step_and_resumed_is_the_uninterrupted_run(setting, threads, tiny_model, rows, tmp_path):
     """Five rows an epoch, seven steps: stops fall inside epochs and at their ends, on saves and between them."""
-    _stop_and_resume(setting, range(1, 8), tiny_model, rows, tmp_path)
+    steps = range(1, 8) if threads == 1 else (3, 4, 5)  # a stop of each kind
+    _stop_and_resume(setting, steps, tiny_model, rows, tmp_path)
 
 
 @pytest.mark.parametrize(

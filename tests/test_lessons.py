@@ -1,4 +1,4 @@
-"""Lessons run from top to bottom: as plain scripts in a fresh process, and as notebooks in a real kernel."""
+"""Lessons run from top to bottom in a real kernel, and the last as a plain script too, on the wheel alone."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from cria_tricks.catalogue import CONFIGS
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
-from tools import notebooks
+from tools import executed, notebooks
 
 CAPSTONE = notebooks.LESSONS / "17_kwanzaa.py"
 UNSET = 'MIRROR = ""'
@@ -86,36 +86,37 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
 
 
 LESSONS = [path for path in notebooks.lessons() if path != CAPSTONE]
-WRONG = json.loads(Path(__file__).with_name("wrong_answers.json").read_text(encoding="utf-8"))
+WRONG = json.loads(executed.WRONG.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-def test_a_lesson_runs_as_a_script_and_its_checks_tell_right_from_wrong(lesson, alone):
-    """In a fresh process, in an empty folder, without a network; and it leaves nothing there."""
-    wrong = WRONG[lesson.stem]
-    (alone / "wrong.json").write_text(json.dumps(wrong), encoding="utf-8")
-    command = [
-        sys.executable,
-        Path(__file__).with_name("lesson.py"),
-        lesson,
-        alone / "wrong.json",
-        alone / "found.json",
-    ]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=alone / "work", env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "no committed results" not in done.stdout
-    found = json.loads((alone / "found.json").read_text(encoding="utf-8"))
+def test_a_lesson_runs_and_its_checks_tell_right_from_wrong(lesson):
+    """In a fresh kernel, in an empty folder, without a network; the run is the one that its page shows."""
+    book = executed.execute(lesson)
+    said = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", ()))
+    assert "no committed results" not in said
+    found = dict(book.metadata[executed.FOUND])
     for bench, *both in found.pop("on a GPU"):
         assert (notebooks.ROOT / "benchmarks" / f"bench_{bench}.py").exists()
         for words in both:
             resolve(with_settings(Recipe(), settings_of(words, T4)), T4)  # raises what a T4 cannot run
+    assert found.pop("left behind") == []
     assert found.pop("as it stands") == [[1, "not yet"], [2, "not yet"], [3, "not yet"]]
     assert found.pop("solutions") == [[1, "right"], [2, "right"], [3, "right"]]
-    assert len(found) == 3
+    assert found.keys() == {"1", "2", "3"}
     for exercise, checks in found.items():
-        assert [int(exercise), "no"] in checks, f"exercise {exercise} takes {wrong[exercise]}"
-    assert not list((alone / "work").iterdir())
+        assert [int(exercise), "no"] in checks, f"exercise {exercise} takes {WRONG[lesson.stem][exercise]}"
+
+
+def test_the_wheel_holds_what_the_lessons_need(installed):
+    """They are run on the repository's package, and pip installs this one."""
+    ours = {path.relative_to(notebooks.ROOT) for path in (notebooks.ROOT / "cria_tricks").rglob("*") if path.is_file()}
+    ours = {path for path in ours if "__pycache__" not in path.parts}
+    results = notebooks.ROOT / "benchmarks" / "results"
+    committed = Path("cria_tricks") / "committed"
+    ours |= {committed / path.relative_to(results) for path in results.rglob("*") if path.is_file()}
+    theirs = {path.relative_to(installed) for path in (installed / "cria_tricks").rglob("*") if path.is_file()}
+    assert theirs == ours
 
 
 @pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)

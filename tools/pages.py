@@ -1,30 +1,20 @@
 """lessons/NN_name.py -> docs/lessons/NN_name.md, with what each cell prints and draws: ``python -m tools.pages``.
 
-What is executed, in a real kernel, is the lesson's notebook as Colab has it; an error anywhere stops the build. What
-came out is kept in ``build/lessons/`` until the lesson, the package or a library changes. The pages are plain Markdown
-with images beside them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this
-file as a hook.
+``executed.py`` executes the lessons; an error anywhere stops the build. The pages are plain Markdown with images beside
+them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this file as a hook.
 """
 
-import functools
-import hashlib
 import html
 import itertools
-import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbconvert import MarkdownExporter
 from nbconvert.preprocessors import Preprocessor
 
@@ -38,48 +28,10 @@ from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import MemoryEstimate, moments
 from cria_tricks.memory.shape import find_shape
 from tools import fit, notebooks
+from tools.executed import KEPT, LessonError, execute, key, plain
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
-KEPT = ROOT / "build" / "lessons"
-SECONDS = 300
-"""After which a cell is stopped."""
-
-
-class LessonError(Exception):
-    """A cell failed."""
-
-
-def execute(lesson: Path) -> nbformat.NotebookNode:
-    """A lesson's notebook with its outputs, from the last run if nothing has changed since.
-
-    Raises:
-        LessonError: naming the lesson, with the end of what the cell said.
-    """
-    text = notebooks.make(lesson)
-    kept = KEPT / f"{lesson.stem}-{_key(text)}.ipynb"
-    if kept.exists():
-        return nbformat.read(kept, as_version=4)
-    book = nbformat.reads(text, as_version=4)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's bars, without widgets
-    with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(book, timeout=SECONDS, resources={"metadata": {"path": folder}}, coalesce_streams=True)
-        try:
-            client.execute(env=environment, stderr=subprocess.DEVNULL)
-        except (CellExecutionError, CellTimeoutError) as error:
-            raise LessonError(f"lessons/{lesson.name}: {_plain(str(error))[-3000:]}") from None
-        where = [folder, sysconfig.get_path("purelib"), str(ROOT)]
-    for cell in book.cells:
-        cell.metadata.pop("execution", None)  # when it ran
-        for output in cell.get("outputs", ()):
-            if output.output_type == "stream":  # where it ran is nobody's business, and another place every time
-                output.text = functools.reduce(lambda text, place: text.replace(f"{place}/", ""), where, output.text)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    for old in KEPT.glob(f"{lesson.stem}-*.ipynb"):
-        old.unlink()
-    nbformat.write(book, kept)
-    return book
 
 
 class ForTheSite(Preprocessor):
@@ -104,7 +56,7 @@ class ForTheSite(Preprocessor):
 
     def _output(self, output: Any, resources: Any) -> str:
         if output.output_type == "stream":
-            text = _plain(output.text)
+            text = plain(output.text)
             return _fence(text, f"{{ .text .no-copy .output .{output.name} }}") if text.strip() else ""
         if output.output_type == "error":
             raise LessonError(f"lessons/{self.stem}.py: {output.ename}: {output.evalue}")
@@ -201,7 +153,7 @@ def fill_map() -> None:
 
 def tabulate() -> None:
     """Write the tables of "Will it fit?", unless they are there and nothing has changed since."""
-    kept = KEPT.parent / "fit" / _key(Path(fit.__file__).read_text(encoding="utf-8"))
+    kept = KEPT.parent / "fit" / key(Path(fit.__file__).read_text(encoding="utf-8"))
     if kept.exists() and (fit.HERE / "index.json").exists():
         return
     subprocess.run([sys.executable, "-m", "tools.fit"], cwd=ROOT, check=True)
@@ -228,17 +180,6 @@ def on_pre_build(config: Any) -> None:
         raise PluginError(str(error)) from None
 
 
-def _key(text: str) -> str:
-    """Changes with a text, the package, its results and the libraries."""
-    found = hashlib.sha256(text.encode())
-    of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
-    for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), Path(__file__)]):
-        found.update(path.read_bytes())
-    for name in ("torch", "transformers", "peft", "bitsandbytes", "matplotlib"):
-        found.update(f"{name} {version(name)}".encode())
-    return found.hexdigest()[:16]
-
-
 def _markdown(source: str) -> str:
     """Links as they are from a page of the site, and Markdown inside of what folds."""
     source = re.sub(
@@ -251,10 +192,6 @@ def _markdown(source: str) -> str:
 def _fence(text: str, kind: str) -> str:
     ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
     return f"{ticks} {kind}\n{text.rstrip()}\n{ticks}"
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 if __name__ == "__main__":

@@ -109,13 +109,11 @@ def refuse_cube(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> None:
 
 def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: Mapping[str, int]) -> tuple[Loop, Run]:
     """Train on rows in all processes; each returns its part and the same losses."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     from cria_tricks.parallel.pipeline_fit import fit
 
     plan, loaded = _loaded(recipe)
     config = loaded.model.config
-    mesh = init_device_mesh(plan.device.kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = processes.grid(plan.device.kind, **sizes)
     widths = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     tensor.refuse_undivided(recipe.model, *widths, sizes["tensor"])
     tensor.split(loaded.model, mesh["tensor"])

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cria_tricks.arguments import training_arguments
 from cria_tricks.hardware.kernels import WatchAttention
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.parallel.pipeline_loop import Loop
 from cria_tricks.parallel.pipeline_part import Window, cut_windows
-from cria_tricks.parallel.world import World
+from cria_tricks.parallel.world import World, grid
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.trainer import Run
@@ -63,7 +63,7 @@ def fit(
     settings, k = recipe.train, recipe.tricks.gradient_accumulation
     train_rows = pack(rows["train"], plan.collator["packed_length"]) if plan.collator else rows["train"]
     arguments = training_arguments(plan, settings, len(train_rows), True, folder, None)
-    mesh = mesh or init_device_mesh(plan.device.kind, (world.data, len(parts)), mesh_dim_names=("data", "stage"))
+    mesh = mesh or grid(plan.device.kind, data=world.data, stage=len(parts))
     loop = kind(model, plan, arguments, mesh, k // world.data, parts, schedule)
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     meter.track(every_tensor(model))

@@ -10,6 +10,7 @@ process does it and forks the others, and all of them stay. They have one core e
 """
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -116,6 +117,7 @@ def _start(numbers: list[int]) -> None:
     os.dup2(2, 1)  # what a function prints is not what a notebook shows
     import cria_tricks.trainer  # noqa: F401
 
+    gc.freeze()  # no collection of garbage goes through the libraries, or copies their pages for each process
     os.environ["MASTER_PORT"] = str(_free_port())  # only now: seconds later another program might have it
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     for other, number in enumerate(numbers):

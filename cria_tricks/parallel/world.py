@@ -7,6 +7,7 @@ of one process (the losses, the order of the rows, the checkpoints) is decided i
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,10 +55,7 @@ class World:
         """
         if processes() == 1:
             return cls()
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(device, (data, processes() // data), mesh_dim_names=("data", "tensor"))
-        return cls(rank(), processes(), data, mesh)
+        return cls(rank(), processes(), data, grid(device, data=data, tensor=processes() // data))
 
     @property
     def tensor(self) -> int:
@@ -127,6 +125,17 @@ class World:
         found: list[Any] = [None] * self.size if self.is_first else []
         dist.gather_object(value, found if self.is_first else None)
         return found
+
+
+@functools.cache
+def grid(device: str, **sizes: int) -> "DeviceMesh":
+    """The processes that have joined, as a grid with these axes; the same one when it is asked for again.
+
+    Every grid has groups of its own along each axis, and with gloo every group has threads, which stay.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def processes() -> int:

@@ -26,16 +26,19 @@ def base(tmp_path_factory) -> list[str]:
     ]  # fmt: skip
 
 
+TWENTY = ("train.max_steps=20", "train.eval_steps=10", "train.save_steps=20")
+
+
 @pytest.fixture(scope="module")
 def alone(base, tmp_path_factory) -> dict:
     """Twenty steps in one process."""
-    return steps.train([*base, "train.max_steps=20"], tmp_path_factory.mktemp("alone") / "run")
+    return steps.train([*base, *TWENTY], tmp_path_factory.mktemp("alone") / "run")
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4)])
 def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, alone, request, tmp_path):
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
-    settings = [*base, "train.max_steps=20", f"parallel.strategy={strategy}"]
+    settings = [*base, *TWENTY, f"parallel.strategy={strategy}"]
     report, *others = ranks.run(steps.train, settings, tmp_path / "run")
     assert all(other == report for other in others)
     assert len(report["history"]) == len(alone["history"])

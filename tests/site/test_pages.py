@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools import notebooks, pages
+from tools import executed, notebooks, pages
 
 LESSON = """\
 # %% [markdown]
@@ -24,14 +24,14 @@ course.show(lambda theme: course.figure()[0], "Figure 1. Nothing, in two colours
 @pytest.fixture
 def lesson(tmp_path, monkeypatch):
     """A lesson of its own, away from what is kept."""
-    monkeypatch.setattr(pages, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(executed, "KEPT", tmp_path / "kept")
     path = tmp_path / "01_one.py"
     path.write_text(LESSON)
     return path
 
 
 def test_a_page(lesson):
-    book = pages.execute(lesson)
+    book = executed.execute(lesson)
     text, files = pages.page(lesson, book)
     assert text.startswith('# 1. A lesson\n\n<p class="bar"><a href=')
     assert "[the bill](00_the_bill.md#3-prove-it), see [the map](../map.md)" in text
@@ -42,14 +42,20 @@ def test_a_page(lesson):
     assert 'src="01_one-1-light.svg"' in text
     assert "Figure 1. Nothing, in two colours.</figcaption>" in text
     assert notebooks.INSTALL.splitlines()[0] not in text
-    assert next(pages.KEPT.iterdir()).name.startswith("01_one-")
-    assert pages.page(lesson, pages.execute(lesson)) == (text, files), "what was kept gives another page"
+    assert next(executed.KEPT.iterdir()).name.startswith("01_one-")
+    assert pages.page(lesson, executed.execute(lesson)) == (text, files), "what was kept gives another page"
 
 
 @pytest.mark.parametrize(
-    ("cell", "says"), [("1 / 0", "ZeroDivisionError"), ("40 + 2", "a value nobody asked for")], ids=["error", "value"]
+    ("cell", "says"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("40 + 2", "a value nobody asked for"),
+        ("import urllib.request\nurllib.request.urlopen('http://127.0.0.1:9')", "a lesson went to"),
+    ],
+    ids=["error", "value", "network"],
 )
 def test_a_failing_cell_stops_the_build(lesson, cell, says):
     lesson.write_text(f"{LESSON}\n# %%\n{cell}\n")
-    with pytest.raises(pages.LessonError, match=says):
-        pages.page(lesson, pages.execute(lesson))
+    with pytest.raises(executed.LessonError, match=says):
+        pages.page(lesson, executed.execute(lesson))

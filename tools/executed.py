@@ -1,0 +1,109 @@
+"""A lesson's notebook as Colab has it, executed in a real kernel; once, for its page and for its test.
+
+After the last cell the exercises are answered, where nobody sees it (``tools/exercises.py``). What came out is kept in
+``build/lessons/`` until the lesson, the package or a library changes.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sysconfig
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+from tools import notebooks
+
+ROOT = notebooks.ROOT
+KEPT = ROOT / "build" / "lessons"
+WRONG = ROOT / "tests" / "wrong_answers.json"
+SECONDS = 300
+"""After which a cell is stopped."""
+FOUND, JSON = "exercises", "application/json"
+"""Where in a notebook's metadata is what ``exercises.answer`` found, beside the files left, and how it comes there."""
+
+
+class LessonError(Exception):
+    """A cell failed."""
+
+
+def execute(lesson: Path) -> nbformat.NotebookNode:
+    """A lesson's notebook with its outputs, from the last run if nothing has changed since.
+
+    Raises:
+        LessonError: naming the lesson, with the end of what the cell said.
+    """
+    text, before, after = notebooks.make(lesson), _call("begin()"), _call(f"answer(get_ipython(), {_asked(lesson)!r})")
+    kept = KEPT / f"{lesson.stem}-{key(text + before + after)}.ipynb"
+    if kept.exists():
+        return nbformat.read(kept, as_version=4)
+    book = nbformat.reads(text, as_version=4)
+    book.cells = [nbformat.v4.new_code_cell(before), *book.cells, nbformat.v4.new_code_cell(after)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm's bars, without widgets
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(book, timeout=SECONDS, resources={"metadata": {"path": folder}}, coalesce_streams=True)
+        try:
+            client.execute(env=environment, stderr=subprocess.DEVNULL)
+        except (CellExecutionError, CellTimeoutError) as error:
+            raise LessonError(f"lessons/{lesson.name}: {plain(str(error))[-3000:]}") from None
+        left = sorted(path.name for path in Path(folder).iterdir())
+        where = [folder, sysconfig.get_path("purelib"), str(ROOT)]
+    _, *book.cells, answered = book.cells
+    (book.metadata[FOUND],) = (output.data[JSON] for output in answered.outputs if JSON in output.get("data", ()))
+    book.metadata[FOUND]["left behind"] = left
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+        for output in cell.get("outputs", ()):
+            if output.output_type == "stream":  # where it ran is nobody's business, and another place every time
+                output.text = functools.reduce(lambda text, place: text.replace(f"{place}/", ""), where, output.text)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for old in KEPT.glob(f"{lesson.stem}-*.ipynb"):
+        old.unlink()
+    nbformat.write(book, kept)
+    return book
+
+
+def key(text: str) -> str:
+    """Changes with a text, the package, its results and the libraries."""
+    found = hashlib.sha256(text.encode())
+    of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
+    of_tools = (Path(__file__).with_name(name) for name in ("executed.py", "exercises.py"))
+    for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), *of_tools]):
+        found.update(path.read_bytes())
+    for name in ("torch", "transformers", "peft", "bitsandbytes", "matplotlib"):
+        found.update(f"{name} {version(name)}".encode())
+    return found.hexdigest()[:16]
+
+
+def plain(text: str) -> str:
+    """A text without colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def _call(code: str) -> str:
+    """A cell that leaves no name in the lesson."""
+    return f"__import__('tools.exercises').exercises.{code}"
+
+
+def _asked(lesson: Path) -> dict[str, list[str] | dict[str, str]]:
+    """The lesson's checks, and answers to them: wrong ones, one exercise each, and its own solutions."""
+    cells = jupytext.read(lesson).cells
+    wrong = json.loads(WRONG.read_text(encoding="utf-8")).get(lesson.stem)
+    if not wrong:  # the capstone's solutions train; tests/test_lessons.py has them
+        return {"checks": [], "answers": {}}
+    solutions = [block for cell in cells if "<summary>Solution" in cell.source
+                 for block in re.findall(r"```python\n(.*?)```", cell.source, re.S)]  # fmt: skip
+    return {
+        "checks": [cell.source for cell in cells if cell.cell_type == "code" and "course.check(" in cell.source],
+        "answers": {**wrong, "solutions": "\n".join(solutions)},
+    }
