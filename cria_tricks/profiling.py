@@ -80,6 +80,8 @@ class Profile(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         """Begin a step's span, and its first micro-batch's."""
         if self._profiler:
+            if self.cuda and state.global_step + 1 == self._first:
+                torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
             self._spans.close()
             self._micro_batches = 0
             self._span(f"step {state.global_step + 1}")
@@ -112,8 +114,6 @@ class Profile(TrainerCallback):
             return
         self._profiler.step()
         self._done += 1
-        if self.cuda and self._done == self._window["wait"] + self._window["warmup"]:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
         if self._done == sum(self._window.values()):
             self._write()
         else:

@@ -7,14 +7,14 @@
 
 # %% [markdown]
 # # 27. Monitoring: a card that is 100 % busy and does nothing
-# > **Promise.** You build the three instruments of every run, a sampler, a trace and a snapshot, in some twenty lines
-# > each, find a stall and a leak with them, and see four numbers for one memory, all of them right.
+# > **Promise.** You build three instruments, a sampler, a trace and a snapshot, in some twenty lines each, find a stall
+# > and a leak with them, and see four numbers for one memory, all of them right.
 #
-# > **Card.** saves hours of guessing / costs some microseconds a second, seconds where a trace is written / exact: no
+# > **Card.** saves hours of guessing / costs a two-thousandth of the run, seconds where a trace is written / exact: no
 # > bit of a run changes / 30 minutes / after lesson 14
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, on a T4 with 14.74 GiB. All lessons before predicted what a step
-# takes. This one looks at a step while it runs, and asks of each number first: who counted, and when?
+# The job is QLoRA of Llama-3.2-1B on 107 answers, on a T4 with 14.74 GiB. So far you predicted what a step takes. This
+# lesson looks at a step while it runs, and asks of each number first: who counted, and when?
 
 # %% tags=["hide-input"]
 import atexit
@@ -62,8 +62,8 @@ place = Path(disk.name)
 # - **the card**: what `nvidia-smi` shows, reserved bytes and CUDA's own context, of every process
 # - **the process**: resident memory on the host, where tensors of a CPU live beside Python and its libraries
 #
-# Each contains the one before, but for the last. Our job's peak is 1.4 GiB of tensors. What will `nvidia-smi` show at
-# the least? Guess, then run.
+# Each contains the one before, but for the last. Our job's tensors take 1.5 GiB at the peak, and we bill a context with
+# 400 MB (lesson 0). How many MiB will `nvidia-smi` show at the least? Guess, then run.
 
 # %%
 bill = course.bill(course.so_far("27_monitoring"))
@@ -98,7 +98,7 @@ course.show(
 
 # %% [markdown]
 # ## 2. From scratch, in three instruments
-# **A sampler.** A thread that looks every few milliseconds, and writes down what it sees. That is all a monitor is.
+# **A sampler.** A thread that looks again and again, and writes down what it sees. That is all a monitor is.
 
 
 # %%
@@ -122,8 +122,8 @@ class Sampler(threading.Thread):
 
 
 # %% [markdown]
-# Let it watch 64 MiB: made but empty, then filled, then let go. torch counts 64 in the first two moments and 0 in the
-# third. What does the *process* show in each? Guess.
+# Let it watch a tensor of 64 MiB: made but empty, then filled, then let go. Who counts tensors says 64, 64 and 0. What
+# does the *process* show in each moment? Guess.
 
 
 # %%
@@ -147,10 +147,11 @@ assert abs(made) < 16 < 48 < filled < 80 > 16 > abs(gone)
 
 # %% [markdown]
 # Memory that nobody wrote to is not there yet: the system hands out a page at its first touch. So a process can be
-# smaller than its tensors, and fail an hour later, when they are filled.
+# smaller than its tensors, and be killed an hour later, when they are filled.
 #
 # **A trace.** A list of spans, each with a name, a beginning and a duration in microseconds. Written as JSON it is
-# Chrome's format, and Perfetto opens it.
+# Chrome's format, and the viewer Perfetto (ui.perfetto.dev) draws it. Here six training steps fetch their batches from
+# far away.
 
 # %%
 events: list[dict] = []
@@ -210,18 +211,19 @@ def of_the_stall(theme: Theme):
         axes.barh(0, event["dur"] / 1000, left=(event["ts"] - zero) / 1000, height=0.6,
                   color=theme.alarm if stalls else theme.series[0], edgecolor=theme.ink, linewidth=0.4)  # fmt: skip
     axes.set_yticks([])
-    axes.set(xlabel="milliseconds; a row's way from the drive in red, steps in blue")
+    axes.set(xlabel="milliseconds; a batch's way from the drive in red, steps in blue")
     return drawn
 
 
-course.show(of_the_stall, "Figure 2. The trace of six steps: between each two the processor waits for a row.")
+course.show(of_the_stall, "Figure 2. The trace of six steps: before each the processor waits for a batch.")
 
 # %% [markdown]
-# The sum of tokens a second would have told that it is slow; only the trace tells *where*. (Cure: tokenise before, or
-# let a `DataLoader` fetch in other processes.)
+# (The first step is longer: the optimizer makes its states.) Tokens a second would have told *that* it is slow; only
+# the trace tells *where*. Cure: tokenise before, or let a `DataLoader` fetch in other processes.
 #
-# **A snapshot.** For every tensor that is alive: its bytes, and the line that made it. `torch.cuda.memory` writes one
-# with whole stacks; on a CPU a dispatch mode sees every operation's result.
+# **A snapshot.** For every tensor that is alive: its bytes, and the line that made it. On a card `torch.cuda.memory`
+# writes one, with the whole stack of calls. On a CPU lesson 0's dispatch mode sees every operation's result, and
+# `our_line` climbs from there to a line of this lesson.
 
 
 # %%
@@ -253,7 +255,8 @@ def our_line():
 
 
 # %% [markdown]
-# Now an evaluation that keeps one number a batch. It looks as they all do. How many bytes stay for each number?
+# Now an evaluation that keeps one number a batch, an fp32 loss of 4 bytes. It looks like many. How many bytes really
+# stay for each? (`loss_of`, `N` and `D` are above.)
 
 # %%
 losses = []
@@ -280,8 +283,9 @@ print(f"{sum(kept.values()):,.0f} bytes for each 4")
 assert sum(kept.values()) == 4 + 4 * (1 + 4 + 4 + 1) * N * D
 
 # %% [markdown]
-# Each loss holds its graph, and that every activation: nobody said `torch.no_grad()`, and no backward pass let them go.
-# The snapshot names the lines. Divide what is free by the growth, and you know at which batch the run will die.
+# Each loss holds its graph, and the graph holds every activation: nobody said `torch.no_grad()`, and no backward pass
+# let them go. The snapshot names the lines. Divide what is free by the growth, and you know at which batch the run will
+# die.
 
 # %%
 losses.clear()
@@ -291,8 +295,9 @@ with torch.no_grad():
 
 # %% [markdown]
 # ## 3. Prove it
-# That looking changes nothing: a run with the package's three instruments and one with none, dropout and all. And that
-# they say what is so: the trace's spans are the trainer's own seconds.
+# Looking changes nothing: one run has the package's sampler and trace, one has neither, and both draw random numbers
+# for dropout. (The snapshot needs a card.) And the trace says what is so: its steps are as long as by the trainer's own
+# clock. Two steps pass, one warms the profiler up, and steps 4 to 6 are traced.
 
 # %%
 rows = [{"prompt": f"Count to {n}.", "completion": " ".join(map(str, range(n)))} for n in range(10, 22)]
@@ -347,33 +352,47 @@ def of_the_run(theme: Theme):
     memory.set(xlabel="seconds", ylabel="process, MiB", ylim=(0, None))
     cores.plot(seconds, [sample["cpu_cores"] for sample in samples], color=theme.series[1])
     cores.set(xlabel="seconds", ylabel="cores busy", ylim=(0, None))
+    for step in range(1, 7):
+        done = min(second for second, sample in zip(seconds, samples, strict=True) if sample["step"] >= step)
+        for axes in (memory, cores):
+            axes.axvline(done, color=theme.quiet, linewidth=0.8, linestyle=":")
     return drawn
 
 
-course.show(of_the_run, "Figure 3. Section 3's run: loading, steps, and the writing of the trace, sample by sample.")
+course.show(
+    of_the_run,
+    "Figure 3. Section 3's run, sample by sample: loading and an evaluation, six steps (dotted: one is done), then the "
+    "trace is written and all is evaluated again.",
+)
 
 # %% [markdown]
+# In a run a sample takes ten times as much: a hundred a second added 5 % to the processor's seconds of a step, so one a
+# second adds 0.05 % (`make bench-monitor`, 40 pairs of steps, two AMD EPYC cores). What a card's answers take has not
+# been measured yet.
+#
 # A trace is another matter. While it is taken every operator is written down, and afterwards all of it goes to the
 # disk. So it is three steps and not a run, and the seconds of those three steps are no benchmark.
 #
 # ## 5. The production switch
-# `cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio` (the monitor is on by itself).
-# All of it lies in the run's folder, and nothing is sent. The report has the means and peaks, and the operators that
-# took most:
+# `cria train smoke --set train.profile=true --set train.report_to=tensorboard,trackio` (the monitor is on by itself;
+# `pip install 'cria_tricks[monitor]'` brings the other two). All of it lies in the run's folder, and nothing is sent.
+# The report has the means and peaks, and the operators that took most. Section 3's report says:
 
 # %%
 [found] = report["monitor"]
 assert found == summarise(read(place / "watched" / "monitor.jsonl"))
-print(f"process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, of which tensors {report['peak_bytes'] / MIB:,.0f}")
+print(f"peaks: process {found['rss_bytes']['peak'] / MIB:,.0f} MiB, tensors {report['peak_bytes'] / MIB:,.0f} MiB")
 for row in report["profile"]["operators"][:4]:
     print(f"{row['share']:6.1%}  {row['calls']:5} calls  {row['name']}")
 assert found["rss_bytes"]["peak"] > report["peak_bytes"]
 
 # %% [markdown]
+# `PythonDispatchMode` is the trainer itself: on a CPU it counts tensors as lesson 0 did, on a card the allocator does.
+#
 # ## 6. Where it breaks
 # **The card is 100 % busy, and the run is slow.** A card is "busy" while any kernel runs, whatever it does; a core
-# while any instruction does. One loop multiplies large matrices, one adds to a single number. How far apart are their
-# rates?
+# while any instruction does. (Others on the machine take their share of the core.) One loop multiplies large matrices,
+# one adds to a single number. By which factor do their rates differ?
 
 
 # %%
@@ -394,11 +413,11 @@ for name, (flops, cores) in rates.items():
 assert rates["large products"][0] > 1000 * rates["one number"][0]
 
 # %% [markdown]
-# Cure: believe tokens a second, and the power draw: a T4 that waits in a kernel stays far below its 70 W. A clock that
+# Cure: believe tokens a second, and the power draw: a T4 whose kernels only wait stays far below its 70 W. A clock that
 # falls while the temperature stands still at the top is a card that is too hot.
 #
 # **The monitor shows 2 GiB, and the run dies of 3.** Samples see what is there when they look. A peak of milliseconds
-# lies between two of them. Which number finds it?
+# lies between two of them. Which number finds it? (`LiveBytes` is lesson 0's counter.)
 
 # %%
 process, sampled = psutil.Process(), []
@@ -414,19 +433,23 @@ assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 # Cure: the allocator's own peak, `max_memory_allocated`, which the report holds beside the bill. Samples show trends.
 #
 # **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed. Cure:
-# compare *reserved* with *allocated*; when they are far apart, rows of many lengths have cut memory into pieces, and
-# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` mends it. A *leak* is when **allocated** rises from epoch to epoch.
+# compare *reserved* with *allocated*. When they are far apart, a peak has passed (`torch.cuda.empty_cache()` gives its
+# pieces back), or rows of many lengths have cut memory into pieces too small for the next (set
+# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the start). A *leak* is when *allocated* itself rises from
+# epoch to epoch.
 #
 # **A curve on a server that you never chose.** Libraries that report have defaults: trackio (0.43) asks the hub for
-# your name, and sends to the Space that a variable names. Cure: read what `report_to` switches on; ours writes files.
+# your name, and sends to the Space that `TRACKIO_SPACE_ID` names. Cure: read what `report_to` switches on, and unset
+# that variable; ours overlooks it and writes files.
 #
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.2-1B with LoRA and checkpointing needs 6 products and sums for each of 1.24 billion weights
-#    and each token. A T4 says 100 % and does 250 tokens a second; its fp16 peak is 65e12 a second. What share is that?
+# 1. **Predict.** Llama-3.2-1B with LoRA and checkpointing needs some 6 operations for each of 1.24 billion weights and
+#    each token: 2 forward, 2 once more, 2 backward. Say a T4 shows 100 % and does 250 tokens a second; its fp16 peak is
+#    65e12 operations a second. What share of it is that, as a number from 0 to 1?
 # 2. **Build.** `stalls(events)`: seconds between the end of a span whose name begins with `step` and the beginning of
 #    the next one, summed. Spans of other names do not count, and nobody sorted the list. (`ts`, `dur`: microseconds.)
-# 3. **Reach.** A run's *allocated* rises by 3 MiB a step, from the bill's `allocated_bytes`. At which step does a T4
-#    (`T4.memory_bytes`, of which CUDA's context takes `CONTEXT`) run out? The first step that does not fit.
+# 3. **Reach.** A run leaks 3 MiB a step: step 1 peaks 3 MiB above the bill's `allocated_bytes`, step 2 peaks 6 above,
+#    and so on. Of a T4's `T4.memory_bytes` CUDA's context takes `CONTEXT`. Which is the first step that does not fit?
 
 # %% tags=["exercise"]
 share_of_the_peak = None
@@ -473,7 +496,7 @@ course.check(3, last_step, course.equal(free // (3 * MIB) + 1, "what is free ove
 #
 # ## In one breath
 # - **Saves** guessing: a sampler tells *that* something grows or idles, a trace *when*, a snapshot *who*.
-# - **Costs** microseconds a second; a trace costs its three steps and their writing.
+# - **Costs** a two-thousandth of the run; a trace slows three steps, and takes seconds to write.
 # - **As good as** who counts: allocated, reserved, the card and the process are four numbers for one memory.
 # - **When**: samples always; a trace when tokens a second are below the estimate; a snapshot when *allocated* rises.
 # - **When not**: no trace over a whole run, and no conclusion from "100 %".
@@ -484,4 +507,4 @@ course.check(3, last_step, course.equal(free // (3 * MIB) + 1, "what is free ove
 # - PyTorch, *Understanding CUDA Memory Usage* (snapshots) and *CUDA semantics*, memory management (reserved, segments).
 # - Korthikanti et al. 2022, arXiv 2205.05198, appendix A (operations a weight and token; recomputing).
 # - Linux, `proc(5)`: resident set size. trackio 0.43, `trackio/__init__.py`, `run.py`.
-# - Ours: `cria_tricks/monitor.py`, `profiling.py`, `tracking.py`; `tests/test_monitor.py`, `test_profiling.py`.
+# - Ours: `cria_tricks/monitor.py`, `profiling.py`, `tracking.py`; their tests; `benchmarks/results/cpu/monitor.json`.

@@ -11,8 +11,8 @@
 # > through a killed process without losing a bit. Then you say when another machine is worth a restart.
 #
 # > **Card.** saves minutes that are paid for nothing, and runs that would be lost / costs half an hour's rent around
-# > each job, and a few steps for each restart / exact: a resumed run ends with the same bits / 30 minutes / after
-# > lessons 14, 15 and 20
+# > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / 30 minutes
+# > / after lessons 14, 15 and 20
 #
 # The job: QLoRA of Llama-3.2-1B on 107 answers, 42 steps. So far it ran where you sat. A *job* is a command in a
 # container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
@@ -46,7 +46,10 @@ folder = Path(away.name)
 # %% [markdown]
 # ## 1. The bill
 # A T4 costs $0.40 an hour; an A100 $2.50, and it is five times as fast here. By training alone they cost four and five
-# cents. Which job is cheaper? Guess, and guess which part of the price is training.
+# cents. But the machine is also paid while it installs, downloads a model, evaluates and publishes: half an hour, we
+# assume, on every machine. And the estimate of the training is right within a factor of two. So the *timeout*, at which
+# the hub ends the job, is twice the estimate and half an hour. What can either job cost at most? Guess, and guess which
+# part of it is training.
 
 # %%
 whole = {}
@@ -61,9 +64,8 @@ assert cheapest.flavor.name == "t4-small"
 assert whole["a100-large"].most > 5 * cheapest.most
 
 # %% [markdown]
-# The T4, five times cheaper. The machine is also paid while it installs, downloads a model, evaluates and publishes:
-# we reckon with half an hour. That half hour is the same on every machine. So a fast card pays only where training is
-# long beside it.
+# The T4 is five times cheaper, and of its $0.27 four cents are training. (A job that ends earlier costs less.) Around a
+# short training the price of the hour decides. And around a long one?
 
 
 # %% tags=["hide-input"]
@@ -82,15 +84,16 @@ def by_length(theme: Theme):
 
 course.show(
     by_length,
-    "Figure 1. What the job can cost, by how long it trains. Short jobs pay for the half hour around the training; in "
-    "long ones the lines come together, as an hour of A100 costs six times as much and does five times the work.",
+    "Figure 1. What the job can cost, by how long it trains. Short jobs pay for the half hour around the training. In "
+    "long ones the A100 comes near the T4, as its hour costs six times as much and does five times the work, and from "
+    "100 epochs on it is cheaper than the L4. Against the T4 it saves time, never money.",
 )
 
 # %% [markdown]
 # ## 2. From scratch, in three steps
-# **Choose.** Of all machines on which lesson 0's bill fits, take the one where the job costs least. The timeout is the
-# estimate twice, as it is right within a factor of two, and the half hour. Write it for machines of one card; `Bench`
-# knows bytes and seconds of a token.
+# **Choose.** Of all machines on which lesson 0's bill fits, take the one where the job costs least. Write it for
+# machines of one card. A bill of `Bench` says whether it fits, and the seconds of a token; we have 3 epochs of 107 rows
+# of 2,048 tokens.
 
 # %%
 AROUND = 1800
@@ -116,9 +119,10 @@ assert 0 <= cheapest.timeout - timeout < 60
 
 # %% [markdown]
 # **Survive.** A worker that may be killed at any moment needs three things: a file with *all* that decides the next
-# step; a rename, so that the file is the old one or the new one and never half of one; and a start that looks for it.
-# Here is a whole run: a line is fitted, rows are shared, gradients are added up. `world.joined` joins the processes
-# that a launcher started (lesson 20). In its first life, process 1 kills itself in step 12.
+# step; a rename, so that the file is the old one or the new one and never half of one (lesson 14); and a start that
+# looks for it. Here is a whole run: eight weights are fitted, rows are shared, gradients are added up. `world.joined`
+# joins the processes that a launcher started (lesson 20); ours is torch's, torchrun, which counts its restarts in
+# `TORCHELASTIC_RESTART_COUNT`. In their life 0, process 1 kills itself in step 12.
 
 # %%
 CODE = '''
@@ -130,7 +134,7 @@ from cria_tricks.parallel import world
 
 
 def gradient(w, rank, size):
-    """Of the squared error, over every size-th row."""
+    """Of the squared error, over every size-th row; the right weights are ones."""
     X = torch.arange(64.0).outer(torch.arange(1.0, 9)).sin()
     return X[rank::size].T @ (X @ w - X.sum(1))[rank::size] / 64
 
@@ -163,9 +167,9 @@ _ = (folder / "survivor.py").write_text(CODE)
 
 
 # %% [markdown]
-# **Be started again.** Somebody outside must notice the death, end the other workers, which wait for the dead one, and
-# start all anew. On one machine that is torchrun's agent; `--max-restarts` says how often. After which step will the
-# second life begin?
+# **Be started again.** Somebody outside must notice the death, end the other workers, which cannot go on alone, and
+# start all anew. That is torchrun's *agent*, the process that started them; `--max-restarts` says how often. After
+# which step will the second life begin?
 
 # %%
 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -198,14 +202,15 @@ def two_lives(theme: Theme):
 
 course.show(
     two_lives,
-    "Figure 2. Two processes, two lives. Process 1 dies in step 12, process 0 waits for it in vain. Both begin again "
-    "after the last saved step; step 11 is done twice.",
+    "Figure 2. Two processes, one above the other, and two lives. Process 1 dies in step 12, which process 0 cannot "
+    "end alone. Both begin again after the last saved step; step 11 (in another colour) is done twice.",
 )
 
 # %% [markdown]
 # ## 3. Prove it
-# The interrupted run must end where an uninterrupted one ends, to the last bit. And the package's choice must fit the
-# bytes it names, and hold no secret: the command and its variables can be read by everyone who may see the job.
+# The interrupted run must end where an uninterrupted one ends, to the last bit; that one is a single process here and
+# adds up both shares. And the package must refuse what cannot be a job: a secret in the command or its variables, which
+# everyone who may see the job can read; and what only your machine has.
 
 # %%
 sys.path.insert(0, str(folder))
@@ -226,14 +231,14 @@ for settings in ([f"name={token}"], ["data.train=mine.jsonl"], ["model=/models/m
         print(error)
 
 # %% [markdown]
-# The last two are the other side of a container: nothing of your disk is there. Rows and model come from the hub or
-# with the package.
+# The last two are the other side of a container: nothing of your disk is there. Rows and model come from the hub, or
+# rows with the package.
 #
 # ## 4. What it costs
 # **A restart** costs the steps since the last checkpoint, half an interval in the mean, and a start. **Checkpoints**
-# cost their writing. If one takes $\delta$ seconds and machines are lost every $M$ seconds, the interval $\tau$ that
-# loses least is about $\sqrt{2 \delta M}$ (Young 1974): what is lost, $\delta / \tau + \tau / 2M$ of the time, is
-# smallest there. Say three seconds, and a machine that is taken away every two hours. How many of our T4's steps?
+# cost their writing. That is lesson 14's rule: if a save takes $C$ seconds and machines are lost every $M$ seconds,
+# saving every $T$ seconds loses $C/T + T/2M$ of the time, and least at $T = \sqrt{2CM}$ (Young 1974). Say a save of
+# three seconds, and a machine that is taken away every two hours. How many of our T4's steps, of eight seconds each?
 
 # %%
 t4 = CARDS["t4"]
@@ -242,8 +247,8 @@ shape = find_shape(recipe.model)
 step_seconds = Bench(shape, t4.device).bill(recipe).seconds * 8 * 2048
 
 
-def lost(tau, delta=3, between=7200):
-    return delta / tau + tau / (2 * between)
+def lost(every, save=3, between=7200):
+    return save / every + every / (2 * between)
 
 
 best = (2 * 3 * 7200) ** 0.5
@@ -258,7 +263,7 @@ def young(theme: Theme):
     drawn, axes = course.figure(height=3.0)
     grid = [8.2 * 2 ** (power / 4) for power in range(36)]
     for hours, colour, dashes in zip((2, 12, 72), theme.series, ("-", "--", ":"), strict=False):
-        axes.plot(grid, [100 * lost(tau, between=3600 * hours) for tau in grid], color=colour, linestyle=dashes,
+        axes.plot(grid, [100 * lost(every, between=3600 * hours) for every in grid], color=colour, linestyle=dashes,
                   label=f"a machine lost every {hours} h")  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="seconds between checkpoints of 3 s", ylabel="% of the time lost")
     axes.grid()
@@ -268,40 +273,43 @@ def young(theme: Theme):
 
 course.show(
     young,
-    "Figure 3. To the left writing costs, to the right what is done again. The valley is wide: a factor of two beside "
-    "the best interval costs a quarter more, of little.",
+    "Figure 3. To the left writing costs (and less than the rule says: lesson 14), to the right what is done again. "
+    "The valley is wide: with half or twice the best interval a quarter more is lost.",
 )
 
 # %% [markdown]
-# **Growing.** torchrun can also take in machines while it runs: `--nnodes 1:4`. Then all workers stop, save, and start
-# again as more. That is worth it if the time saved is longer than the restart, which *all* wait for. Say 90 seconds:
-# imports, loading, joining. From when on is a second T4 useless to our job?
+# **Growing.** torchrun can also take in machines while it runs: `--nnodes 1:4` says one at least, four at most. Then
+# all workers stop, save, and start again as more. That is worth it if the time saved is longer than the restart, which
+# *all* wait for. Say 90 seconds: imports, loading, joining. A second T4 halves a step, nearly (lesson 20). With how
+# many seconds to go is it useless to our job?
 
 # %%
-seconds_left = 42 * step_seconds
+seconds_left = whole["t4-small"].training_seconds
 both = Bench(shape, t4.device, 2).bill(with_settings(recipe, ["parallel.strategy=ddp"])).seconds * 8 * 2048
 saved_share = 1 - both / step_seconds
 print(f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; the run takes {seconds_left:.0f} s on one")
 print(f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s")
-print(f"a machine that installs for 15 minutes comes {900 / seconds_left:.1f} runs too late")
+print(f"a machine that installs for 15 minutes is there after {900 / seconds_left:.1f} times the whole run")
 assert 90 / saved_share < seconds_left < 900
 
 # %% [markdown]
-# For this job an autoscaler is worth nothing, and a counted decision says so before anybody writes one. For 300 epochs
-# it is: nearly ten hours become five. What would it need beyond torchrun?
+# (Both cards in one machine; 10 Gbit Ethernet between two would add less than a hundredth.) For this job an
+# *autoscaler*, which rents machines by itself, is worth nothing, and a counted decision says so before anybody writes
+# one. For 300 epochs it would pay: nine hours become less than five. What would it need beyond torchrun?
 #
-# 1. **The decision above**, repeated with measured step times: $R < T (1 - t_m / t_n)$, and the price, which is paid
-#    for all machines while they wait for each other.
+# 1. **The decision above**, repeated with measured step times: from $n$ machines to $m$ if $R < S (1 - t_m / t_n)$. A
+#    restart takes $R$ seconds, $S$ are left on $n$ machines, a step takes $t_n$. And the price, which is paid for all
+#    machines while they wait for each other.
 # 2. **Somebody who rents.** torchrun takes in a machine that comes. It asks for none, and gives none back.
 # 3. **Counts that fit.** Eight micro-batches go to 1, 2, 4 or 8 processes, so that a step stays the same step. With
-#    three, two would wait for the third, or the training would be another one.
+#    three, one would wait for the other two, or the training would be another one: `cria` refuses `--nodes 1:4`.
 # 4. **A folder that all can reach**, for checkpoints; a job's own disk goes with it.
 # 5. **A meeting point that survives.** If the machine dies at which all meet, all end, whatever `--max-restarts` says.
-# 6. **Notice.** Spot machines get SIGTERM some seconds before the end. Our trainer saves then; without notice, back to
-#    the checkpoint.
+# 6. **Notice.** *Spot* machines are cheap because they may be taken away, with a warning shortly before. If it comes as
+#    SIGTERM, our trainer saves after the step; without notice, back to the checkpoint.
 #
 # ## 5. The production switch
-# A job. `--print` shows what would be sent, and sends nothing.
+# A job. `--print` shows what would be sent, and sends nothing. (We have sent it to a stand-in of the hub only.)
 
 # %%
 print("$ cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print")
@@ -310,9 +318,13 @@ print(*jobs_hub.shown(job), sep="\n")
 assert job.most <= 1
 
 # %% [markdown]
-# The token is named, and travels in a field of its own that the hub encrypts. Without `--print` the log is followed,
-# the adapter comes back and is held against its manifest. And torchrun, on one machine and on several, with the same
-# script:
+# `cria train` is given 15 minutes less than the timeout, so that half of the half hour is left for installing and
+# publishing. The token is named, and travels in a field of its own that the hub encrypts. Without `--print` the log is
+# followed, the adapter comes back and is held against its manifest.
+#
+# And torchrun, with the same training. On one machine: `cria launch kwanzaa --on torchrun --nproc 1 --max-restarts 3`.
+# On one or two that meet at node0: the same on each, with `--nodes 1:2 --endpoint node0:29400 --out /shared/run`. They
+# stand for:
 
 # %%
 for elastic, out in (
@@ -322,12 +334,14 @@ for elastic, out in (
     print("$", launch.shown(launch.command("kwanzaa", "torchrun", 1, out=out, elastic=elastic)))
 
 # %% [markdown]
-# `--resume` is always there: whoever starts again looks for a checkpoint, and the first start finds none.
+# `--resume` is always there: whoever starts again looks for a checkpoint, and the first start finds none. Without the
+# variable, a machine that joins later does not find the others (torch 2.13).
 #
 # ## 6. Where it breaks
 # **The job ran for 30 minutes, its log ends in the middle of the training, and there is nothing.** The timeout took
 # container and disk. 30 minutes are the hub's default, whatever the job needs. Cure: a timeout from an estimate, *and*
-# a training that ends by itself before it, so that what it has learnt is published. Here with one that is too short:
+# a training that ends by itself before it, so that what it has learnt is published. Here with a timeout that is too
+# short, of which half is kept for installing and publishing:
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
@@ -348,13 +362,15 @@ for flavor in ("t4-small", "a100-large"):
         print(error)
 
 # %% [markdown]
-# **After a restart the workers say `Connection refused`, sometimes.** torchrun's agent keeps its store, and in it the
-# addresses of the dead. Whoever reads before the others have written calls a dead process; the restart count cannot
-# tell starts apart, as each agent counts its own failures. Cure: a name for this start that none of an old one can be
-# taken for. Each process puts a fresh word under the name that it finds; the first one answers with all words.
+# **After a restart the workers say `Connection refused`, sometimes.** They learn each other's addresses from a *store*,
+# a dictionary that torchrun's agent keeps. It outlives them, and holds the addresses of the dead. Whoever reads before
+# the others have written calls a dead process; the restart count cannot tell starts apart, as each agent counts its own
+# failures. Cure: a new name for every start, and all else under it (`dist.PrefixStore`). Process 0 makes the name. Each
+# other puts a fresh word under the name that it finds, and process 0 repeats all words under its own: who finds its
+# word there has the name of this start. `rounds.agree` does that:
 
 # %%
-store = HashStore()
+store = HashStore()  # stands for torchrun's
 store.set("address of 1", "127.0.0.1:22444")  # of its first life
 print("process 0 calls", store.get("address of 1").decode(), "and nobody is there")
 
@@ -373,10 +389,10 @@ assert found[0] == found[1] != found[2] == found[3]
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** A training takes 50 minutes on an `l4x1` by estimate, at $0.80 an hour. What can the job cost at most,
-#    by this lesson's rule?
+# 1. **Predict.** A training takes 50 minutes on an `l4x1` by estimate, at $0.80 an hour. How many USD can the job cost
+#    at most, by this lesson's rule for the timeout?
 # 2. **Build.** `grow(left, now, then, restart)`: seconds that a run with `left` seconds to go saves by going from
-#    `now` to `then` seconds a step, less the restart; zero where it would lose.
+#    `now` to `then` seconds a step, less the seconds of the `restart`; zero where it would lose.
 # 3. **Reach.** A checkpoint takes 3 s and a machine is lost every 12 hours. Of 100 hours, how many are lost at the best
 #    interval? (Restarts themselves not counted.)
 
@@ -416,8 +432,8 @@ course.check(3, hours_lost, course.about(100 * (2 * 3 / 43200) ** 0.5, "at the b
 #     return max(0, left * (1 - then / now) - restart)
 #
 #
-# tau = (2 * 3 * 12 * 3600) ** 0.5  # 509 seconds
-# hours_lost = 100 * (3 / tau + tau / (2 * 12 * 3600))  # 1.2
+# every = (2 * 3 * 12 * 3600) ** 0.5  # 509 seconds
+# hours_lost = 100 * (3 / every + every / (2 * 12 * 3600))  # 1.2
 # ```
 #
 # </details>
@@ -425,13 +441,14 @@ course.check(3, hours_lost, course.about(100 * (2 * 3 / 43200) ** 0.5, "at the b
 # ## In one breath
 # - **Saves** machines that are paid for waiting, and runs that a dead process would end.
 # - **Costs** half an hour of rent a job, half an interval of steps a restart.
-# - **Exact**: a run that was killed ends with the bits of one that was not, with the same number of processes.
+# - **Exact** on a CPU: a run that was killed ends with the bits of one that was not, with the same number of processes.
 # - **When**: no card of your own; a job longer than you want to watch; machines that may be taken away.
 # - **When not**: growing a short run. A restart and an installation are longer than what a second card saves.
 #
 # ## Sources
 # - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
-#   `jobs-pricing.md` at commit 0b8c07f8: prices, billing by the minute; `docs/hub/jobs` there: 30 minutes by default.
+#   `docs/hub/jobs-pricing.md` at commit 0b8c07f8: prices, billing by the minute, 30 minutes by default; beside it
+#   `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is deleted).
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
 #   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).

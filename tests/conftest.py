@@ -23,7 +23,8 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
 
 
-def pytest_collection_finish(session):
+@pytest.fixture(autouse=True, scope="module")
+def less_to_look_through():
     """Leave the libraries' million objects to themselves: the Trainer collects garbage before and after each run."""
     gc.collect()
     gc.freeze()

@@ -451,7 +451,7 @@ def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, few_rows, tmp_path, monkeypatch):
-    from cria_tricks import run
+    from cria_tricks import training
     from cria_tricks.trainer import SharedTrainer
 
     def loss_sum(self, model, batch):
@@ -459,7 +459,7 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
 
     monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
     if not known:  # a model of a kind that cannot be estimated
-        monkeypatch.setattr(run, "_shape", lambda model: None)
+        monkeypatch.setattr(training, "_shape", lambda model: None)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
     assert (code, stdout) == (3, "")
     last = stderr.splitlines()[-1]

@@ -116,7 +116,8 @@ def test_a_run_that_ends_early_leaves_it_off(tiny_model, rows, tmp_path):
     assert read(tmp_path / "profile") is None
 
 
-def test_on_cuda_the_allocator_is_recorded_for_the_traced_steps_alone(tiny_model, rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [(), ("train.max_steps=1",)], ids=["long", "one step"])
+def test_on_cuda_the_allocator_is_recorded_for_the_traced_steps_alone(more, tiny_model, rows, tmp_path, monkeypatch):
     calls = []
     memory = torch.cuda.memory
 
@@ -128,6 +129,6 @@ def test_on_cuda_the_allocator_is_recorded_for_the_traced_steps_alone(tiny_model
     monkeypatch.setattr(memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(memory, "_dump_snapshot", dump)
     with Profile(tmp_path / "profile", cuda=True) as profile:
-        helpers.train(tiny_model, rows, tmp_path / "checkpoints", *SETTINGS, callbacks=[profile])
+        helpers.train(tiny_model, rows, tmp_path / "checkpoints", *SETTINGS, *more, callbacks=[profile])
     assert calls == [{"max_entries": profiling.MOST_EVENTS}, "dumped", {"enabled": None}]
     assert (tmp_path / "profile" / profiling.SNAPSHOT).exists()

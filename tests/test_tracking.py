@@ -10,13 +10,15 @@ import sqlite3
 import pytest
 from rich.console import Console
 
-from cria_tricks import models, run
+from cria_tricks import models, training
 from cria_tricks.folders import Folders
 from cria_tricks.monitor import Monitor
 from cria_tricks.parallel.world import World
 from cria_tricks.progress import ShowProgress
 from cria_tricks.recipe import Recipe, from_toml, with_settings
+from cria_tricks.run import Job
 from cria_tricks.tracking import flat, trackers
+from cria_tricks.tricks import resolve
 from tests import helpers
 
 SETTINGS = ("tricks.peft=lora", "train.max_steps=3")
@@ -134,7 +136,8 @@ def test_only_the_first_process_reports_and_traces(rank, tmp_path):
     recipe = with_settings(Recipe(), settings)
     folders = Folders(recipe, tmp_path / "run", False, {}, print)
     watch, progress = Monitor(tmp_path / "m", 0), ShowProgress(Console(), 1)
-    with run._onlookers(recipe, folders, World(rank, 2, 2), watch, progress) as found:
+    job = Job(recipe, resolve(recipe), World(rank, 2, 2), {}, folders, Console(), 0.0)
+    with training._onlookers(job, watch, progress) as found:
         names = [type(callback).__name__ for callback in found]
     between = [] if rank else ["Profile", "Tracker"]
     assert names == ["Monitor", *between, "ShowProgress"]

@@ -155,7 +155,7 @@ def _train(
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.monitor import Monitor
     from cria_tricks.parallel.pipeline_fit import fit
-    from cria_tricks.run import count_parameters
+    from cria_tricks.training import count_parameters
 
     quiet_libraries()
     weights = models.find(recipe.model)

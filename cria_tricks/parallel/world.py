@@ -200,6 +200,7 @@ def joined(timeout: float) -> Iterator[None]:
     except BaseException:
         os.environ |= hidden  # no farewell: the others may be gone, and it would wait for them
         raise
+    grid.cache_clear()
     dist.destroy_process_group()
     os.environ |= hidden
 
