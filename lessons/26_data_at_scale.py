@@ -7,14 +7,14 @@
 
 # %% [markdown]
 # # 26. Data at scale: read what you need, each row once
-# > **Promise.** You clean a folder of books, train on it without ever holding it in memory, stop in the middle, and go
-# > on: no row comes twice, none is skipped. And you find the test's questions among the training rows.
+# > **Promise.** You clean a folder of books, stream it without ever holding it in memory, stop in the middle, and go
+# > on: the stop repeats no row and skips none. And you find the test's questions among the training rows.
 #
-# > **Card.** saves memory: 8 bytes a row of the open shards / costs one pass beforehand, if duplicates matter / exact:
+# > **Card.** saves the list of all rows, ten times the text / costs one pass beforehand, if duplicates matter / exact:
 # > each row once a pass, also over a stop / 35 minutes / after lesson 14
 #
 # Our job has 107 rows, and they were read in one line of Python. Its model was made otherwise: of a pile of texts that
-# nobody has read. This lesson takes the 107 rows' place in such a pile. It trains on whole texts (*continued
+# nobody has read. In this lesson such a pile takes the place of the 107 rows. It trains on whole texts (*continued
 # pretraining*), so that an adapter learns a subject before it learns to answer.
 
 # %% tags=["hide-input"]
@@ -84,16 +84,16 @@ print(f"200 MB would take {200e6 * taken / len(text) / 1e9:.1f} GB")
 assert taken > 5 * len(text)
 
 # %% [markdown]
-# Each number is an object of 28 bytes or more, and each list has 8 bytes to point to it. The text grows tenfold, and
-# a hundred times as much text takes 230 GB. So rows must come when they are needed. That is easy. What is hard is
-# everything that used to be easy with a list: shuffle, divide among processes, find what came before, and *stop and go
-# on*.
+# Each number is an object of 32 bytes (those up to 256 exist anyway), and each list has 8 bytes to point to it. The
+# text grows tenfold, and a hundred times as much text takes 230 GB. So rows must come when they are needed. That is
+# easy. What is hard is everything that used to be easy with a list: shuffle, divide among processes, find what came
+# before, and *stop and go on*.
 #
 # ## 2. From scratch, in four steps
 # **Cut.** A book is longer than a row. Cut its tokens every $T$, and each piece is a row. How many tokens are never
 # trained? A token is predicted from the one before it, so the first of each row is not. Cure: each row begins with the
-# last tokens of the row before, as *context*. They get the label -100. More overlap means more context for the tokens
-# behind it, and more rows.
+# last tokens of the row before, as *context*. They get the label -100, which makes no loss. More overlap means more
+# context for the tokens behind it, and more rows.
 
 
 # %%
@@ -121,25 +121,26 @@ def overlapping(theme: Theme):
     """A text's tokens, and the rows that they become."""
     sketch = course.Sketch(theme, 42, 9.5)
     sketch.tensor(2, 0.5, 38, 1.6, "a book's tokens")
-    for number, left in enumerate((2, 14, 26)):
+    for number, left in enumerate((2, 16, 28)):
         top = 3 + 2.1 * number
         if number:
             sketch.tensor(left - 2, top, 2, 1.6, "", color=1, kept=False)
-        sketch.tensor(left, top, 12 if number < 2 else 14, 1.6, f"row {number + 1}: trained", color=0)
+        sketch.tensor(left, top, 12 if number else 14, 1.6, f"row {number + 1}: trained", color=0)
     return sketch.figure
 
 
 course.show(
     overlapping,
-    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. So each token is trained once.",
+    "Figure 1. Dashed: the last tokens of the row before, seen and not trained. So each token but the book's first is "
+    "trained once.",
 )
 
 # %% [markdown]
 # **Compare.** Which texts are the same but for a few words? Take all runs of five words, the *shingles*, as a set. Two
 # texts are as similar as $J = |A \cap B| / |A \cup B|$. But a million texts are 500 billion pairs. *MinHash* makes a
 # short signature of a set: hash all shingles, keep the smallest; with another hash function again; 128 times. The
-# smallest of $A \cup B$ is equally likely to be any of them, and it is in both with probability $J$. So the share of
-# equal numbers estimates $J$.
+# smallest of $A \cup B$ is equally likely to be any of them. If it is in both sets, their smallest are equal, and that
+# has the probability $J$. So the share of equal numbers estimates $J$.
 
 
 # %%
@@ -154,8 +155,8 @@ def signature(found):
     return ((mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)).min(0)
 
 
-def spoilt(words, share):
-    return " ".join(draw.choice(names) if draw.random() < share else word for word in words.split())
+def spoilt(text, share):
+    return " ".join(draw.choice(names) if draw.random() < share else word for word in text.split())
 
 
 pairs = [(shingles(text), shingles(spoilt(text, share))) for share in (0.005, 0.02, 0.05, 0.1, 0.2)]
@@ -165,23 +166,25 @@ for A, B in pairs:
     assert abs(estimate - J) < 4 * (J * (1 - J) / 128) ** 0.5
 
 # %% [markdown]
-# One changed word in fifty spoils five shingles, so $J$ falls to 0.8. That is where the package draws its line.
+# One changed word in fifty spoils five shingles. A tenth of each set is then its own, so $J$ falls to 0.9 / 1.1, about
+# 0.8. That is where the package draws its line; of a long row it signs the first 4,000 words.
 #
-# **Meet.** To find a near text without looking at all, cut the signature into 16 bands of 8 numbers, and keep a table
-# for each band. Texts with an equal band meet. Two of similarity $s$ do with probability $1 - (1 - s^8)^{16}$.
+# **Meet.** To find a near text without comparing with each, cut the signature into 16 bands of 8 numbers, and keep a
+# table for each band. Texts with an equal band meet. A band is equal with probability $J^8$, so two texts meet with
+# probability $1 - (1 - J^8)^{16}$.
 
 # %%
-bands = {s: 1 - (1 - s**8) ** 16 for s in (0.3, 0.5, 0.7, 0.8, 0.9)}
-print(", ".join(f"{s}: {chance:.3f}" for s, chance in bands.items()))
+bands = {J: 1 - (1 - J**8) ** 16 for J in (0.3, 0.5, 0.7, 0.8, 0.9)}
+print(", ".join(f"{J}: {chance:.3f}" for J, chance in bands.items()))
 
 
 # %% tags=["hide-input"]
 def meeting(theme: Theme):
     """How likely two texts meet, by their similarity."""
     drawn, axes = course.figure(height=2.6)
-    s = np.linspace(0, 1, 200)
+    J = np.linspace(0, 1, 200)
     for rows, count, color in ((8, 16, 0), (13, 9, 1)):
-        axes.plot(s, 1 - (1 - s**rows) ** count, color=theme.series[color], label=f"{count} bands of {rows}")
+        axes.plot(J, 1 - (1 - J**rows) ** count, color=theme.series[color], label=f"{count} bands of {rows}")
     axes.axvline(0.8, color=theme.quiet, linestyle="--")
     axes.set(xlabel="similarity J", ylabel="chance to meet", ylim=(0, 1.03))
     axes.grid(axis="y")
@@ -191,14 +194,15 @@ def meeting(theme: Theme):
 
 course.show(
     meeting,
-    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 meet; with 9 of 13, the library's own choice for 0.8, 40 % "
-    "do. Those that meet are compared by all 128 numbers.",
+    "Figure 2. With 16 bands of 8, 95 % of the pairs at 0.8 (dashed) meet; with 9 of 13, which the library datasketch "
+    "would choose for 0.8, 40 % do. Those that meet are compared by all 128 numbers.",
 )
 
 # %% [markdown]
 # **Remember the place.** A shuffled stream usually keeps a buffer of rows and draws from it. Stop it, and the buffer is
-# gone. So shuffle without one: the order of the *shards* (8 MB of a file each) by the seed, and inside a shard the
-# order of its rows. Then a position is two numbers.
+# gone. So shuffle without one. Cut the files into *shards*, parts that can be read without the rest: 8 MiB of JSON
+# lines, or 1 MiB of text. The seed gives the order of the shards, and inside a shard the order of its rows. Then a
+# position is two numbers.
 
 
 # %%
@@ -229,7 +233,7 @@ assert sorted(before + list(second)) == list(range(100))
 # Twelve books in a folder: one twice, and once more with other words here and there; one in French. The package reads
 # them as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
 # processes take two lanes each. Then a step has the same rows for one process, two or four. And a run that stops after
-# any step goes on from the lanes' places.
+# any step goes on from the lanes' places. A lane that comes to its end begins again at once: a pass is a lane's own.
 
 # %%
 original = book(900)
@@ -247,10 +251,10 @@ recipe = with_settings(
 held_out = sources.find(recipe.data.eval, "eval")
 
 
-def stream(rank=0, processes=1, settings=()):
-    wanted = with_settings(recipe, settings)
-    source = shards.open_stream(wanted.data.train, lanes=4)
-    return Stream(wanted, source, held_out, tokenizer, World(rank, processes, processes), say=lambda sentence: None)
+def stream(rank=0, processes=1):
+    source = shards.open_stream(recipe.data.train, lanes=4)
+    world = World(rank, processes, data=processes)  # its number, how many there are, and shares of the rows
+    return Stream(recipe, source, held_out, tokenizer, world, say=lambda sentence: None)
 
 
 one = stream()
@@ -264,17 +268,21 @@ state = json.loads(json.dumps(stopped.state()))
 resumed = stream()
 resumed.go_on(state)
 assert [row["input_ids"] for row in islice(resumed, 100)] == every[3600:3700]
-print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("epoch", "before", "given")})
+print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", "given")})
+print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0123"])
 
 # %% [markdown]
-# The position is the one that `datasets` keeps for its streamed sets. *given* says how many rows of the last item went
-# out: one shard of texts is one item.
+# *before* is the position that `datasets` keeps for its streamed sets, behind the last item that is done; here an item
+# is a shard, cut smaller than 1 MiB so that each lane has one. *given* says how many rows of the next item went out.
+# Lane 2 has one shard of one book, and is in its fourth pass while lane 0 is in its first. So a stream should have many
+# more shards than lanes.
 #
 # ## 4. What it costs
-# A stream of texts holds one shard a lane. A file of JSON lines holds 8 bytes for each row of the open shards: where it
-# begins. Filters look at one row alone, so they work while rows come. Duplicates do not: what came before must be
-# known. That takes one pass over everything before the run, and, for near ones, memory for each row that stays.
-# Predict: how many bytes?
+# A stream of texts holds one shard a lane, 1 MiB at most: by the bill, 12 MB. A file of JSON lines holds 16 bytes for
+# each row of the open shards: where it begins, and its turn. Filters look at one row alone, so they work while rows
+# come. Duplicates do not: what came before must be known. That takes one pass over everything before the run, and
+# memory for each row that stays. For exact ones that is a number of 64 bits; for near ones also 128 numbers of 32 bits,
+# and an entry in each of the 16 tables. Predict: hundreds of bytes a row, or thousands?
 
 # %%
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
@@ -288,10 +296,12 @@ for kind, near in (("exact", False), ("near", True)):
     print(f"{kind:5} {each:6,.0f} bytes a row, {each / 1000:.2f} GB for a million rows")
 
 # %% [markdown]
-# For millions of rows use `exact`, or near duplicates shard by shard, on a machine of its own.
+# A number is an object in a set, and each table has a key and a set of its own for the row: that is most of it. For
+# millions of rows use `exact`, or look for near duplicates beforehand, on a machine that has the memory.
 #
 # ## 5. The production switch
-# Each step is a field of the recipe, all are off, and each says in the report what it took away.
+# Each step of the cleaning is a field of the recipe. All are off but `data.leakage`, which warns (section 6); each says
+# in the report what it took away. Here the books are read as a list, so that all are counted.
 
 # %%
 cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
@@ -307,9 +317,10 @@ assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 # much there is. And what is longer than 1 MiB is read, and counted, in pieces that end at a blank line.
 #
 # **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
-# always right. So `data.shuffle_documents=0.5` adds copies with the documents in another order, and the labels follow.
-# `data.drop_cited` takes away what was cited and lets the copy refuse. A copy that breaks the contract, or scores lower
-# than its row, is not made.
+# always right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order,
+# and the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer.
+# A copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
+# small rows of our own in the form of the 107:
 
 # %%
 chat = next(row for row in sources.find("nguzo_saba", "train").rows if "[2]" in row.messages[-1]["content"])
@@ -322,8 +333,9 @@ for kind, copy in answers.items():
 # %% [markdown]
 # ## 6. Where it breaks
 # **The evaluation loss is wonderful.** The test's rows are in the training data: the same question, or the same with
-# another name. A hash sees the first kind only. Cure: `data.leakage`, which warns unless you say otherwise. It compares
-# what is *asked*; the form of the answers is the same in all rows.
+# another name. A hash sees the first kind only. Cure: heed the warning, and set `data.leakage=drop`. The guard compares
+# the words and word pairs of what is *asked*, and reports from a similarity of 0.5 on; the form of the answers is the
+# same in all rows.
 
 # %%
 test = sources.find("nguzo_saba", "eval").rows
@@ -346,10 +358,11 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 
 # %% [markdown]
 # In the real data the guard finds 15 of the 107 training rows. Two of the 27 test questions are in training word for
-# word, six more with another name or number in them ("How many people celebrate Kwanzaa in France?").
+# word, six more with another name or subject: "How many people celebrate Kwanzaa in UK?" is there with France.
 #
 # **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer. `datasets`
-# says so in its documentation: what is in the buffer is lost. Cure: shuffle shards, and rows inside a shard.
+# says so in its documentation: what is in the buffer is lost. This one takes 20 rows, gives ten in random order, and
+# takes ten more; after 37 rows it has read 50. Cure: shuffle shards, and rows inside a shard.
 
 
 # %%
@@ -370,16 +383,16 @@ print(f"{len(lost)} of 100 rows are lost")
 assert lost
 
 # %% [markdown]
-# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls as it should, in half as
-# many different rows. Cure: divide by lanes, as above, or `split_dataset_by_node`.
+# **Two processes, and each row comes twice.** Each opened the whole stream. The loss falls as it should, on half as
+# many different rows. Cure: divide by lanes, as above, or with `datasets.distributed.split_dataset_by_node`.
 #
 # ## 7. Exercises
 # 1. **Predict.** A book of 100,000 tokens, rows of 2,048, overlap 256. How many rows?
 # 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
-#    `renumber(text, order)`, which puts the new numbers into labels such as [2] and [1][3]. (Two `replace` in a row
-#    will not do: try 1 and 2 changing places.)
+#    `renumber(text, order)`, which returns the text with the new numbers in labels such as [2] and [1][3]: with the
+#    order `[2, 3, 1]`, [2] becomes [1]. (Two `replace` in a row will not do: try 1 and 2 changing places.)
 # 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
-#    similarity 0.8 meet in nine cases of ten?
+#    similarity 0.8 meet in at least nine cases of ten?
 
 # %% tags=["exercise"]
 rows_of_the_book = None
@@ -394,11 +407,11 @@ numbers_in_a_band = None
 
 # %% tags=["hide-input"]
 def of_renumbering(answer):
-    found = answer("It began in 1966 [1]. It has seven days [3][2]; see [2].", [2, 1, 3])
+    found = answer("It began in 1966 [1]. It has seven days [3][2]; see [2].", [2, 3, 1])
     if found is None:
         raise NotImplementedError
     assert "1966" in found, "a year is no label"
-    assert found == "It began in 1966 [2]. It has seven days [3][1]; see [1].", f"it says {found!r}"
+    assert found == "It began in 1966 [3]. It has seven days [2][1]; see [1].", f"it says {found!r}"
 
 
 of_rows = course.about(
@@ -433,7 +446,8 @@ course.check(3, numbers_in_a_band, course.about(8, "1 - (1 - 0.8^r)^(128 / r)"))
 #   against.
 # - **As good as** a list: each row once a pass, the same steps for any number of processes, also over a stop.
 # - **When**: the data does not fit memory, or reading it all takes longer than you want to wait.
-# - **When not**: with rows that fit. Packing needs to see all of them, epochs can be counted, and errors come at once.
+# - **When not**: with rows that fit. A list can be packed, its epochs can be counted, and a wrong row is found before
+#   the run.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,

@@ -10,8 +10,8 @@
 # > **Promise.** You build three instruments, a sampler, a trace and a snapshot, in some twenty lines each, find a stall
 # > and a leak with them, and see four numbers for one memory, all of them right.
 #
-# > **Card.** saves hours of guessing / costs a two-thousandth of the run, seconds where a trace is written / exact: no
-# > bit of a run changes / 30 minutes / after lesson 14
+# > **Card.** saves hours of guessing / costs less than a thousandth of the run, seconds where a trace is written /
+# > exact: no bit of a run changes / 30 minutes / after lesson 14
 #
 # The job is QLoRA of Llama-3.2-1B on 107 answers, on a T4 with 14.74 GiB. So far you predicted what a step takes. This
 # lesson looks at a step while it runs, and asks of each number first: who counted, and when?
@@ -366,9 +366,9 @@ course.show(
 )
 
 # %% [markdown]
-# In a run a sample takes ten times as much: a hundred a second added 5 % to the processor's seconds of a step, so one a
-# second adds 0.05 % (`make bench-monitor`, 40 pairs of steps, two AMD EPYC cores). What a card's answers take has not
-# been measured yet.
+# In the midst of a run a sample takes more, some 250 microseconds: a hundred a second added 2.8 % to a step's seconds,
+# so one a second adds 0.03 % (`make bench-monitor`, 60 pairs of steps, two quiet AMD EPYC cores). What a card's
+# answers take has not been measured yet.
 #
 # A trace is another matter. While it is taken every operator is written down, and afterwards all of it goes to the
 # disk. So it is three steps and not a run, and the seconds of those three steps are no benchmark.
@@ -496,7 +496,7 @@ course.check(3, last_step, course.equal(free // (3 * MIB) + 1, "what is free ove
 #
 # ## In one breath
 # - **Saves** guessing: a sampler tells *that* something grows or idles, a trace *when*, a snapshot *who*.
-# - **Costs** a two-thousandth of the run; a trace slows three steps, and takes seconds to write.
+# - **Costs** less than a thousandth of the run; a trace slows three steps, and takes seconds to write.
 # - **As good as** who counts: allocated, reserved, the card and the process are four numbers for one memory.
 # - **When**: samples always; a trace when tokens a second are below the estimate; a snapshot when *allocated* rises.
 # - **When not**: no trace over a whole run, and no conclusion from "100 %".

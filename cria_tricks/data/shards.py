@@ -22,7 +22,7 @@ from cria_tricks.data.texts import Span
 from cria_tricks.errors import BadInput, first_line
 
 SHARD = 2**23
-"""Bytes of a shard of rows. Of each open shard only the places of its rows are in memory, 8 bytes a row."""
+"""Bytes of a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""
 BLOCKS, BLOCK = 64, 2**16
 """How much of a file tells it from another: so many bytes at so many places, its size, and its name in a folder."""
 

@@ -32,8 +32,8 @@ TEXT = 8
 """Words of a shingle of a text: eight in a row are hardly ever the same by chance."""
 LEAK = 0.5
 """From this similarity on a row is taken for one of the evaluation. Of the 27 real evaluation rows 8 have one such in
-training: two with the same question, six with another name or number in it ("How many people celebrate Kwanzaa in
-France?"). What comes next, from 0.46 down, asks something else in the same words."""
+training: two with the same question, six with another name or subject in it ("How many people celebrate Kwanzaa in
+UK?", where training has France). What comes next, from 0.46 down, asks something else in the same words."""
 ROW, NEAR = 5, 0.8
 """Words of a shingle, and the similarity from which on a training row is a near duplicate of another."""
 SIGNED = 4000

@@ -65,7 +65,7 @@ def test_our_own_training_rows_are_no_evaluation_rows(ours):
 
 
 def test_what_the_guard_finds_in_the_real_data(real_data):
-    """Two questions are in both parts, and six of evaluation have one in training with another name or number in it."""
+    """Two questions are in both parts; six of evaluation have one in training with another name or subject in it."""
     train, held_out = (read_jsonl(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
     guard = Guard(held_out)
     assert sum(guard.find(row) is not None for row in train) == 15
