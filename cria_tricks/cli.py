@@ -572,8 +572,7 @@ def main() -> None:
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
     except Lost as error:
-        on = "all are started again and go on from there" if world.starts_again() else "go on with --resume"
-        leave(f"error: {error}; what was saved is whole: {on}", 1)
+        leave(f"error: {error}; {world.go_on()}", 1)
     except Interrupted as error:
         leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):

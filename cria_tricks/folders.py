@@ -26,7 +26,7 @@ class Folders:
     Args:
         recipe: names the mirror, and the folder when none is given.
         out: the folder; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
-        resume: whether to go on with the run that is there.
+        resume: whether to go on with the run that is there; ``None`` for a loop that has no checkpoints.
         about: what run it is, from :func:`cria_tricks.checkpoints.describe`.
         say: takes a sentence for the user.
 
@@ -41,10 +41,15 @@ class Folders:
     """
 
     def __init__(
-        self, recipe: Recipe, out: str | Path | None, resume: bool, about: Mapping[str, Any], say: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        out: str | Path | None,
+        resume: bool | None,
+        about: Mapping[str, Any],
+        say: Callable[[str], None],
     ):
         self.recipe, self.resume, self.about, self.say = recipe, resume, about, say
-        self.folder = usable_path("--out", out) if out else numbered(Path("runs") / recipe.name, resume)
+        self.folder = usable_path("--out", out) if out else numbered(Path("runs") / recipe.name, bool(resume))
         self.mirror = usable_path("train.mirror", recipe.train.mirror) if recipe.train.mirror else None
         if self.mirror and self.mirror.resolve() == self.folder.resolve():
             raise BadInput(f"train.mirror={self.mirror}: is the run's own folder; name a second one")
@@ -124,9 +129,8 @@ class Folders:
         if not there:
             return
         if not self.resume:
-            raise BadInput(
-                f"{option} {place}: holds another run ({there}); name a new folder, or go on with it: --resume"
-            )
+            otherwise = "" if self.resume is None else ", or go on with it: --resume"
+            raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder{otherwise}")
         try:
             before = json.loads((place / RUN).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):

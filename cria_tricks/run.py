@@ -79,7 +79,7 @@ def train(
     _refuse_missing(recipe.train.report_to)
     processes.see_one_card()
     plan = resolve(recipe, processes=processes.processes())
-    with processes.joined(recipe.parallel.timeout):
+    with processes.joined(recipe.parallel.timeout, processes.go_on()):
         world = World.of(plan.parallel["data"], plan.device.kind)
         job = _checked(recipe, plan, world, out, resume, console or Aside(), began)
         with importing():  # only now the heavy libraries: what was wrong so far took a second to say

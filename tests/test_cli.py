@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from cria_tricks import cli, models
+from cria_tricks.errors import BadInput
+from cria_tricks.folders import Folders
+from cria_tricks.recipe import Recipe
 
 ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 KEYS = {
@@ -357,6 +360,13 @@ def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_
     assert "holds recipe.toml but no run.json that says of what run" in stderr
     assert (tmp_path / "mine" / "recipe.toml").read_text() == 'name = "mine"\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+def test_a_loop_without_checkpoints_advises_no_resume(tmp_path):
+    """The pipeline's."""
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"holds another run \(adapter\); name a new folder$"):
+        Folders(Recipe(), tmp_path / "run", None, {}, print)
 
 
 def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, tmp_path):

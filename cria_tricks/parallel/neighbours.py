@@ -22,11 +22,15 @@ def find(store: Any, number: int, size: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def watched(others: list[int]) -> Iterator[None]:
+def watched(others: list[int], advice: str) -> Iterator[None]:
     """End this process if another has died and its own main thread does not notice.
 
     Now and then gloo leaves a collective waiting for a process that is gone, and in there Python hears no signal: the
     launcher would kill it, without a word, 30 s later.
+
+    Args:
+        others: the numbers that the system gave them.
+        advice: what is said beside the fact.
     """
     over = threading.Event()
 
@@ -37,7 +41,7 @@ def watched(others: list[int]) -> Iterator[None]:
         while not over.wait(1):
             if any(map(_gone, others)):
                 if not over.wait(PATIENCE):
-                    leave(f"error: {world.LOST}", 1)
+                    leave(f"error: {world.LOST}; {advice}", 1)
                 return
 
     threading.Thread(target=watch, daemon=True).start()

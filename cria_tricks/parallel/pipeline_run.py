@@ -143,7 +143,7 @@ def _train(
     aside.quiet = not world.is_first
     found = {"train": sources.find(recipe.data.train, "train"), "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
-    folders = world.first(lambda: Folders(recipe, out, False, about, Voice(aside)))
+    folders = world.first(lambda: Folders(recipe, out, None, about, Voice(aside)))
 
     # Only now the heavy libraries: what was wrong so far took a second to say.
     import torch

@@ -168,11 +168,12 @@ def see_one_card() -> None:
 
 
 @contextlib.contextmanager
-def joined(timeout: float) -> Iterator[None]:
+def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     """Join the processes that a launcher has started; with a single one, or when they have joined, nothing happens.
 
     Args:
         timeout: seconds after which a process that waits for another gives up.
+        advice: what a process says of the loss of another one if it is stuck and cannot raise.
 
     Raises:
         Lost: inside, if another process has died or does not answer.
@@ -195,7 +196,7 @@ def joined(timeout: float) -> Iterator[None]:
     others = neighbours.find(_store, number, size)
     hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
     try:
-        with in_one_line(), neighbours.watched(others):
+        with in_one_line(), neighbours.watched(others, advice):
             yield
     except BaseException:
         os.environ |= hidden  # no farewell: the others may be gone, and it would wait for them
@@ -224,6 +225,12 @@ def launched() -> bool:
 def starts_again() -> bool:
     """Whether torchrun starts these processes anew when one of them has failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def go_on() -> str:
+    """What becomes of a run with checkpoints that has lost a process."""
+    on = "all are started again and go on from there" if starts_again() else "go on with --resume"
+    return f"what was saved is whole: {on}"
 
 
 def _launchers_store() -> Any:

@@ -139,7 +139,14 @@ def test_one_that_does_not_notice_that_another_died_is_ended_with_the_same_line(
     monkeypatch.setattr(ranks, "PATIENCE", 30)
     with Ranks(2) as pool, pytest.raises(RuntimeError, match="process 0: it has ended"):
         pool.run(stuck, tmp_path / "said")
-    assert (tmp_path / "said").read_text() == "error: another process of this run died or stopped answering\n"
+    said = "error: another process of this run died or stopped answering; nothing was saved\n"
+    assert (tmp_path / "said").read_text() == said
+
+
+def test_a_run_with_checkpoints_says_how_it_goes_on(monkeypatch):
+    assert world.go_on() == "what was saved is whole: go on with --resume"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert world.go_on() == "what was saved is whole: all are started again and go on from there"
 
 
 def heard() -> str:
