@@ -23,8 +23,8 @@ CAPSTONE = recipes.kwanzaa(T4)
 LESSON_OF = {switch: trick.LESSON for trick in tricks.TRICKS for switch in trick.SWITCHES}
 LIGHT, DARK = "image/vnd.cria.light+svg", "image/vnd.cria.dark+svg"
 """The MIME types of a figure for the site's two modes; a notebook shows the light one on white."""
-CHECKS: list[tuple[int, str]] = []
-"""The exercises that were checked in this process, and what was found."""
+CHECKS: list[tuple[int, str, str]] = []
+"""The exercises that were checked in this process: number, ``right``, ``no`` or ``not yet``, and the words said."""
 
 
 def so_far(lesson: str) -> Recipe:
@@ -140,14 +140,16 @@ class Sketch:
         self.axes.add_patch(FancyArrowPatch(start, end, color=ink, linewidth=1.2, **style))
 
 
-def check(exercise: int, answer: Any, grade: Callable[[Any], Any]) -> None:
-    """Tell right from wrong, and both from not yet, in one line.
+def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str = "") -> None:
+    """Print whether an answer to an exercise is right, wrong (with a hint) or not there yet, in one line.
 
     Args:
-        exercise: its number.
+        exercise: its number in the lesson.
         answer: ``None`` until there is one.
         grade: raises ``AssertionError`` with a hint for a wrong answer, ``NotImplementedError`` for none, as when a
             function of the reader's returns nothing.
+        returns: what a right answer is, with shape and units: ``"a number of MiB"``. It is the hint where the answer is
+            of another kind, so that a reader never meets a bare traceback.
     """
     try:
         if answer is None:
@@ -157,29 +159,41 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any]) -> None:
     except NotImplementedError:
         found, said = "not yet", "not yet" + (", it returns nothing" if callable(answer) else "")
     except AssertionError as wrong:
-        found, said = "no", f"no: {wrong}"
+        found, said = "no", f"no: {wrong}" if str(wrong) else f"no: the answer is {returns}"
     except Exception as error:  # whatever a reader's code does, the lesson goes on
-        found, said = "error", f"no: {type(error).__name__}: {error}"
-    CHECKS.append((exercise, found))
+        found, said = "no", f"no: {type(error).__name__}: {error}; the answer is {returns}"
+    CHECKS.append((exercise, found, said))
     print(f"{exercise}: {said}")
 
 
-def about(right: float, hint: str, within: float = 0.01) -> Callable[[float], None]:
+def about(right: float, hint: str, within: float = 0.01) -> Callable[[Any], None]:
     """A grade for a number: right within a share of it."""
 
-    def grade(answer: float) -> None:
-        assert abs(answer - right) <= within * abs(right), f"not {answer:,}; {hint}"
+    def grade(answer: Any) -> None:
+        number = float(_number(answer))
+        assert abs(number - right) <= within * abs(right), f"not {number:,}; {hint}"
 
     return grade
 
 
 def equal(right: Any, hint: str = "") -> Callable[[Any], None]:
-    """A grade for what is right or is not."""
+    """A grade for what is right or is not; a right number may come as any kind of number."""
 
     def grade(answer: Any) -> None:
-        assert answer == right, f"not {answer}" + (f"; {hint}" if hint else "")
+        value = _number(answer) if isinstance(right, int | float) and not isinstance(right, bool) else answer
+        if type(right) in (list, tuple, set, dict, str, bool) and not isinstance(value, type(right)):
+            raise TypeError(f"this is a {type(value).__name__}")
+        assert value == right, f"not {value}" + (f"; {hint}" if hint else "")
 
     return grade
+
+
+def _number(answer: Any) -> int | float:
+    """A reader's number: an int, a float, or one element of torch's or numpy's."""
+    value = answer.item() if hasattr(answer, "item") else answer
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"this is a {type(answer).__name__}, not a number")
+    return value
 
 
 def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:

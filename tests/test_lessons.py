@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -21,6 +22,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 from tools import executed, notebooks
+from tools.exercises import try_answers
 
 CAPSTONE = notebooks.LESSONS / "17_kwanzaa.py"
 UNSET = 'MIRROR = ""'
@@ -86,7 +88,6 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
 
 
 LESSONS = [path for path in notebooks.lessons() if path != CAPSTONE]
-WRONG = json.loads(executed.WRONG.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
@@ -101,11 +102,61 @@ def test_a_lesson_runs_and_its_checks_tell_right_from_wrong(lesson):
         for words in both:
             resolve(with_settings(Recipe(), settings_of(words, T4)), T4)  # raises what a T4 cannot run
     assert found.pop("left behind") == []
-    assert found.pop("as it stands") == [[1, "not yet"], [2, "not yet"], [3, "not yet"]]
-    assert found.pop("solutions") == [[1, "right"], [2, "right"], [3, "right"]]
-    assert found.keys() == {"1", "2", "3"}
-    for exercise, checks in found.items():
-        assert [int(exercise), "no"] in checks, f"exercise {exercise} takes {WRONG[lesson.stem][exercise]}"
+    assert [check[:2] for check in found.pop("as it stands")] == [[1, "not yet"], [2, "not yet"], [3, "not yet"]]
+    said = complaints(lesson, found)
+    assert not said, "\n".join(said)
+
+
+def complaints(lesson: Path, found: dict[str, Any]) -> list[str]:
+    """What is wrong with a lesson's checks, by what they said of right and wrong answers and of wrong kinds."""
+    wrong = executed.wrong_answers(lesson)
+    said = [
+        f"{exercise}: a solution is refused: {words}" for exercise, mark, words in found["solutions"] if mark != "right"
+    ]
+    said += [f"{n}: {wrong_of(wrong, n)} wrong answers are too few" for n in (1, 2, 3) if wrong_of(wrong, n) < 3]
+    if [exercise for exercise, *_ in found["solutions"]] != [1, 2, 3]:
+        said.append(f"not three exercises: {found['solutions']}")
+    for (exercise, hint, code), (_, mark, words) in zip(wrong, found["wrong"], strict=True):
+        if mark != "no":
+            said.append(f"{exercise}: taken for {mark}:\n{code}")
+        elif not hint or not re.search(hint, words, re.I):
+            said.append(f"{exercise}: the hint of\n{code}is {words!r}, without {hint!r}")
+    for kind in found["kinds"]:
+        if not kind["returns"]:
+            said.append(f"{kind['exercise']}: does not say what a right answer is")
+        for exercise, mark, words in kind["found"]:
+            if mark != "no" or ("Error: " in words and kind["returns"] not in words):
+                said.append(f"{exercise}: an answer of the wrong kind is {mark!r}: {words}")
+    return said
+
+
+def wrong_of(wrong: list[tuple[int, str, str]], exercise: int) -> int:
+    """How many wrong answers to an exercise there are."""
+    return sum(number == exercise for number, _, _ in wrong)
+
+
+def test_a_check_that_takes_anything_or_says_nothing_is_noticed(tmp_path, monkeypatch):
+    lesson, hint = tmp_path / "99_made.py", "'too small or too large'"
+    wrong = [f"# %% {n}: too (small|large)\nx{n} = {answer}\n" for n in (1, 2, 3) for answer in (1, 2, 9)]
+    lesson.write_text("".join(wrong))
+    monkeypatch.setattr(executed, "WRONG", tmp_path)
+    asked = [[exercise, code] for exercise, _, code in executed.wrong_answers(lesson)]
+    others = "".join(f"course.check({n}, x{n}, course.about(5, {hint}), 'a number')\n" for n in (2, 3))
+
+    def found(grade: str, returns: str = "a number") -> list[str]:
+        names = {"course": course, "x1": None, "x2": None, "x3": None}
+        first = f"course.check(1, x1, {grade}, {returns!r})"
+        return complaints(lesson, try_answers(names, [first, others], "x1 = x2 = x3 = 5", asked))
+
+    assert found(f"course.about(5, {hint})") == []
+    takes_anything = found("lambda answer: None")
+    assert sum("taken for right" in line for line in takes_anything) == 3
+    assert sum("wrong kind" in line for line in takes_anything) == 4
+    takes_nine = found(f"lambda answer: course.about(5, {hint})(5 if answer == 9 else answer)")
+    assert takes_nine == ["1: taken for right:\nx1 = 9\n"]
+    assert len(found("course.about(5, 'no')")) == 3  # a hint that does not fit
+    assert "does not say" in found(f"course.about(5, {hint})", returns="")[0]
+    assert ["a solution is refused" in line for line in found(f"course.about(4, {hint})")] == [True]
 
 
 def test_the_wheel_holds_what_the_lessons_need(installed):
@@ -145,17 +196,15 @@ def test_a_lesson_has_the_skeleton(lesson):
     assert len(code) <= 200, len(code)
 
 
-def test_the_capstones_checks_tell_right_from_wrong(capsys):
+def test_the_capstones_checks_tell_right_from_wrong():
+    """Without training: its checks need one function of an earlier cell, and the seconds of a step."""
     code = [cell.source for cell in jupytext.read(CAPSTONE).cells if cell.cell_type == "code"]
-    tools = next(cell for cell in code if "def lora_numbers" in cell)
-    checks = next(cell for cell in code if "course.check(" in cell)
-    wrong = {
-        "bytes_at_rank_32": 6_000_000,
-        "checkpoint_bytes": lambda numbers, bits: 4 * numbers,
-        "rows_in_12_hours": 107,
-    }
-    exec(tools + "\n\n" + checks, {"CONFIGS": CONFIGS, "course": course, "seconds": 10.0, **wrong})
-    assert re.findall(r"^\d: no: not", capsys.readouterr().out, re.M) == ["1: no: not", "2: no: not", "3: no: not"]
+    names: dict[str, Any] = {"CONFIGS": CONFIGS, "course": course, "seconds": 10.0}
+    for needed in ("def lora_numbers", "bytes_at_rank_32 = None"):
+        exec(next(cell for cell in code if needed in cell), names)
+    asked = executed.exercises_of(CAPSTONE)
+    said = complaints(CAPSTONE, try_answers(names, *asked.values()))
+    assert not said, "\n".join(said)
 
 
 def _solved(lesson: str) -> str:

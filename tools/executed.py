@@ -6,7 +6,6 @@ After the last cell the exercises are answered, where nobody sees it (``tools/ex
 
 import functools
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import sysconfig
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -24,7 +24,7 @@ from tools import notebooks
 
 ROOT = notebooks.ROOT
 KEPT = ROOT / "build" / "lessons"
-WRONG = ROOT / "tests" / "wrong_answers.json"
+WRONG = ROOT / "tests" / "wrong_answers"
 SECONDS = 300
 """After which a cell is stopped."""
 FOUND, JSON = "exercises", "application/json"
@@ -95,15 +95,25 @@ def _call(code: str) -> str:
     return f"__import__('tools.exercises').exercises.{code}"
 
 
-def _asked(lesson: Path) -> dict[str, list[str] | dict[str, str]]:
-    """The lesson's checks, and answers to them: wrong ones, one exercise each, and its own solutions."""
+def wrong_answers(lesson: Path) -> list[tuple[int, str, str]]:
+    """The wrong answers that its checks must refuse: number of the exercise, words of the hint it must get, code."""
+    cells = re.split(r"^# %% ", (WRONG / lesson.name).read_text(encoding="utf-8"), flags=re.M)[1:]
+    heads = [cell.partition("\n") for cell in cells]
+    return [(int(head.partition(":")[0]), head.partition(":")[2].strip(), code) for head, _, code in heads]
+
+
+def exercises_of(lesson: Path) -> dict[str, Any]:
+    """The lesson's checks, its own solutions, and wrong answers."""
     cells = jupytext.read(lesson).cells
-    wrong = json.loads(WRONG.read_text(encoding="utf-8")).get(lesson.stem)
-    if not wrong:  # the capstone's solutions train; tests/test_lessons.py has them
-        return {"checks": [], "answers": {}}
     solutions = [block for cell in cells if "<summary>Solution" in cell.source
                  for block in re.findall(r"```python\n(.*?)```", cell.source, re.S)]  # fmt: skip
     return {
         "checks": [cell.source for cell in cells if cell.cell_type == "code" and "course.check(" in cell.source],
-        "answers": {**wrong, "solutions": "\n".join(solutions)},
+        "solutions": "\n".join(solutions),
+        "wrong": [[exercise, code] for exercise, _, code in wrong_answers(lesson)],
     }
+
+
+def _asked(lesson: Path) -> dict[str, Any]:
+    """What is tried after a lesson's last cell; of the capstone nothing, whose cells train."""
+    return {"checks": []} if lesson.stem.startswith("17_") else exercises_of(lesson)

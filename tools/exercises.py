@@ -11,6 +11,18 @@ from cria_tricks.startup import end_at_once
 MEASURED: list[list[str]] = []
 """What the lesson would measure on a card."""
 
+VALUES = ("words", object(), {"a": 1}, lambda: 1)
+"""Answers that are of the wrong kind where a value is asked for."""
+FUNCTIONS = (
+    5,
+    "words",
+    lambda: 1,
+    lambda *given, **named: "words",
+    lambda *given, **named: object(),
+    lambda *given: 1 / 0,
+)
+"""The same where a function is."""
+
 
 def begin() -> None:
     """Refuse the network, and note what the lesson says of a GPU."""
@@ -26,15 +38,63 @@ def begin() -> None:
 
 
 def answer(shell: Any, asked: dict[str, Any]) -> None:
-    """Hand over what the checks say: of the exercises as they stand, and of each of the answers."""
-    found = {"on a GPU": MEASURED, "as it stands": list(course.CHECKS)}
-    for name, code in asked["answers"].items():
-        course.CHECKS.clear()
-        exec(code, shell.user_ns)
-        for check in asked["checks"]:
-            exec(check, shell.user_ns)
-        found[name] = list(course.CHECKS)
+    """Hand over what the checks say: of the exercises as they stand, of the solutions and of each wrong answer."""
+    found: dict[str, Any] = {"on a GPU": MEASURED, "as it stands": [list(check) for check in course.CHECKS]}
+    if asked["checks"]:
+        found |= try_answers(shell.user_ns, asked["checks"], asked["solutions"], asked["wrong"])
     display({"application/json": found}, raw=True)
+
+
+def try_answers(names: dict[str, Any], checks: list[str], solutions: str, wrong: list[list[Any]]) -> dict[str, Any]:
+    """What a lesson's checks say of its solutions, of wrong answers, and of answers of the wrong kind.
+
+    Args:
+        names: the lesson's, after its last cell; each answer is taken out of it again.
+        checks: the cells that call ``course.check``.
+        solutions: code that answers all exercises rightly.
+        wrong: number of an exercise and code that answers it wrongly.
+
+    Returns:
+        ``solutions``: what was found of each exercise; ``wrong``: the same of each wrong answer, in its order;
+        ``kinds``: of each exercise, the words that a right answer is described with and what was found of each answer
+        of the wrong kind.
+    """
+    kinds: dict[int, dict[str, Any]] = {}
+
+    def of_the_wrong_kind(exercise: int, right: Any, grade: Any, returns: str = "") -> None:
+        course.CHECKS.clear()
+        for nonsense in FUNCTIONS if callable(right) else VALUES:
+            check(exercise, nonsense, grade, returns)
+        kinds[exercise] = {"exercise": exercise, "returns": returns, "found": [list(one) for one in course.CHECKS]}
+
+    check = course.check
+    found = {"wrong": [_found(names, checks, code, exercise)[0] for exercise, code in wrong]}
+    found["solutions"] = _found(names, checks, solutions)
+    _found(names, checks, solutions, instead=of_the_wrong_kind)
+    return found | {"kinds": [kinds[exercise] for exercise in sorted(kinds)]}
+
+
+def _found(
+    names: dict[str, Any], checks: list[str], code: str, only: int | None = None, instead: Any = None
+) -> list[list[Any]]:
+    """What the checks say of the answers in a piece of code: of ``only`` one exercise, or ``instead`` is called."""
+    before, check = dict(names), course.check
+
+    def chosen(exercise: int, *rest: Any, **more: Any) -> None:
+        if only in (None, exercise):
+            (instead or check)(exercise, *rest, **more)
+
+    course.CHECKS.clear()
+    course.check = chosen
+    try:
+        exec(code, names)
+        for cell in checks:
+            exec(cell, names)
+    finally:
+        course.check = check
+        names.clear()
+        names.update(before)
+    return [list(one) for one in course.CHECKS]
 
 
 def _refuse(self: socket.socket, address: Any) -> None:
