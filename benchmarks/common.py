@@ -15,9 +15,9 @@ from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.load import load
 from cria_tricks.measure import Meter
 from cria_tricks.models import Weights
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.results import folder_of
+from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import fit
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.integrations import dequantize_module_weight
 
 from cria_tricks.errors import BadInput, first_line
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import side_network
 
 ALL_LINEAR = "all-linear"

@@ -7,9 +7,9 @@ from pathlib import Path
 from transformers import TrainerState, TrainingArguments
 
 from cria_tricks.checkpoints import Checkpoint
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import loading
+from cria_tricks.step_plan import Plan
 
 OPTIMIZERS = {
     (32, False): "adamw_torch",

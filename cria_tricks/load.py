@@ -25,7 +25,7 @@ from cria_tricks.models import Weights
 from cria_tricks.parallel.model import device_map
 from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.parallel.world import processes
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import compile
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

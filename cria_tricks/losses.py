@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, torch.Tensor]

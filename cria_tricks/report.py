@@ -17,8 +17,8 @@ from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.parallel.per_process import PerProcess
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run
 from cria_tricks.units import human
 

@@ -17,9 +17,9 @@ from cria_tricks.errors import BadInput
 from cria_tricks.folders import Folders
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.world import World
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
 from cria_tricks.startup import importing
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import resolve
 
 

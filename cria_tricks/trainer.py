@@ -40,9 +40,9 @@ from cria_tricks.parallel import sharded
 from cria_tricks.parallel.rows import Share, with_filler
 from cria_tricks.parallel.spread import Spread
 from cria_tricks.parallel.world import World
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
 from cria_tricks.resumable import ResumableTrainer, position
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.packing import pack
 

@@ -25,11 +25,11 @@ from cria_tricks.models import Weights
 from cria_tricks.monitor import Monitor
 from cria_tricks.parallel import sharded
 from cria_tricks.parallel.per_process import PerProcess, per_process
-from cria_tricks.plan import Plan
 from cria_tricks.profiling import Profile
 from cria_tricks.progress import ShowProgress
 from cria_tricks.recipe import Recipe
 from cria_tricks.run import Job
+from cria_tricks.step_plan import Plan
 from cria_tricks.tracking import trackers
 from cria_tricks.trainer import Run, fit
 from cria_tricks.tricks import still_off

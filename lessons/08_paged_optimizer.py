@@ -35,8 +35,8 @@ from cria_tricks.hardware.cost import step
 from cria_tricks.memory.estimate import estimate, moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench, longest
-from cria_tricks.plan import diff
 from cria_tricks.recipe import with_settings
+from cria_tricks.step_plan import diff
 from cria_tricks.tricks import paged_optimizer as reference
 from cria_tricks.tricks import resolve
 

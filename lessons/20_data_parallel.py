@@ -52,8 +52,8 @@ from cria_tricks.parallel.per_process import per_process
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.rows import Share
 from cria_tricks.parallel.traffic import CountCollectives
-from cria_tricks.plan import diff
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.step_plan import diff
 from cria_tricks.tricks import resolve
 
 MIB = 2**20

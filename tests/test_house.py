@@ -112,7 +112,7 @@ def test_nothing_below_the_trainer_imports_it():
     for name in (
         "recipe",
         "recipes",
-        "plan",
+        "step_plan",
         "units",
         "errors",
         "models",

@@ -14,8 +14,8 @@ from cria_tricks.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load import Loaded
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, torch.Tensor]

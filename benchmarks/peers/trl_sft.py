@@ -16,8 +16,8 @@ from transformers import PrinterCallback, TrainerCallback
 from cria_tricks.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load import Loaded
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Train
+from cria_tricks.step_plan import Plan
 
 
 def installed() -> bool:

@@ -26,7 +26,7 @@ from cria_tricks.load import quiet_libraries
 from cria_tricks.measure import LiveBytes, every_tensor
 from cria_tricks.memory.as_on_cuda import kernels_of
 from cria_tricks.memory.fake_model import fake_model
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import CONTEXTS
 from cria_tricks.tricks import packing
 

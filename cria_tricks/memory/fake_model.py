@@ -17,7 +17,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from cria_tricks.load import EDITS, built_empty
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import adamw_8bit, nf4
 
 

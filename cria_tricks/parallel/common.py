@@ -1,8 +1,8 @@
 """What several strategies ask of a recipe."""
 
 from cria_tricks.errors import BadInput
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 
 def several(strategy: str, processes: int) -> None:

@@ -27,8 +27,8 @@ from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.common import several, share_window
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("strategy=ddp",)
 CLAIM = "exact"

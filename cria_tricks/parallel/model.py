@@ -24,8 +24,8 @@ from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("strategy=model",)
 CLAIM = "exact"

@@ -16,8 +16,8 @@ from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.parallel.pipeline_loop import Loop
 from cria_tricks.parallel.pipeline_part import Window, cut_windows
 from cria_tricks.parallel.world import World, grid
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run
 from cria_tricks.tricks.packing import pack
 

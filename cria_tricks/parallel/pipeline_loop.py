@@ -22,7 +22,7 @@ from cria_tricks.errors import Diverged
 from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.pipeline import Slot
 from cria_tricks.parallel.pipeline_part import Part, Window
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 """torch's, by name."""

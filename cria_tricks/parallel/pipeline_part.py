@@ -11,7 +11,7 @@ from torch import nn
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.losses import trained_places
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import CONTEXTS
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 

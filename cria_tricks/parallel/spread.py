@@ -7,7 +7,7 @@ import torch
 
 from cria_tricks.parallel import STRATEGIES
 from cria_tricks.parallel.world import World
-from cria_tricks.plan import Plan
+from cria_tricks.step_plan import Plan
 
 
 class Spread:

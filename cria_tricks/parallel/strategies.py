@@ -10,8 +10,8 @@ from types import ModuleType
 
 from cria_tricks.errors import BadInput
 from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, pipeline, tensor, world
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 STRATEGIES: dict[str, ModuleType] = {
     # The rows are shared, the model is whole in each process ...

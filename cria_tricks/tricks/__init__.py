@@ -12,8 +12,8 @@ from types import ModuleType
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, Tricks, with_settings
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import (
     activation_offload,
     adamw_8bit,

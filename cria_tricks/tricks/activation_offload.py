@@ -22,8 +22,8 @@ import torch
 
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("activation_offload=true",)
 CLAIM = "exact"

@@ -26,8 +26,8 @@ from torch import fx
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("compile=true",)
 CLAIM = "exact within rounding"

@@ -19,8 +19,8 @@ import torch
 
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("expand_kv=true",)

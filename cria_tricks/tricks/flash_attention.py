@@ -25,8 +25,8 @@ from cria_tricks.hardware import this_device
 from cria_tricks.hardware.kernels import kernel_for
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("attention=sdpa", "attention=flash_attention_2")
 CLAIM = "exact within rounding"

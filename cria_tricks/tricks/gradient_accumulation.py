@@ -23,8 +23,8 @@ import torch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 
 SWITCHES = ("gradient_accumulation=8",)
 CLAIM = "exact"

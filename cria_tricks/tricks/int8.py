@@ -17,8 +17,8 @@ import torch
 
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.nf4 import refuse_without_adapter
 
 SWITCHES = ("quantization=int8",)

@@ -24,8 +24,8 @@ from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.flash_attention import with_kernel
 
 SWITCHES = ("packing=true",)

@@ -8,8 +8,8 @@ import pytest
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
-from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import flash_attention, resolve
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
