@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality results notebooks clean
+.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -51,6 +51,12 @@ drill-dump: $(READY)
 # 520 spoilt rows, recipes, settings, paths, adapters and checkpoints: 5 minutes on two Xeon cores at 2.5 GHz.
 fuzz: $(READY)
 	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
+
+# Does the suite notice? 300 small changes of the package, drawn by SEED, one at a time, each under the tests that concern
+# it: hours on two cores. A second call goes on; results are in build/mutants.
+mutants: $(READY)
+	$(PIP) --editable '.[mutants]'
+	$(VENV)/bin/python -m tools.mutants --seed $(or $(SEED),1) --count $(or $(COUNT),300)
 
 # Every trick alone, stacked, beside peers, growing: bytes and seconds, into benchmarks/results/DEVICE/. On a CUDA card
 # Llama-3.2-1B's shape at full length; PROFILE=t4 holds the card to what a T4 can do.
