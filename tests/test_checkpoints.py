@@ -18,6 +18,7 @@ from cria_tricks.data.chat import Chat
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resumable import ResumableTrainer
 from tests.helpers import train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
@@ -419,6 +420,8 @@ def test_other_versions_are_told():
     assert other_versions(now, now) == []
     before = {"versions": {**now["versions"], "torch": "2.11.0", "device": "Tesla T4"}}
     assert other_versions(before, now)[0].startswith("device Tesla T4 is now cpu, torch 2.11.0 is now 2.")
+    [said] = other_versions(describe(Recipe(), {}, "cpu", processes=2), now)
+    assert said == "processes 2 is now 1: the resumed run may differ in the last bits"
 
 
 def test_the_cadence_may_change_on_resume(tiny_model, rows, tmp_path):
@@ -449,3 +452,14 @@ def test_paged_states_are_put_back_in_pages():
         assert state[name].data_ptr() != old.data_ptr(), "a page of its own"
         assert state[name].dtype == torch.uint8
         assert torch.equal(state[name], content)
+
+
+def test_a_resumed_run_puts_its_states_back_in_pages(tiny_model, rows, tmp_path, monkeypatch):
+    paged = ("tricks.peft=lora", "tricks.optimizer=adamw_8bit", "tricks.paged_optimizer=true", "train.max_steps=2")
+    sets = (*paged, "train.save_steps=1")
+    with pytest.raises(Killed):
+        train(tiny_model, rows, tmp_path, *sets, callbacks=[At(2, kill)])
+    asked, honest = [], ResumableTrainer._page_again
+    monkeypatch.setattr(ResumableTrainer, "_page_again", lambda self: asked.append(honest(self)))
+    train(tiny_model, rows, tmp_path, *sets, resume=True)
+    assert len(asked) == 1

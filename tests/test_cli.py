@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 from cria_tricks import cli, models
-from cria_tricks.errors import BadInput
+from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory
 from cria_tricks.folders import Folders
 from cria_tricks.recipe import Recipe
 
@@ -529,3 +530,39 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
     assert code == 2
     assert "488.3 KiB are free, and the checkpoints and the result take about" in stderr.splitlines()[-1]
     assert "loading" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
+        (cli.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
+        (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
+        (JobFailed("the job ended"), 1, "error: the job ended\n"),
+        (
+            Lost("another process died"),
+            1,
+            "error: another process died; what was saved is whole: go on with --resume\n",
+        ),
+        (OutOfMemory("out of memory in the forward pass"), 3, "error: out of memory in the forward pass\n"),
+        (MemoryError(), 3, "error: out of memory\n"),
+        (RuntimeError("CUDA error: out of memory"), 3, "error: out of memory\n"),
+        (Interrupted("interrupted after step 6"), 130, "interrupted after step 6; go on with --resume\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (typer.Abort(), 130, "interrupted\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_foreseen_error_has_its_exit_code_and_one_line(error, code, said, run_cria, monkeypatch):
+    def fails(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "app", fails)
+    assert run_cria("train") == (code, "", said)
+
+
+def test_an_unforeseen_error_keeps_its_traceback_and_is_a_failure(run_cria, monkeypatch):
+    monkeypatch.setattr(cli, "app", lambda *arguments, **options: {}["nothing"])
+    code, _, stderr = run_cria("train")
+    assert code == 1
+    assert "KeyError: 'nothing'" in stderr

@@ -131,3 +131,26 @@ def test_the_manifest_is_json_with_bytes_and_sha256(tmp_path):
             "sha256": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed",
         }
     }
+
+
+def test_every_file_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
+    """After a power cut a name without its content would be the one thing a checkpoint must not be."""
+    happened = []
+    honest_sync, honest_rename = os.fsync, Path.rename
+
+    def fsync(descriptor):
+        happened.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        honest_sync(descriptor)
+
+    def rename(self, target):
+        happened.append(("rename", Path(target)))
+        return honest_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    write(tmp_path / "f", "one")
+    named = happened.index(("rename", tmp_path / "f"))
+    aside = tmp_path / ("f" + durable.ASIDE)
+    wanted = {aside, aside / "inner", aside / "inner" / "a.txt", aside / durable.MANIFEST}
+    assert {path for what, path in happened[:named] if what == "sync"} == wanted
+    assert ("sync", tmp_path) in happened[named:], "the new name itself"

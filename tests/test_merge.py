@@ -1,6 +1,8 @@
 """A merged model is the adapted one, to the rounding of 16 bits, and a wrong merge is refused."""
 
+import contextlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from cria_tricks.artifact import save, verify
 from cria_tricks.chat import open_folder
 from cria_tricks.errors import BadInput
 from cria_tricks.load import load_tokenizer
-from cria_tricks.merge import CPU, merge
+from cria_tricks.merge import CPU, _refuse_beyond_rounding, merge
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare
 
@@ -174,3 +176,19 @@ def test_another_kind_of_peft_adapter_is_named(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(BadInput, match="is a IA3 adapter, and only LoRA is merged here"):
         merge(folder)
+
+
+@pytest.mark.parametrize(
+    ("difference", "effect", "refused"),
+    [
+        (0.5, 10, ""),
+        (0.501, 10, "16 bits explain 0.5"),
+        (0.5, 1.0, ""),
+        (0.5, 0.99, "16 bits would swallow it"),
+        (0, 0, ""),
+    ],
+)
+def test_a_merge_is_refused_beyond_its_bound_and_not_before(difference, effect, refused):
+    check = {"largest_difference": difference, "bound": 0.5, "adapter_effect": effect}
+    with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
+        _refuse_beyond_rounding(Path("adapter"), check)

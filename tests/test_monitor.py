@@ -211,3 +211,10 @@ def test_the_report_has_what_was_sampled(trained):
     text = (trained / "report.md").read_text()
     assert f"{found['samples']} samples over {found['seconds']:,.0f} seconds, in `monitor.jsonl`." in text
     assert "| process, resident memory |" in text
+
+
+def test_a_busy_processor_is_counted_in_the_program_and_in_the_kernel(tmp_path):
+    monitor = Monitor(tmp_path / "monitor.jsonl", 0)
+    times = SimpleNamespace(user=3.5, system=1.25)
+    monitor._process = SimpleNamespace(cpu_times=lambda: times)
+    assert monitor._busy() == 4.75

@@ -56,6 +56,7 @@ def test_the_dry_run_says_everything_and_asks_nobody(hub, adapter, publish):
         assert any(line.split() == [about["sha256"], f"{about['bytes']:,}", name] for line in stdout.splitlines()), name
     assert "manifest.json" in stdout
     assert "Nothing was sent" in stdout
+    assert "hf repos create owner/name --exist-ok --private\n" in stdout
     assert "hf repos tag create owner/name v1.2.3" in stdout
     assert "shows a path of this machine" in stdout
     code, stdout, _ = publish(adapter, "--json")
@@ -225,3 +226,11 @@ def test_redacted(monkeypatch):
     assert redacted("https://me:pass@host/x and git@host") == "https://[hidden]@host/x and git@host"
     assert redacted("see hf_hub_download and owner/hf_x") == "see hf_hub_download and owner/hf_x"
     assert TOKEN not in str(BadInput(f"x {TOKEN}"))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_commands_shown_make_the_repository_that_was_asked_for(private, adapter):
+    create, upload, tag = prepare(adapter, "owner/name", "v0.2.0", private)["commands"]
+    assert create == "hf repos create owner/name --exist-ok" + (" --private" if private else "")
+    assert upload == f"hf upload owner/name {adapter} ."
+    assert tag == "hf repos tag create owner/name v0.2.0"

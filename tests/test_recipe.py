@@ -1,5 +1,6 @@
 """Recipes as data: TOML in and out, --set, and errors in one line."""
 
+import math
 import tomllib
 
 import pytest
@@ -167,3 +168,12 @@ def test_every_field_that_scripts_set_is_there():
     wanted += "train.batch_size train.epochs train.max_steps train.learning_rate train.save_steps train.seed"
     assert set(wanted.split()) <= set(field_names())
     assert tomllib.loads(Recipe().to_toml())["tricks"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize("name", ["kwanzaa", "kwanzaa_small"])
+def test_a_run_on_a_machine_that_goes_away_saves_at_least_twice_an_epoch(name):
+    """Against its own number of steps: 107 rows, in windows of eight."""
+    recipe = recipes.get(name)
+    window = recipe.train.batch_size * recipe.tricks.gradient_accumulation
+    steps_of_an_epoch = math.ceil(107 / window)
+    assert 1 <= recipe.train.save_steps <= steps_of_an_epoch / 2

@@ -1,9 +1,18 @@
 """The estimate beside the measurement: it sums, and on a card it counts what the card's allocator counts."""
 
+import json
+from typing import Any
+
 import pytest
 
+from cria_tricks import models
+from cria_tricks.data.chat import read_jsonl
+from cria_tricks.data.tokens import tokenize
+from cria_tricks.load import load_tokenizer
 from cria_tricks.memory.estimate import WORKSPACES
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import compare
+from cria_tricks.run import train
 from cria_tricks.trainer import Run
 from tests.memory.cases import CPU, EVERYTHING, T4, bill
 
@@ -36,3 +45,48 @@ def test_nothing_is_compared_with_nothing():
     assert compare(None, run(1)) == {"estimated_peak_bytes": None, "estimate": None}
     found = compare(bill("lora", device=CPU), run(None))["estimate"]
     assert (found["measured_bytes"], found["unexplained_bytes"], found["ratio"]) == (None, None, None)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory) -> dict[str, Any]:
+    """A run whose training and evaluation rows differ in everything that a report counts."""
+    folder = tmp_path_factory.mktemp("reported")
+    sizes = {"train": (5, 60, 7, 70, 80), "eval": (6, 65, 3)}
+    for name, words in sizes.items():
+        lines = [{"prompt": "Count:", "completion": " " + " ".join(map(str, range(many)))} for many in words]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = [
+        "model=random:tiny", "tricks.peft=lora", "lora.r=2", "data.max_length=48", "tricks.gradient_accumulation=2",
+        "train.epochs=2", f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}",
+    ]  # fmt: skip
+    return train(with_settings(Recipe(name="reported"), settings), folder / "run")
+
+
+def test_every_rate_and_loss_of_a_report_is_that_of_its_history(reported):
+    steps = [entry for entry in reported["history"] if "loss" in entry]
+    evaluations = [entry["eval_loss"] for entry in reported["history"] if "eval_loss" in entry]
+    seconds = sum(step["step_seconds"] for step in steps)
+    tokens, trained = (sum(step[key] for step in steps) for key in ("tokens", "trained_tokens"))
+    assert trained < tokens
+    assert reported["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert reported["trained_tokens_per_second"] == pytest.approx(trained / seconds)
+    assert reported["train_loss"] == pytest.approx(sum(step["loss"] for step in steps) / len(steps))
+    assert (reported["eval_loss_before"], reported["eval_loss_after"]) == (evaluations[0], evaluations[-1])
+    assert reported["steps"] == reported["planned_steps"] == len(steps) == 6
+    assert reported["skipped_steps"] == sum(step.get("skipped", 0) for step in steps) == 0
+    assert reported["data"]["tokens_seen"] == tokens
+    assert reported["data"]["trained_tokens_seen"] == trained
+    peaks = [step["peak_bytes"] for step in steps if "peak_bytes" in step]
+    phases = [phase["allocated_bytes"] for phase in reported["memory"].values()]
+    assert reported["peak_bytes"] == max(peaks + phases)
+
+
+def test_the_rows_of_a_report_are_those_of_its_own_file(reported):
+    tokenizer = load_tokenizer(models.find("random:tiny"))
+    data = reported["data"]
+    for part, cut in (("train", 3), ("eval", 1)):
+        rows = tokenize(read_jsonl(reported["recipe"]["data"][part]), tokenizer, 48)
+        assert rows.cut == cut
+        found = (data[f"{part}_rows"], data[f"{part}_tokens"], data[f"{part}_trained_tokens"], data[f"{part}_rows_cut"])
+        assert found == (len(rows.rows), rows.tokens, rows.trained_tokens, cut)
+        assert data[f"{part}_rows_dropped"] == 0

@@ -1,5 +1,6 @@
 """The trainer's promises: token-true means, no step on a bad number, nothing lost by Ctrl-C or a resume."""
 
+import math
 import os
 import signal
 
@@ -233,3 +234,21 @@ def test_the_attention_kernel_that_ran_is_named_and_naming_it_changes_nothing(
     plain, _ = train(tiny_model, rows, tmp_path / "plain", *settings)
     assert plain.attention_kernel == "", "it was not looked at"
     assert [entry["loss"] for entry in named.training] == [entry["loss"] for entry in plain.training]
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine(tiny_model, rows, tmp_path):
+    """Of 20 steps a fifth: four rise from nothing, sixteen fall to nothing."""
+
+    class Rates(TrainerCallback):
+        def __init__(self):
+            self.found = []
+
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            self.found.append(optimizer.param_groups[0]["lr"])
+
+    watch = Rates()
+    sets = ("tricks.peft=lora", "train.max_steps=20", "train.warmup_ratio=0.2", "train.learning_rate=0.003")
+    train(tiny_model, rows, tmp_path, *sets, "train.save_steps=100", callbacks=[watch])
+    rising = [0.003 * step / 4 for step in range(4)]
+    falling = [0.003 * (1 + math.cos(math.pi * step / 16)) / 2 for step in range(16)]
+    assert watch.found == pytest.approx(rising + falling, rel=1e-9)

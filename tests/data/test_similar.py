@@ -134,3 +134,27 @@ def test_the_signature_estimates_the_similarity():
         assert abs(sign(base).jaccard(sign(other)) - true) < 4 * (true * (1 - true) / 128) ** 0.5
     assert int(sign(words("a b c d e f")).hashvalues[0]) == 1047519915
     assert NEAR == 0.8
+
+
+def test_the_same_answer_to_another_question_is_no_duplicate():
+    def said(question: str) -> Chat:
+        turns = (("user", question), ("assistant", "I do not know."))
+        return Chat(tuple({"role": role, "content": content} for role, content in turns), "", "", "made:1")
+
+    repeats = Repeats(near=False)
+    assert repeats.reason(said("Who built the hall?")) is None
+    assert repeats.reason(said("Who wrote the letter?")) is None
+    assert repeats.reason(said("Who built the hall?")) == "duplicate"
+
+
+def test_rows_that_share_a_band_and_little_else_both_stay():
+    """Bands only choose who is compared: of rows a good half alike some share one, and none is a near duplicate."""
+    base, shared = [f"w{number}" for number in range(400)], 0
+    for attempt in range(12):
+        other = base[:300] + [f"v{attempt}x{number}" for number in range(100)]
+        repeats = Repeats(near=True)
+        assert repeats.reason(text(" ".join(base))) is None
+        shared += bool(repeats.bands.query(sign(other)))
+        assert sign(base).jaccard(sign(other)) < NEAR
+        assert repeats.reason(text(" ".join(other))) is None
+    assert shared >= 1, "no pair met in a band: the test would show nothing"

@@ -280,3 +280,12 @@ def test_a_hub_set_is_streamed_in_its_own_order(rows, monkeypatch):
         resumed = stream("owner/name:train", lanes=2)
         resumed.go_on(states[stop])
         assert list(map(key, islice(resumed, 8))) == every[stop + 1 : stop + 9], stop
+
+
+def test_a_pass_is_over_when_the_slowest_lane_is_through(rows):
+    given = stream(rows, lanes=2)
+    fast, slow = given.lanes.values()
+    fast.epoch, slow.epoch = 3, 1
+    assert given.passes == 1
+    fast.epoch, slow.epoch = 0, 2
+    assert given.passes == 0

@@ -4,7 +4,7 @@ import pytest
 
 from cria_tricks.data import sources
 from cria_tricks.data.chat import Chat
-from cria_tricks.data.tokens import IGNORED, tokenize, trained
+from cria_tricks.data.tokens import IGNORED, TokenRows, tokenize, trained
 from cria_tricks.errors import BadInput
 
 
@@ -115,3 +115,10 @@ def test_long_rows_are_dropped_or_refused_when_asked(tokenizer):
         tokenize([long, long], tokenizer, 64, "drop")
     with pytest.raises(BadInput, match=r"the row takes \d+ tokens, data.max_length is 64; raise it, or set"):
         tokenize([short, long], tokenizer, 64, "error")
+
+
+def test_the_fullest_micro_batch_is_the_one_that_is_billed():
+    labels = [[-100, 1], [-100, 1, 2, 3], [-100, -100, -100, 1, 2]]
+    rows = TokenRows([{"input_ids": [5] * len(each), "labels": each} for each in labels], 0, 0)
+    assert [rows.most_trained(size) for size in (1, 2, 3, 9)] == [3, 5, 6, 6]
+    assert (rows.longest, rows.tokens, rows.trained_tokens) == (5, 11, 6)

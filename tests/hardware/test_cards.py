@@ -23,6 +23,20 @@ def test_the_machines_are_those_of_the_guide():
     assert set(TPUS) == {"v5e-1x1", "v5e-2x2", "v5e-2x4"}
 
 
+def test_rates_are_those_of_the_datasheets():
+    """Dense 16-bit and fp32 operations, bytes of memory, bytes of PCIe one way, a second; sources in cards.py."""
+    found = {name: (c.half_flops, c.full_flops, c.memory_rate, c.link_rate) for name, c in CARDS.items()}
+    assert (
+        found.items()
+        >= {
+            "t4": (65e12, 8.1e12, 320e9, 16e9),
+            "l4": (121e12, 30.3e12, 300e9, 32e9),
+            "a10g": (70e12, 35e12, 600e9, 32e9),
+            "a100": (312e12, 19.5e12, 1555e9, 32e9),
+        }.items()
+    )
+
+
 def test_a_card_has_less_than_its_name_says():
     assert CARDS["t4"].device is T4
     assert [human(card.device.memory_bytes) for card in CARDS.values()] == [

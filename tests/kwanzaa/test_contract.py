@@ -35,6 +35,7 @@ BROKEN = {
         ("sources.0.doc_id", "x" * 201), ("sources.0.tags", ["x"] * 51), ("retrieval_summary.namespaces", []),
         ("retrieval_summary.query", "x" * 1001), ("retrieval_summary.results.0.snippet", "x" * 2001),
         ("unknowns.clarifying_questions", ["x" * 501]), ("unknowns.missing_context", ["x" * 1001]),
+        ("retrieval_summary.namespaces", ["x"] * 21), ("integrity.safety_flags", ["x" * 201]),
     ],
     "unknown value": [
         ("persona", "teacher"), ("persona", None), ("model_mode", "rag"), ("answer.tone", "angry"),
@@ -46,6 +47,16 @@ BROKEN = {
         ("provenance.generated_at", "yesterday"), ("provenance.session_id", "1"),
     ],
 }  # fmt: skip
+AT_THE_EDGE = [
+    ("answer.confidence", 0), ("answer.confidence", 1), ("sources.0.year", 1600), ("sources.0.year", 2100),
+    ("sources.0.relevance_score", 1), ("retrieval_summary.top_k", 1), ("retrieval_summary.top_k", 100),
+    ("retrieval_summary.results.0.rank", 1), ("retrieval_summary.execution_time_ms", 0), ("answer.text", "x" * 10_000),
+    ("sources.0.doc_id", "x" * 200), ("sources.0.tags", ["x"] * 50), ("retrieval_summary.namespaces", ["x"] * 20),
+    ("retrieval_summary.query", "x" * 1000), ("retrieval_summary.results.0.snippet", "x" * 2000),
+    ("unknowns.clarifying_questions", ["x" * 500]), ("unknowns.missing_context", ["x" * 1000]),
+    ("integrity.safety_flags", ["x" * 200]),
+]  # fmt: skip
+"""The largest and smallest that are allowed; the neighbours beyond are among those above."""
 UNREAD = {
     "empty answer": ["", "  \n"],
     "no JSON object": ["Ruth Adeyemi carved it.", "[1, 2]", "null"],
@@ -94,6 +105,11 @@ def test_one_broken_field_is_one_violation_with_its_name_and_place(kind, path, v
     (violation,) = read(json.dumps(changed(path, value))).violations
     assert violation.kind == kind
     assert violation.where.startswith(where(path)), "of a list too long, the list; of its text too long, the text"
+
+
+@pytest.mark.parametrize(("path", "value"), AT_THE_EDGE, ids=str)
+def test_what_is_just_allowed_breaks_nothing(path, value):
+    assert read(json.dumps(changed(path, value))).violations == ()
 
 
 @pytest.mark.parametrize(("kind", "raw"), [(kind, raw) for kind, raws in UNREAD.items() for raw in raws])

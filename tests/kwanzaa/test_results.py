@@ -46,6 +46,10 @@ def test_resampled_means_have_the_mean_and_the_spread_of_a_mean():
     assert 0.375 <= high <= 0.40
 
 
+def test_an_interval_is_the_middle_95_percent():
+    assert interval(torch.linspace(0, 1, 1001, dtype=torch.float64)) == pytest.approx((0.025, 0.975), abs=1e-12)
+
+
 def test_draws_are_seeded_and_the_same_for_all_columns():
     one, other = [1.0, 5.0, 2.0, 8.0], [0.0, 4.0, 1.0, 7.0]
     means = resampled_means([one, other], draws=200)

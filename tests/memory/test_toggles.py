@@ -6,10 +6,13 @@ import pytest
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
+from cria_tricks.hardware.cards import CARDS
 from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import LADDER, NEEDS, Bench
+from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.recipe import Tricks, with_settings
 from cria_tricks.tricks import resolve
 from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
@@ -211,3 +214,14 @@ def test_the_longest_row_of_what_never_fits_is_none_and_there_is_an_end():
     assert toggles.longest(Bench(find_shape("llama-3.1-70b"), T4), recipe("lora fp16 sdpa")) == 0
     endless = Device("cuda", "endless", (8, 0), real_bf16=True, memory_bytes=10**18)
     assert toggles.longest(Bench(BENCH.shape, endless), recipe(EVERYTHING)) == toggles.LONGEST
+
+
+@pytest.mark.parametrize(("card", "link"), [("t4", "pcie3"), ("l4", "pcie4"), ("a100", "pcie4")])
+def test_several_cards_meet_over_the_bus_that_they_have(card, link):
+    job = with_settings(WHOLE, ["parallel.strategy=ddp"])
+    shape = BENCH.shape
+    work = compute_seconds(job, shape, CARDS[card], "ddp", 2)
+    expected = step_seconds(work, STRATEGIES["ddp"].traffic(job, shape, 2), LINKS[link]).seconds
+    found = Bench(shape, CARDS[card].device, 2).bill(job)
+    tokens = job.train.batch_size * job.tricks.gradient_accumulation * job.data.max_length
+    assert found.seconds == pytest.approx(expected / tokens)

@@ -30,6 +30,14 @@ def test_what_links_are_sold_as():
         assert LINKS[name].peak == both_ways / 2
 
 
+def test_a_hop_takes_what_nccl_reckons_with():
+    """Microseconds, of its src/graph/tuning.cc for a ring of large calls; any call starts with 8.4."""
+    microseconds = {name: round(1e6 * link.hop, 3) for name, link in LINKS.items()}
+    networks = dict.fromkeys(("hdr", "ndr", "10gbe", "25gbe", "100gbe"), 14.0)
+    assert microseconds == {"pcie3": 5.7, "pcie4": 5.7, "nvlink_a100": 3.4, "nvlink_h100": 3.4} | networks
+    assert {round(1e6 * link.start, 3) for link in LINKS.values()} == {8.4}
+
+
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS.keys())
 def test_what_of_it_is_reached_has_a_source(link):
     assert 0.7 < link.reached < 1

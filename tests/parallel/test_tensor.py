@@ -84,3 +84,11 @@ def test_heads_that_do_not_divide_are_refused_with_a_number_that_does():
     with pytest.raises(BadInput, match="use parallel.strategy=ddp or fsdp"):
         tensor.refuse_undivided("odd", 7, 1, 100, 2)
     tensor.refuse_undivided("smollm2", 9, 3, 1536, 3)
+
+
+def test_an_mlp_that_does_not_divide_is_refused_too():
+    with pytest.raises(BadInput, match="101 columns in its MLP, which 2 does not divide; use parallel"):
+        tensor.refuse_undivided("odd", 8, 4, 101, 2)
+    with pytest.raises(BadInput, match="66 columns in its MLP, which 4 does not divide; use 2 processes"):
+        tensor.refuse_undivided("odd", 8, 4, 66, 4)
+    tensor.refuse_undivided("even", 8, 4, 64, 4)
