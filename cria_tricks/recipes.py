@@ -1,10 +1,11 @@
 """The named recipes, as functions: ``cria train smoke`` calls ``smoke()``."""
 
-import difflib
 from collections.abc import Callable
+from pathlib import Path
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
+from cria_tricks.names import nearest, same
 from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_settings
 
 
@@ -76,23 +77,31 @@ def baseline(device: Device | None = None) -> Recipe:
 NAMED: dict[str, Callable[..., Recipe]] = {f.__name__: f for f in (smoke, kwanzaa, kwanzaa_small, baseline)}
 
 
-def get(name_or_file: str, device: Device | None = None) -> Recipe:
+def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
     """Find a recipe by name, or read it from a TOML file.
 
     Args:
-        name_or_file: which.
+        recipe: a name (letter case does not matter), a path of a ``.toml`` file, or a recipe, which is given back.
         device: a named recipe chooses its precision for it; for this machine when left out.
 
     Raises:
         BadInput: for an unknown name (with the nearest right one) or a wrong file.
+
+    Examples:
+        >>> get("Kwanzaa_Small").model
+        'smollm2'
     """
-    if name_or_file in NAMED:
-        return NAMED[name_or_file](device)
-    if name_or_file.endswith(".toml"):
-        return from_toml(name_or_file)
-    near = difflib.get_close_matches(name_or_file, NAMED, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMED)}, or name a .toml file"
-    raise BadInput(f"unknown recipe {name_or_file}: {hint}")
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str | Path):
+        raise BadInput(f"recipe {recipe!r}: must be a Recipe, the name of one, or the path of a .toml file")
+    if isinstance(recipe, Path) or recipe.endswith(".toml"):
+        return from_toml(recipe)
+    if name := same(recipe, NAMED):
+        return NAMED[name](device)
+    near = nearest(recipe, NAMED)
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMED)}, or name a .toml file"
+    raise BadInput(f"unknown recipe {recipe}: {hint}")
 
 
 def best_precision(device: Device | None) -> str:

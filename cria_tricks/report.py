@@ -21,14 +21,16 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run
 from cria_tricks.units import human
+from cria_tricks.version import __version__
 
-PACKAGES = ("cria_tricks", "torch", "transformers", "peft", "bitsandbytes", "accelerate")
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that decide the numbers."""
     return {
         "python": platform.python_version(),
+        "cria_tricks": __version__,
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
 

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -98,8 +101,6 @@ def trained(tmp_path_factory) -> Path:
 @pytest.fixture
 def run_cria(monkeypatch, capfd):
     """Run a command in this process, through the same entry; its exit code, stdout and stderr."""
-    import sys
-
     from cria_tricks import cli
 
     def run(*arguments) -> tuple[int, str, str]:
@@ -112,6 +113,25 @@ def run_cria(monkeypatch, capfd):
         return code, *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    """Our package, built as pip builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    root = Path(__file__).parents[1]
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, root]
+    subprocess.run(pip, check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel) -> Path:
+    """The files of the wheel, with no repository beside them."""
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(wheel.parent / "package")
+    return wheel.parent / "package"
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from cria_tricks import explain
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
-from cria_tricks.tricks import INFERENCE, TRICKS, nf4, trick_name
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import INFERENCE, TRICKS, nf4, resolve, trick_name
 
 ROOT = Path(__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)
@@ -73,13 +75,47 @@ def test_a_reference_is_shown_as_it_is_written():
     assert explain.explain("paged_optimizer").reference.startswith("def page(self")
 
 
-@pytest.mark.parametrize("name", ["nf4", "quantization=nf4", "tricks.quantization=nf4", "double_quantization"])
-def test_a_technique_is_found_by_its_settings_too(name):
-    assert explain.explain(name).name == "nf4"
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("nf4", "nf4"),
+        ("NF4", "nf4"),
+        ("quantization=nf4", "nf4"),
+        ("tricks.quantization=nf4", "nf4"),
+        ("Tricks.Quantization=NF4", "nf4"),
+        ("double_quantization", "nf4"),
+        ("LoRA", "lora"),
+        ("peft=LoRA", "lora"),
+        ("Flash-Attention", "flash_attention"),
+        ("gradient checkpointing", "gradient_checkpointing"),
+        ("FSDP", "fsdp"),
+    ],
+)
+def test_a_technique_is_found_by_its_settings_too_in_any_letter_case(typed, name):
+    assert explain.explain(typed).name == name
+
+
+def test_the_plain_code_of_lora_adapts_the_matrices_that_the_toggle_adapts(tiny_model):
+    known = {"base": str(tiny_model)}
+    exec(explain.explain("lora").plain, known)
+    plan = resolve(with_settings(Recipe(), ["tricks.peft=lora"]), T4)
+    config = known["config"]
+    assert config.target_modules == set(plan.peft["target_modules"])
+    for name in ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"):
+        assert getattr(config, name) == plan.peft[name]
+
+
+def test_the_plain_code_of_a_side_network_trains_as_many_blocks_as_the_toggle(tiny_model):
+    known = {"base": str(tiny_model)}
+    exec(explain.explain("side_network").plain, known)
+    beside = [block for block in known["model"].model.layers if hasattr(block, "beside")]
+    assert len(beside) == resolve(with_settings(Recipe(), ["tricks.peft=side_network"]), T4).peft["blocks"]
 
 
 def test_an_unknown_technique_is_one_line_with_the_nearest():
     with pytest.raises(BadInput, match=re.escape("unknown trick nf5: did you mean nf4?")):
         explain.explain("nf5")
+    with pytest.raises(BadInput, match=re.escape("unknown trick QLoRA: did you mean lora?")):
+        explain.explain("QLoRA")
     with pytest.raises(BadInput, match="there are mixed_precision, int8"):
         explain.explain("?")

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ from tools.exercises import try_answers
 
 CAPSTONE = notebooks.LESSONS / "17_kwanzaa.py"
 UNSET = 'MIRROR = ""'
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory) -> Path:
-    """Our package as pip installs it, with no repository beside it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, notebooks.ROOT]
-    subprocess.run(pip, check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(folder / "package")
-    return folder / "package"
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ def test_names_that_are_no_model(tmp_path):
 def test_a_hub_id_and_a_folder_are_taken_as_they_are(tiny_model):
     assert models.find("owner/name").path == "owner/name"
     assert models.find("llama-3.2-1b").name == "unsloth/Llama-3.2-1B-Instruct"
+    assert models.find("LLaMA-3.2-1B") == models.find("llama-3.2-1b")
     assert models.find(str(tiny_model)).tokenizer == str(tiny_model)
 
 

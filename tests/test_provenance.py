@@ -1,7 +1,9 @@
 """An adapter says where it comes from, and its card says what was measured and what was not."""
 
+import base64
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -88,30 +90,135 @@ def test_a_base_from_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
     assert provenance.in_words(unknown) == "`owner/other` at a revision that is not known"
 
 
-def test_the_commit_is_this_checkouts_and_an_installed_package_has_none(tmp_path):
-    def git(folder: Path, *arguments: str) -> str:
-        command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    def told(folder: Path) -> dict:
-        code = "import json; from cria_tricks import provenance; print(json.dumps(provenance.commit()))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout)
 
+def told(folder: Path) -> dict:
+    """The commit, of the package in this folder."""
+    code = "import json; from cria_tricks import provenance; print(json.dumps(provenance.commit()))"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def copy_package(folder: Path) -> Path:
+    shutil.copytree(CHECKOUT / "cria_tricks", folder / "cria_tricks", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def change(package: Path) -> None:
+    with (package / "cria_tricks" / "units.py").open("a") as file:
+        file.write("# changed\n")
+
+
+def install(folder: Path, note: str | None, record: bool = True) -> Path:
+    """The package as pip leaves it in site-packages, with its note of where it was installed from."""
+    copy_package(folder)
+    about = folder / "cria_tricks-1.2.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.4\nName: cria_tricks\nVersion: 1.2.3\n")
+    if note is not None:
+        (about / "direct_url.json").write_text(note)
+    if record:
+        lines = [f"{about.name}/RECORD,,", f"{about.name}/METADATA,,"]
+        for path in sorted((folder / "cria_tricks").rglob("*.py")):
+            digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+            lines.append(f"{path.relative_to(folder)},sha256={digest},{path.stat().st_size}")
+        (about / "RECORD").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+UNKNOWN = {"commit": None, "changed": None}
+FROM_GIT = json.dumps({"url": "https://example.org/cria_tricks", "vcs_info": {"vcs": "git", "commit_id": "c" * 40}})
+
+
+def test_the_commit_is_this_checkouts_and_a_copy_has_none(tmp_path):
     if (CHECKOUT / ".git").exists():
         assert provenance.commit()["commit"] == git(CHECKOUT, "rev-parse", "HEAD")
     # As in site-packages of an environment that lies inside somebody's checkout.
-    copied = tmp_path / "copy"
-    shutil.copytree(CHECKOUT / "cria_tricks", copied / "cria_tricks", ignore=shutil.ignore_patterns("__pycache__"))
+    copied = copy_package(tmp_path / "copy")
     git(copied, "init", "-q")
-    assert told(copied) == {"commit": None, "changed": None}
+    assert told(copied) == UNKNOWN
     git(copied, "add", "cria_tricks")
     git(copied, "commit", "-qm", "x")
     (copied / ".gitignore").write_text("__pycache__\n")
     assert told(copied) == {"commit": git(copied, "rev-parse", "HEAD"), "changed": False}
-    with (copied / "cria_tricks" / "units.py").open("a") as file:
-        file.write("# changed\n")
+    change(copied)
     assert told(copied)["changed"] is True
+
+
+def test_a_package_that_was_installed_from_a_repository_knows_its_commit(tmp_path):
+    """PEP 610: pip and uv write direct_url.json."""
+    installed = install(tmp_path / "site", FROM_GIT)
+    assert told(installed) == {"commit": "c" * 40, "changed": False}
+    change(installed)
+    assert told(installed) == {"commit": "c" * 40, "changed": True}
+    (installed / "cria_tricks" / "units.py").unlink()
+    (installed / "cria_tricks" / "units.py").symlink_to(CHECKOUT / "cria_tricks" / "units.py")
+    assert told(installed)["changed"] is False
+    assert told(install(tmp_path / "without", FROM_GIT, record=False)) == {"commit": "c" * 40, "changed": None}
+
+
+def test_a_package_that_was_installed_from_a_folder_asks_git_there(tmp_path):
+    source = copy_package(tmp_path / "a folder")
+    note = json.dumps({"url": source.as_uri(), "dir_info": {}})
+    installed = install(tmp_path / "site", note)
+    assert told(installed) == UNKNOWN, "no repository there"
+    git(source, "init", "-q")
+    git(source, "add", "cria_tricks")
+    git(source, "commit", "-qm", "x")
+    commit = git(source, "rev-parse", "HEAD")
+    assert told(installed) == {"commit": commit, "changed": False}
+    change(source)
+    assert told(installed) == {"commit": commit, "changed": False}, "what is installed is still the commit's"
+    git(source, "commit", "-qam", "y")
+    assert told(installed) == {"commit": git(source, "rev-parse", "HEAD"), "changed": True}
+    shutil.rmtree(source)
+    assert told(installed) == UNKNOWN
+
+
+NOTES = [
+    "",
+    "{",
+    "[]",
+    '{"url": "https://example.org/cria_tricks.whl", "archive_info": {}}',
+    '{"url": "https://example.org/cria_tricks", "vcs_info": {}}',
+    '{"vcs_info": null}',
+    '{"dir_info": {}}',
+    '{"url": "file:///nowhere/at/all", "dir_info": {"editable": true}}',
+]
+EACH = """
+import json, sys
+from cria_tricks import provenance
+
+for note in json.load(sys.stdin):
+    open(sys.argv[1], "w").write(note)
+    print(json.dumps(provenance.commit()))
+"""
+
+
+def test_a_note_that_names_no_commit_gives_none(tmp_path):
+    installed = install(tmp_path / "site", None)
+    assert told(installed) == UNKNOWN
+    command = [sys.executable, "-c", EACH, str(installed / "cria_tricks-1.2.3.dist-info" / "direct_url.json")]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    notes = json.dumps([*NOTES, FROM_GIT])
+    done = subprocess.run(command, cwd=installed, env=environment, input=notes, capture_output=True, text=True)
+    *none, known = [json.loads(line) for line in done.stdout.splitlines()]
+    assert none == [UNKNOWN] * len(NOTES), done.stderr
+    assert known["commit"] == "c" * 40
+
+
+def test_the_note_of_another_copy_is_not_taken(tmp_path):
+    """A copy beside an environment that holds an installed package, too."""
+    installed, copied = install(tmp_path / "site", FROM_GIT), copy_package(tmp_path / "copy")
+    code = "import sys; sys.path.insert(1, sys.argv[1]); from cria_tricks import provenance; print(provenance.commit())"
+    command = [sys.executable, "-c", code, str(installed)]
+    done = subprocess.run(command, cwd=copied, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert done.stdout.strip() == str(UNKNOWN), done.stderr
 
 
 def test_the_card_shows_the_essentials_and_what_was_not_measured(made, written, trained):

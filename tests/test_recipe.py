@@ -7,7 +7,9 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
+from cria_tricks.fields import ALIASES, find_field
 from cria_tricks.hardware import T4, Device
+from cria_tricks.names import plain
 from cria_tricks.recipe import Recipe, Tricks, build, field_names, from_toml, with_settings
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), real_bf16=True, memory_bytes=150 * 10**9)
@@ -67,7 +69,24 @@ def test_set_changes_one_field_of_a_copy():
     [
         ("tricks.quantization=nf5", "did you mean nf4?"),
         ("tricks.quantisation=nf4", "did you mean tricks.quantization?"),
-        ("max_steps=3", "did you mean train.max_steps?"),
+        ("max_step=3", "unknown field max_step; did you mean train.max_steps?"),
+        ("train.max_step=3", "did you mean train.max_steps?"),
+        ("trian.max_steps=3", "did you mean train.max_steps?"),
+        ("trian=3", "did you mean data.train?"),
+        ("train.r=3", "unknown field train.r; did you mean lora.r?"),
+        ("train.rank=3", "unknown field train.rank; did you mean lora.r?"),
+        ("train.grad_accum=3", "unknown field train.grad_accum; did you mean tricks.gradient_accumulation?"),
+        ("train.colour=3", "unknown field train.colour; there are train.batch_size, train.epochs,"),
+        ("colour=3", "unknown field colour; there are name, model, and fields of data, tricks, lora,"),
+        (".lr=3", "unknown field .lr; did you mean train.learning_rate?"),
+        ("train.lr=fast", "train.learning_rate = 'fast': must be a valid number"),
+        ("Rank=0", "lora.r = '0': must be greater than or equal to 1"),
+        ("train=5", "train is a group of fields; there are train.batch_size, "),
+        ("train=5", "train.report_to; or did you mean data.train?"),
+        ("tricks=nf4", "tricks is a group of fields; there are tricks.gradient_accumulation, "),
+        ("=5", "--set =5: write it as KEY=VALUE, e.g. --set train.max_steps=20"),
+        ("  =5", "write it as KEY=VALUE, e.g. --set train.max_steps=20"),
+        ("tricks.peft=Lorra", "must be none, head, lora, prompt_tuning or side_network; did you mean lora?"),
         ("train.max_steps=-1", "greater than or equal to 0"),
         ("train.batch_size=0", "greater than or equal to 1"),
         ("train.learning_rate=fast", "valid number"),
@@ -91,6 +110,88 @@ def test_a_wrong_setting_is_said_in_one_line(setting, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("typed", "field"),
+    [
+        ("lr", "train.learning_rate"),
+        ("train.lr", "train.learning_rate"),
+        ("Train.LR", "train.learning_rate"),
+        ("learning-rate", "train.learning_rate"),
+        ("rank", "lora.r"),
+        ("lora.rank", "lora.r"),
+        ("r", "lora.r"),
+        ("lora_alpha", "lora.alpha"),
+        ("batch", "train.batch_size"),
+        ("bs", "train.batch_size"),
+        ("batch_size", "train.batch_size"),
+        ("train.bs", "train.batch_size"),
+        ("per_device_train_batch_size", "train.batch_size"),
+        ("epochs", "train.epochs"),
+        ("num_train_epochs", "train.epochs"),
+        ("steps", "train.max_steps"),
+        ("max_steps", "train.max_steps"),
+        ("seq", "data.max_length"),
+        ("seq_len", "data.max_length"),
+        ("max_seq_length", "data.max_length"),
+        ("data.max_seq_length", "data.max_length"),
+        ("max_length", "data.max_length"),
+        ("grad_accum", "tricks.gradient_accumulation"),
+        ("gradient_accumulation_steps", "tricks.gradient_accumulation"),
+        ("TRICKS.Gradient_Accumulation", "tricks.gradient_accumulation"),
+    ],
+)
+def test_a_field_is_found_by_the_names_that_people_type(typed, field):
+    """The recipe is the one that the full name gives, and no other field changes."""
+    start = Recipe()
+    group, _, name = field.partition(".")
+    value = getattr(getattr(start, group), name)
+    other = value / 2 if 0 < value < 1 else int(value) + 8
+    found = with_settings(start, [f"{typed}={other}"])
+    assert found == with_settings(start, [f"{field}={other}"])
+    assert found != start
+    assert tomllib.loads(found.to_toml())[group][name] == other
+
+
+def test_every_other_name_is_of_one_field_and_of_nothing_else():
+    known = field_names()
+    last = {name.rpartition(".")[2] for name in known}
+    assert set(ALIASES.values()) <= set(known)
+    assert not set(ALIASES) & (last | {name.partition(".")[0] for name in known})
+    for alias, field in ALIASES.items():
+        assert alias == plain(alias)
+        assert find_field(alias.upper(), known) == find_field(f"{field.partition('.')[0]}.{alias}", known) == field
+
+
+@pytest.mark.parametrize("field", field_names())
+def test_a_field_is_found_by_its_own_name_in_any_case(field):
+    assert find_field(field, field_names()) == find_field(field.upper(), field_names()) == field
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("tricks.quantization=NF4", "nf4"),
+        ("tricks.peft=LoRA", "lora"),
+        ("optimizer=adamw-8bit", "adamw_8bit"),
+        ("precision=FP16", "fp16"),
+        ("model=SmolLM2", "smollm2"),
+        ("model=Llama-3.2-1B", "llama-3.2-1b"),
+        ("model=random:TINY", "random:tiny"),
+        ("model=Owner/SmolLM2", "Owner/SmolLM2"),
+    ],
+)
+def test_a_word_is_taken_in_any_case_and_kept_in_its_own(setting, value):
+    found = with_settings(Recipe(model="qwen2.5-0.5b"), [setting])
+    assert value in [found.model, *found.tricks.model_dump().values()]
+
+
+def test_a_folder_here_is_no_short_name_in_other_letters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2").mkdir()
+    assert Recipe(model="SmolLM2").model == "SmolLM2"
+    assert Recipe(model="SMOLLM2").model == "smollm2"
+
+
 def test_of_a_word_without_end_the_middle_is_left_out():
     with pytest.raises(BadInput) as caught:
         with_settings(recipes.smoke(T4), [f"train.max_steps{5000 * 'x'}=3"])
@@ -108,6 +209,12 @@ def test_of_a_word_without_end_the_middle_is_left_out():
         ("[train]\nseed = 1\n\n[trian]\nseed = 1", "r.toml:4: unknown field trian; did you mean train?"),
         ("[data]\nmax_length = 64\n[train]\n# batch_size\nbatch_size = 0", "r.toml:5: train.batch_size = 0: must be"),
         ("train.batch_size = 0", "r.toml:1: train.batch_size"),
+        ("[train]\nlr = 0.1", "r.toml:2: unknown field train.lr; did you mean train.learning_rate?"),
+        ("lr = 0.1", "r.toml:1: unknown field lr; did you mean train.learning_rate?"),
+        ("max_steps = 3", "r.toml:1: unknown field max_steps; did you mean train.max_steps?"),
+        ("[Train]\nseed = 1", "r.toml:1: unknown field Train; did you mean train?"),
+        ("[train]\nSeed = 1", "r.toml:2: unknown field train.Seed; did you mean train.seed?"),
+        ("[tricks]\nquantization = 'NF4'", "must be none, int8, nf4 or fp4; did you mean nf4?"),
         ("name = ''", "r.toml:1: name = ''"),
         ("[train]\nmax_steps = true", "train.max_steps = True: must be a valid integer"),
         ("[lora]\nr = '8'", "lora.r = '8': must be a valid integer"),
@@ -139,9 +246,24 @@ def test_a_file_that_cannot_be_read(tmp_path):
         from_toml(tmp_path / "latin.toml")
 
 
-def test_an_unknown_recipe_names_the_nearest():
+@pytest.mark.parametrize("wrong", ["smok", "SMOK"])
+def test_an_unknown_recipe_names_the_nearest(wrong):
     with pytest.raises(BadInput, match="did you mean smoke?"):
-        recipes.get("smok")
+        recipes.get(wrong)
+
+
+@pytest.mark.parametrize("name", ["kwanzaa_small", "Kwanzaa-Small", "KWANZAA_SMALL"])
+def test_a_recipe_is_found_in_any_letter_case(name):
+    assert recipes.get(name, T4) == recipes.kwanzaa_small(T4)
+
+
+def test_a_recipe_is_given_back_as_it_is_and_another_thing_is_refused(tmp_path):
+    recipe = Recipe(name="mine")
+    assert recipes.get(recipe) is recipe
+    (tmp_path / "mine.toml").write_text(recipe.to_toml())
+    assert recipes.get(tmp_path / "mine.toml") == recipe
+    with pytest.raises(BadInput, match="recipe 3: must be a Recipe, the name of one, or the path of a .toml file"):
+        recipes.get(3)
 
 
 def test_kwanzaa_is_the_original_run():

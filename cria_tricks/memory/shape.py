@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.catalogue import ALIASES, CONFIGS
+from cria_tricks.catalogue import ALIASES, CONFIGS, short_name
 from cria_tricks.errors import BadInput, first_line, usable_path
 
 _WINDOWED_FROM = {"use_sliding_window": False, "max_window_layers": 28}
@@ -258,6 +258,7 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def find_shape(model: str) -> Shape:
     """Find a model's config and read its widths."""
+    model = short_name(model)
     return shape_of(find_config(model), model)
 
 

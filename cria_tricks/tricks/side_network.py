@@ -35,12 +35,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32").requires_grad_(False)
-last = model.model.layers[-1]
-beside = copy.deepcopy(last).requires_grad_(True)
-join = nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False)
-nn.init.zeros_(join.weight)
-last.beside, last.join = beside, join
-last.register_forward_hook(lambda _, x, named, y: y + join(beside(*x, **named)), with_kwargs=True)
+
+
+def put_beside(block):
+    beside = copy.deepcopy(block).requires_grad_(True)
+    join = nn.Linear(model.config.hidden_size, model.config.hidden_size, bias=False)
+    nn.init.zeros_(join.weight)
+    block.beside, block.join = beside, join
+    block.register_forward_hook(lambda _, x, named, y: y + join(beside(*x, **named)), with_kwargs=True)
+
+
+for block in model.model.layers[-2:]:
+    put_beside(block)
 """
 
 

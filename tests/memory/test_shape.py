@@ -58,6 +58,7 @@ def test_a_model_of_the_catalogue_has_as_many_parameters_as_was_published(name):
     assert find_shape(name).weights == PUBLISHED[name]
     for other in (CATALOGUE[name].hub, f"random:{name}"):
         assert find_shape(other) == replace(find_shape(name), name=other)
+    assert find_shape(name.upper()) == find_shape(name)
 
 
 def test_what_every_name_of_the_catalogue_counts_is_checked():

@@ -1,0 +1,170 @@
+"""Train, plan and estimate from Python.
+
+Each function takes a recipe in any of three forms: a ``Recipe``, the name of one (``"kwanzaa"``), or the path of a
+``.toml`` file. The heavy libraries are imported when a function is called, not before.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cria_tricks import recipes
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import Device, this_device
+from cria_tricks.hardware.cards import find_card
+from cria_tricks.memory.answer import PlanAnswer
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.startup import importing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cria_tricks.memory.estimate import MemoryEstimate
+
+
+def train(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    *,
+    settings: Iterable[str] = (),
+    resume: bool = False,
+    console: "Console | None" = None,
+) -> dict[str, Any]:
+    """Train a recipe, and write its adapter and its report.
+
+    Everything that can be wrong with the recipe or the data is found before a model is loaded. When a launcher starts
+    several processes, all of them train one recipe together, by ``recipe.parallel.strategy``.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
+        settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
+        resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
+        console: where progress is shown; standard error when left out.
+
+    Returns:
+        The report, as written to ``report.json``.
+
+    Raises:
+        BadInput: naming what is wrong and what would be right.
+        Diverged: if the loss is not finite.
+        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
+        Lost: if another process of the run died; ``resume=True`` goes on.
+        OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
+
+    Examples:
+        >>> report = train("smoke", settings=["steps=2"])  # doctest: +SKIP
+        >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
+        True
+    """
+    wanted = with_settings(recipes.get(recipe), _several(settings))
+    with importing():  # torch comes with it: what was wrong so far need not wait for that
+        from cria_tricks.run import train as run
+    return run(wanted, out, resume=resume, console=console)
+
+
+def plan(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str | Device | None = None,
+    model: str | None = None,
+    settings: Iterable[str] = (),
+    rows: int | None = None,
+    nproc: int = 1,
+    dry_run: bool = False,
+    advise: bool = False,
+    longest: bool = False,
+) -> PlanAnswer:
+    """Say what a recipe needs on a card, and why, without loading a weight.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        gpu: ``"t4"``, ``"l4"``, ``"a10g"``, ``"a100"``, or any ``Device``; when left out, this machine's card, and a T4
+            where there is none.
+        model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
+        settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
+        rows: training rows; then ``prices`` are given.
+        nproc: processes, of one card each; by ``ddp`` where the recipe names no strategy.
+        dry_run: count the step of the real modules on tensors without data [seconds], instead of by hand.
+        advise: try all toggle sets; then ``front`` is given.
+        longest: find the longest row that fits.
+
+    Raises:
+        BadInput: for a name that is not known, or a toggle that cannot work on the card.
+
+    Examples:
+        >>> answer = plan("kwanzaa", gpu="t4", rows=107)
+        >>> answer.fits
+        True
+        >>> answer.needed_bytes == sum(row.bytes for row in answer.rows + answer.around)
+        True
+        >>> answer.prices[0].flavor
+        't4-small'
+    """
+    if nproc < 1:
+        raise BadInput(f"nproc={nproc}: must be a whole number above 0")
+    device = _device(gpu)
+    asked = [f"model={model}"] if model else []
+    wanted = with_settings(recipes.get(recipe, device), [*asked, *_several(settings)])
+    if nproc > 1 and wanted.parallel.strategy == "none":
+        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    from cria_tricks.memory import bill, toggles
+    from cria_tricks.memory.shape import find_shape
+
+    bench = toggles.Bench(find_shape(wanted.model), device, nproc)
+    found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
+    if advise:
+        found["front"] = bill.front(bench, wanted)
+    if longest:
+        found["longest"] = toggles.longest(bench, wanted)
+    if rows is not None:
+        found["prices"] = bill.prices(bench, wanted, rows)
+    return PlanAnswer.model_validate(found)
+
+
+def estimate(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str | Device | None = None,
+    settings: Iterable[str] = (),
+) -> "MemoryEstimate":
+    """Estimate the memory of one training step in one process, by hand.
+
+    :func:`plan` gives the same bytes with an explanation, comparisons and times; this is the object that it counts
+    with, which the tricks fill in one after the other.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        gpu: as for :func:`plan`.
+        settings: changes of the recipe, written as for ``--set``.
+
+    Raises:
+        BadInput: for a name that is not known, or a toggle that cannot work on the card.
+
+    Examples:
+        >>> memory = estimate("kwanzaa", gpu="t4")
+        >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
+        (True, True)
+    """
+    device = _device(gpu)
+    wanted = with_settings(recipes.get(recipe, device), _several(settings))
+    from cria_tricks.memory.estimate import estimate as by_hand
+    from cria_tricks.memory.shape import find_shape
+    from cria_tricks.tricks import resolve
+
+    resolve(wanted, device)  # refuses what cannot work there
+    return by_hand(wanted, find_shape(wanted.model), device)
+
+
+def _device(gpu: str | Device | None) -> Device:
+    if isinstance(gpu, Device):
+        return gpu
+    if gpu is not None:
+        return find_card(gpu).device
+    here = this_device()
+    return here if here.kind == "cuda" else find_card("t4").device
+
+
+def _several(settings: Iterable[str]) -> list[str]:
+    """A text alone is one setting, not a list of letters."""
+    return [settings] if isinstance(settings, str) else list(settings)
