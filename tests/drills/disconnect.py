@@ -72,7 +72,7 @@ class Drill:
             print(f"run {rounds} ended bit-identical after {len(self.lost)} kills", flush=True)
 
     def _live_and_die(self, out: Path, moment: str, chance: float, step_seconds: float) -> bool:
-        """One process and its end; False when it came to the end of the run first. A save that was missed counts not."""
+        """One process and its end; False when it came to the end of the run first. A missed save does not count."""
         checkpoints = out / "checkpoints"
         left = _being_written(checkpoints)  # by an earlier kill
         log = out.with_suffix(f".{len(self.lost)}.log")
@@ -149,7 +149,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="an empty folder")
     chosen = parser.parse_args()
     settings = ["smoke"]  # in fp32: the recipe's own precision differs between processors
-    for setting in ("tricks.precision=fp32", f"train.max_steps={chosen.steps}", f"train.save_steps={chosen.save_steps}", *chosen.settings):
+    steps = (f"train.max_steps={chosen.steps}", f"train.save_steps={chosen.save_steps}")
+    for setting in ("tricks.precision=fp32", *steps, *chosen.settings):
         settings += ["--set", setting]
     chosen.out.mkdir(parents=True, exist_ok=True)
     if any(chosen.out.iterdir()):

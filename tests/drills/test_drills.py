@@ -10,7 +10,14 @@ from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
 
 # fp32, because the recipe's own precision differs between processors.
-TINY = ("model=random:tiny", "tricks.precision=fp32", "data.max_length=160", "lora.r=4", "train.max_steps=5", "train.save_steps=2")
+TINY = (
+    "model=random:tiny",
+    "tricks.precision=fp32",
+    "data.max_length=160",
+    "lora.r=4",
+    "train.max_steps=5",
+    "train.save_steps=2",
+)
 
 
 def test_three_kills_end_bit_identical(tmp_path):
