@@ -6,13 +6,17 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: train test test-processors test-gpu site serve check lint types drill drill-dump fuzz bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# The tests that compare numbers, as older processors would compute them; LEVELS=--ends takes the lowest and the highest.
+test-processors: $(READY)
+	$(VENV)/bin/python -m tools.processors $(LEVELS)
 
 # Needs a CUDA card. The output is kept: which kernels ran, and how many bytes were where.
 test-gpu: $(READY)

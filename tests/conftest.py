@@ -1,5 +1,6 @@
 """What many tests share: a two-layer Llama on disk, fixed rows, SmolLM2's tokenizer, the real data if it is there."""
 
+import collections
 import gc
 import os
 import subprocess
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.leftovers import Leftovers
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,6 +27,15 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
+    config.pluginmanager.register(Leftovers(Path(__file__).parents[1]))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say why tests were skipped: a line for each reason, with how many."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, tests in reasons.most_common():
+        terminalreporter.write_line(f"{tests} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True, scope="module")

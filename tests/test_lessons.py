@@ -63,7 +63,7 @@ def test_the_capstone_runs_as_a_script_and_goes_on_as_a_notebook_on_another_mach
     book = nbformat.read(notebooks.NOTEBOOKS / "17_kwanzaa.ipynb", as_version=4)
     settings = next(cell for cell in book.cells if UNSET in cell.source)
     settings.source = settings.source.replace(UNSET, f'MIRROR = "{mirror}"')
-    NotebookClient(book, timeout=300, resources={"metadata": {"path": str(alone / "work")}}).execute()
+    NotebookClient(book, timeout=executed.SECONDS, resources={"metadata": {"path": str(alone / "work")}}).execute()
     outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert f"going on from {mirror / 'checkpoints' / 'checkpoint-2'}" in said

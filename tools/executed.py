@@ -25,8 +25,8 @@ from tools import notebooks
 ROOT = notebooks.ROOT
 KEPT = ROOT / "build" / "lessons"
 WRONG = ROOT / "tests" / "wrong_answers"
-SECONDS = 300
-"""After which a cell is stopped."""
+SECONDS = 900
+"""After which a cell is stopped: one that hangs, and none that a busy machine slows down."""
 FOUND, JSON = "exercises", "application/json"
 """Where in a notebook's metadata is what ``exercises.answer`` found, beside the files left, and how it comes there."""
 

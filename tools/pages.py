@@ -4,6 +4,7 @@
 them, so that any site engine can take them; MkDocs, whose theme Material ends in 2027, calls this file as a hook.
 """
 
+import hashlib
 import html
 import itertools
 import re
@@ -32,6 +33,9 @@ from tools.executed import KEPT, LessonError, execute, key, plain
 
 ROOT = notebooks.ROOT
 PAGES = ROOT / "docs" / "lessons"
+STAMP = "sources.txt"
+"""The file of a built site that holds the hash of what it was made of."""
+MADE_HERE = (PAGES, fit.HERE)
 
 
 class ForTheSite(Preprocessor):
@@ -178,6 +182,22 @@ def on_pre_build(config: Any) -> None:
         build()
     except LessonError as error:
         raise PluginError(str(error)) from None
+
+
+def on_post_build(config: Any) -> None:
+    """MkDocs: note what the site was made of, now that it is whole."""
+    (Path(config.site_dir) / STAMP).write_text(sources(), encoding="utf-8")
+
+
+def sources() -> str:
+    """A hash that changes with whatever changes the site: text, lessons, package, results, tools and libraries."""
+    found = hashlib.sha256(key("").encode())
+    folders = (ROOT / name for name in ("docs", "lessons", "tools"))
+    files = [path for folder in folders for path in folder.rglob("*") if not set(MADE_HERE) & set(path.parents)]
+    for path in sorted([*files, ROOT / "mkdocs.yml", ROOT / "pyproject.toml"]):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def _markdown(source: str) -> str:

@@ -9,14 +9,22 @@ from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
 
-TINY = ("model=random:tiny", "data.max_length=160", "lora.r=4", "train.max_steps=5", "train.save_steps=2")
+# fp32, because the recipe's own precision differs between processors.
+TINY = (
+    "model=random:tiny",
+    "tricks.precision=fp32",
+    "data.max_length=160",
+    "lora.r=4",
+    "train.max_steps=5",
+    "train.save_steps=2",
+)
 
 
 def test_three_kills_end_bit_identical(tmp_path):
     settings = ["smoke", *(part for setting in TINY for part in ("--set", setting))]
     drill = Drill(settings, tmp_path, cadence=2, seed=1)
     drill.run(kills=3)  # one anywhere, one after a step, one in a save
-    assert drill.in_saves
+    assert drill.in_saves >= 1
     assert len(drill.lost) == 3
     assert max(drill.lost) <= 2
 

@@ -19,7 +19,8 @@ from cria_tricks.hardware.device import pretend
 from cria_tricks.parallel import launch
 from tests.parallel import steps
 
-TINY = ["model=random:tiny", "data.max_length=64", "train.save_steps=2"]
+# fp32, because the recipe's own precision differs between processors.
+TINY = ["model=random:tiny", "tricks.precision=fp32", "data.max_length=64", "train.save_steps=2"]
 
 
 def words(*arguments, **more) -> str:
@@ -83,10 +84,11 @@ def start(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen, Path]:
 
 
 def until(log: Path, text: str) -> None:
-    for _ in range(1200):
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
         if text in log.read_text():
             return
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise AssertionError(f"{text} never came:\n{log.read_text()}")
 
 
@@ -97,14 +99,14 @@ def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_
     workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
     assert len(workers) == 2
     workers[1].send_signal(signal.SIGKILL)
-    assert started.wait(timeout=60) == 1
+    assert started.wait(timeout=600) == 1
     said = [line for line in log.read_text().splitlines() if "error" in line.lower() or "Traceback" in line]
     assert len(said) == 1
     assert said[0].startswith("error: another process of this run died or stopped answering")
     assert not any(worker.is_running() for worker in workers)
     sampled = monitor.read(tmp_path / "run" / "monitor.jsonl")
     started, log = start(tmp_path, *run, "--resume")
-    assert started.wait(timeout=240) == 0, log.read_text()
+    assert started.wait(timeout=600) == 0, log.read_text()
     assert re.search(r"going on from run/checkpoints/checkpoint-[24]", log.read_text())
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] == report["planned_steps"]
@@ -121,7 +123,7 @@ def test_ctrl_c_saves_and_ends_all(tmp_path):
     started, log = start(tmp_path, "--out", "run", "--set", "train.epochs=100")
     until(log, "step    2/")
     started.send_signal(signal.SIGINT)
-    assert started.wait(timeout=60) == 130
+    assert started.wait(timeout=600) == 130
     assert log.read_text().count("interrupted after step") == 1
     assert "Traceback" not in log.read_text()
     assert len(list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))) >= 1
@@ -152,7 +154,7 @@ def test_what_goes_wrong_in_one_process_is_said_by_that_one(tmp_path):
     given = [*TINY, f"data.train={rows}", f"data.eval={rows}", "parallel.strategy=ddp"]
     settings = [part for setting in given for part in ("--set", setting)]
     done = subprocess.run(
-        [*torchrun, "train", "smoke", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [*torchrun, "train", "smoke", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -29,10 +29,21 @@ def pages() -> list[str]:
     return sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html") if path.name != "404.html")
 
 
+def wrong_with(built: Path) -> str:
+    """Why a built site cannot be tested; empty when it was made of the sources as they are now."""
+    from tools import pages  # takes seconds, and most runs of tests need none of it
+
+    if not (built / pages.STAMP).is_file():
+        return "no site, or none that was built to its end; run: make site"
+    now = pages.sources()
+    return "" if (built / pages.STAMP).read_text(encoding="utf-8") == now else "the site is stale; run: make site"
+
+
 @pytest.fixture(scope="session")
 def site() -> Path:
-    if not (SITE / "index.html").exists():
-        missing("no site; run: make site")
+    """The built site's folder."""
+    if wrong := wrong_with(SITE):
+        missing(wrong)
     return SITE
 
 

@@ -39,7 +39,7 @@ def test_a_page(page, host, browser):
 
 def settles(browser, condition):
     """Whether something becomes true while the page is laid out anew."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (holds := browser.execute_script(f"return {condition}")) and time.monotonic() < deadline:
         time.sleep(0.1)
     return holds
@@ -65,7 +65,7 @@ def test_figures_follow_the_page_and_not_the_system(host, browser):
         shown = 'return [...document.querySelectorAll("picture img")].map(image => image.currentSrc)'
         browser.execute_script('document.querySelectorAll("picture img").forEach(image => image.loading = "eager")')
         assert browser.execute_script(shown)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all(source.endswith(f"-{mode}.svg") for source in browser.execute_script(shown)):
             assert time.monotonic() < deadline, browser.execute_script(shown)
             time.sleep(0.1)
@@ -79,7 +79,7 @@ def test_search_finds_checkpointing(host, browser):
     box = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
     browser.execute_script("arguments[0].focus()", box)
     box.send_keys("checkpointing")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (links := browser.find_elements(By.CSS_SELECTOR, "a.md-search-result__link")):
         assert time.monotonic() < deadline, "nothing found"
         time.sleep(0.1)

@@ -1,7 +1,10 @@
 """A lesson becomes a page: what it prints and draws, links as they are on the site; and nothing when a cell fails."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from tests.site.conftest import wrong_with
 from tools import executed, notebooks, pages
 
 LESSON = """\
@@ -59,3 +62,25 @@ def test_a_failing_cell_stops_the_build(lesson, cell, says):
     lesson.write_text(f"{LESSON}\n# %%\n{cell}\n")
     with pytest.raises(executed.LessonError, match=says):
         pages.page(lesson, executed.execute(lesson))
+
+
+def test_a_site_is_tested_only_when_it_is_made_of_the_sources_as_they_are(tmp_path, monkeypatch):
+    for folder in ("docs/lessons", "lessons", "tools/__pycache__", "site"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("docs/index.md", "lessons/01_one.py", "tools/pages.py", "mkdocs.yml", "pyproject.toml"):
+        (tmp_path / name).write_text("a")
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "MADE_HERE", (tmp_path / "docs" / "lessons",))
+    site = tmp_path / "site"
+    assert wrong_with(site) == "no site, or none that was built to its end; run: make site"
+    pages.on_post_build(SimpleNamespace(site_dir=str(site)))
+    (tmp_path / "docs" / "lessons" / "01_one.md").write_text("made by the build")
+    (tmp_path / "tools" / "__pycache__" / "pages.pyc").write_text("made by Python")
+    assert wrong_with(site) == ""
+    for name in ("docs/index.md", "lessons/01_one.py", "mkdocs.yml", "docs/new.md"):
+        (tmp_path / name).write_text("b")
+        assert wrong_with(site) == "the site is stale; run: make site", name
+        pages.on_post_build(SimpleNamespace(site_dir=str(site)))
+        assert wrong_with(site) == ""
+    monkeypatch.setattr(pages, "key", lambda text: "another package")
+    assert wrong_with(site) == "the site is stale; run: make site"
