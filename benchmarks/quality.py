@@ -46,6 +46,9 @@ NUMBERS = {
     "adamw_8bit": (*LORA, "tricks.optimizer=adamw_8bit"),
     "bf16 + nf4": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4"),
     "bf16 + nf4 + lean": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4", "tricks.lean_preparation=true"),
+    "fp16": (*LORA, "tricks.precision=fp16"),
+    "fp16 + nf4": (*LORA, "tricks.precision=fp16", "tricks.quantization=nf4"),
+    "fp16 + nf4 + lean": (*LORA, "tricks.precision=fp16", "tricks.quantization=nf4", "tricks.lean_preparation=true"),
 }
 """What changes the numbers; each against fp32, lean against the same without."""
 WHAT_TRAINS = {
@@ -76,6 +79,8 @@ def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
         "seed": seed,
         "trainable": report["parameters"]["trainable"],
         "data": Path(report["data"]["train"]).name,
+        "device": report["device"],
+        "skipped_steps": report["skipped_steps"],
     }
 
 

@@ -75,7 +75,7 @@ def summarise(
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "attention_kernel": run.attention_kernel,
-        "warnings": [*plan.warnings, *data_warnings(rows, recipe), *step_warnings(run)],
+        "warnings": [*plan.warnings, *data_warnings(rows, recipe), *run.warnings, *step_warnings(run)],
         "steps": run.steps,
         "planned_steps": run.planned_steps,
         "skipped_steps": run.skipped_steps,

@@ -4,6 +4,7 @@ What is ours, and why:
 
 - the loss is a sum over trained tokens, divided once: so a window of ragged micro-batches, a partial last
   window and the evaluation are all true means over tokens;
+- where the residual stream is in fp16, the first batch's activations are looked at before anything is trained;
 - a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
 - the loss scaler works on a CPU too, and its skipped steps are counted;
 - a second run in one process does not inherit bitsandbytes' settings from the first;
@@ -34,6 +35,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import Diverged, Interrupted
 from cria_tricks.hardware.kernels import WatchAttention
+from cria_tricks.headroom import LargestActivation, too_little_room
 from cria_tricks.load import Loaded
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.parallel import sharded
@@ -64,6 +66,7 @@ class Run:
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
         train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.kernels.WatchAttention` names it.
+        warnings: what was found in the first batch, in sentences.
     """
 
     history: list[dict[str, Any]]
@@ -72,6 +75,7 @@ class Run:
     planned_steps: int
     train_rows: int | None
     attention_kernel: str
+    warnings: tuple[str, ...] = ()
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -114,7 +118,7 @@ def fit(
         world: the processes that share the run; this one alone when left out.
 
     Raises:
-        BadInput: if the checkpoint cannot be loaded into this model.
+        BadInput: if the checkpoint cannot be loaded into this model, or its activations overflow fp16.
         Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
         Interrupted: if SIGINT or SIGTERM came; a checkpoint was written.
         OutOfMemory: if it does not fit; a checkpoint was written unless the optimizer had begun its step.
@@ -162,7 +166,9 @@ def fit(
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     skipped = sum(entry.get("skipped", 0) for entry in history)
-    return Run(history, state.global_step, skipped, state.max_steps, number, trainer.attention_kernel)
+    return Run(
+        history, state.global_step, skipped, state.max_steps, number, trainer.attention_kernel, tuple(trainer.warnings)
+    )
 
 
 class SharedTrainer(ResumableTrainer):
@@ -177,6 +183,9 @@ class SharedTrainer(ResumableTrainer):
         loss_sum = losses.find(plan, self.accelerator.autocast)
         self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
         self.attention_kernel = ""
+        self.warnings: list[str] = []
+        # Lean preparation in fp16 is the one way to train in which the residual stream itself is in fp16.
+        self.stream_may_overflow = self.args.fp16 and "adapter_inputs_uncast" in plan.after_load
         self.step = StepMeter(self)
         self.add_callback(self.step)
 
@@ -257,6 +266,7 @@ class SharedTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """One forward and backward pass; stops at a loss that is not finite."""
+        self._look_at_the_first_batch(inputs)
         with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
@@ -287,6 +297,7 @@ class SharedTrainer(ResumableTrainer):
                     self.control.should_save = self.state.global_step > 0
                     return {}
                 batch = self._prepare_inputs(batch)
+                self._look_at_the_first_batch(batch)
                 padded, trained = sizes(batch)
                 peak = self.meter.may_set_a_peak("evaluate", padded, trained)
                 with self.meter.watch() if peak else contextlib.nullcontext():
@@ -343,6 +354,23 @@ class SharedTrainer(ResumableTrainer):
     def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """A batch's losses, summed over its trained tokens; the model is the one that the strategy has laid hold of."""
         return self.spread.total(inputs)
+
+    def _look_at_the_first_batch(self, inputs: Any) -> None:
+        """Once a process, and only where the residual stream is in fp16: refuse activations that it cannot hold.
+
+        A forward pass of its own, without gradients: it takes less memory than the step, and moves no random number.
+        """
+        if not self.stream_may_overflow:
+            return
+        self.stream_may_overflow = False
+        devices = [0] if self.plan.device.kind == "cuda" else []
+        eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
+        with torch.no_grad(), torch.random.fork_rng(devices), eager, LargestActivation(self.model) as found:
+            self.loss_sum(self.model, self._prepare_inputs(inputs))
+        (found.value,) = self.world.highest(found.value)  # all processes go on, or none
+        if said := too_little_room(found):
+            self.warnings.append(said)
+            self.checkpoints.say(f"warning: {said}")
 
     def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Once a process, see which attention kernel runs."""

@@ -1,9 +1,16 @@
 """Lean preparation: bytes against peft's usual preparation, the loss it costs, and what really changes."""
 
+import math
+import re
+
 import pytest
 import torch
 
+from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.counting import SavedBytes
+from cria_tricks.errors import BadInput
+from cria_tricks.headroom import LargestActivation
+from cria_tricks.trainer import fit
 from tests.helpers import prepare, train, trained_weights
 from tests.tolerances import LEAN_LOSS
 
@@ -64,3 +71,57 @@ def test_switch(tiny_model):
 def test_where_there_is_nothing_to_save_it_says_so(setting, tiny_model):
     _, plan, _ = prepare(tiny_model, *HALF, LEAN, setting)
     assert "lean_preparation has no effect" in " ".join(plan.warnings)
+
+
+def fp16_run(tiny_model, rows, out, large: float, *settings: str):
+    """Two steps in fp16. One number of each hidden state is large, as in real models, and the norms leave it out."""
+    fp16 = ["tricks.precision=fp16", "tricks.peft=lora", "train.max_steps=2"]
+    recipe, plan, loaded = prepare(tiny_model, *fp16, *settings)
+    with torch.no_grad():
+        for name, weight in loaded.model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                weight[:, 0] = large
+            elif "norm" in name:
+                weight[0] = 0
+    said: list[str] = []
+    run = fit(loaded, plan, recipe.train, rows, rows[:2], Checkpoints(out, say=said.append), pad_id=2)
+    return run, said
+
+
+def test_the_headroom_of_a_stream_in_fp16_is_looked_at_before_it_is_trained(tiny_model, rows, tmp_path):
+    """fp16 ends at 65,504: four times less is worth a word, more is refused, and nothing is said of what has room."""
+    enough, said = fp16_run(tiny_model, rows, tmp_path / "enough", 16_000.0, LEAN)
+    assert (enough.warnings, said) == ((), [])
+    near, said = fp16_run(tiny_model, rows, tmp_path / "near", 30_000.0, LEAN)
+    assert said == [f"warning: {near.warnings[0]}"]
+    assert math.isfinite(near.training[0]["loss"])
+    assert re.search(r"first batch is 30,0\d\d .* 2.2 times that would overflow", near.warnings[0])
+    with pytest.raises(BadInput, match="activations of the first batch are larger .*lean_preparation=false"):
+        fp16_run(tiny_model, rows, tmp_path / "beyond", 70_000.0, LEAN)
+
+
+def test_a_stream_in_fp32_or_bf16_is_not_looked_at(tiny_model, rows, tmp_path):
+    assert fp16_run(tiny_model, rows, tmp_path / "usual", 30_000.0)[1] == []
+    assert fp16_run(tiny_model, rows, tmp_path / "bf16", 30_000.0, LEAN, "tricks.precision=bf16")[1] == []
+
+
+def test_looking_changes_no_bit_of_the_run(tiny_model, rows, tmp_path, monkeypatch):
+    settings = ["tricks.precision=fp16", "tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=2", LEAN]
+    looked, _ = train(tiny_model, rows, tmp_path / "looked", *settings)
+    monkeypatch.setattr("cria_tricks.trainer.SharedTrainer._look_at_the_first_batch", lambda *_: None)
+    blind, _ = train(tiny_model, rows, tmp_path / "blind", *settings)
+    assert [entry["loss"] for entry in looked.training] == [entry["loss"] for entry in blind.training]
+
+
+def test_the_largest_activation_is_found_with_its_place():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Identity(), torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([1.0, -50.0, 3.0, 0.0])))
+        model[0].bias.zero_()
+    with LargestActivation(model) as found:
+        model(torch.ones(1, 4))
+    assert (found.value, found.name) == (50.0, "0")
+    with LargestActivation(model) as found:
+        model(torch.full((1, 4), math.nan))
+    assert found.value == math.inf
+    assert not any(module._forward_hooks for module in model.modules())
