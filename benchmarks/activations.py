@@ -8,6 +8,7 @@ Rows are cut at 2,048 tokens. Writes ``benchmarks/results/DEVICE/activations.jso
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,9 +34,11 @@ def main() -> None:
     recipe = with_settings(Recipe(), ["model=smollm2", "tricks.attention=sdpa"])
     weights = models.find(recipe.model)
     tokenizer, model = load_tokenizer(weights), load(resolve(recipe), weights).model.eval()
-    rows, by_module = [], {}
-    for part, file in zip(("train", "eval"), files, strict=True):
-        for row in tokenize(sources.find(str(file), part).rows, tokenizer, recipe.data.max_length).rows:
+    rows: list[dict[str, Any]] = []
+    by_module: dict[str, float] = {}
+    found_rows = {"train": sources.find(str(files[0]), "train"), "eval": sources.find(str(files[1]), "eval")}
+    for part, source in found_rows.items():
+        for row in tokenize(source.rows, tokenizer, recipe.data.max_length).rows:
             with torch.no_grad(), LargestActivation(model) as found:
                 model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False)
             by_module = {name: max(value, by_module.get(name, 0.0)) for name, value in found.by_module.items()}

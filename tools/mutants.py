@@ -120,7 +120,8 @@ def reason_of(module: str, result: WorkResult) -> str:
 def report(database: WorkDB) -> str:
     """How many were noticed, and the others one by one."""
     done = sorted(database.completed_work_items, key=lambda pair: pair[0].job_id)
-    survivors, equivalent = [], []
+    survivors: list[str] = []
+    equivalent: list[str] = []
     for item, result in done:
         module = item.mutations[0].module_path.relative_to(ROOT / "cria_tricks").as_posix()
         if not result.is_killed:
