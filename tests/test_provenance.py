@@ -168,6 +168,8 @@ def test_a_package_that_was_installed_from_a_folder_asks_git_there(tmp_path):
     installed = install(tmp_path / "site", note)
     assert told(installed) == UNKNOWN, "no repository there"
     git(source, "init", "-q")
+    git(source, "commit", "-q", "--allow-empty", "-m", "of something else")
+    assert told(installed) == UNKNOWN, "a repository that does not hold the package"
     git(source, "add", "cria_tricks")
     git(source, "commit", "-qm", "x")
     commit = git(source, "rev-parse", "HEAD")

@@ -26,7 +26,7 @@ FOLDED = "# @title Code\n"
 """With this line Colab folds a cell's code."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
-KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]} | {"numpy"})
+KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]})
 _INSTALL = r"""
 # Installs cria_tricks where it is missing, and with it only what is missing. What it needs and is here already keeps
 # its version, torch and transformers before all; if that cannot be, pip stops and says what is in the way.
