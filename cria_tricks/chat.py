@@ -60,7 +60,7 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
             load_side_network(model, folder)
         elif base:
             model = PeftModel.from_pretrained(model, str(folder))
-        # Weights only: model.to(dtype) rounds the rotary frequencies too, and 1,000 tokens on an angle is off by a radian.
+        # Not model.to(dtype): it rounds the rotary frequencies too, and with them the places of distant tokens.
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -26,8 +26,8 @@ def inputs(outliers: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def exact_products(monkeypatch):
     """Multiply integers as real processors do, where oneDNN is held to less than this one has.
 
-    Without VNNI oneDNN's sums of int8 products overflow 16 bits. On a processor without it torch takes a loop of its
-    own; but it asks the processor, not oneDNN, so ``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` on a newer one gives wrong numbers.
+    Without VNNI oneDNN's sums of int8 products overflow 16 bits, so torch takes a loop of its own on a processor
+    without it. It does not ask oneDNN: with ``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` a newer processor gives wrong numbers.
     """
     largest = torch.full((32, 64), 127, dtype=torch.int8)
     if not (torch._int_mm(largest, largest.t()) == 64 * 127**2).all():
