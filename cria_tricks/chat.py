@@ -58,9 +58,11 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
         if config and config.name == SIDE_NETWORK:
             add_side_network(model, json.loads(config.read_text())["blocks"])
             load_side_network(model, folder)
-            model.to(dtype)
         elif base:
-            model = PeftModel.from_pretrained(model, str(folder)).to(dtype)
+            model = PeftModel.from_pretrained(model, str(folder))
+        # Not model.to(dtype): it rounds the rotary frequencies too, and with them the places of distant tokens.
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
         if is_out_of_memory(error):

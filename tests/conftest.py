@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -27,6 +28,10 @@ def pytest_configure(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Inductor keeps what it compiled and does not note for which capability, so another one cannot compile it.
+        kept = Path(tempfile.gettempdir(), f"cria-inductor-{os.getuid()}-{capability}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     config.pluginmanager.register(Leftovers(Path(__file__).parents[1]))
 
 

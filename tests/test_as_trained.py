@@ -51,6 +51,12 @@ def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path, monkeypatc
     with torch.no_grad():
         apart = (model(ids).logits - other(ids).logits).abs().max()
     assert apart > 1e-2, "over the published matrices it is another model"
+    half, _ = open_folder(folder, CPU, torch.bfloat16)
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    frequencies = [{n: b for n, b in m.named_buffers() if "inv_freq" in n} for m in (half, model)]
+    assert frequencies[1]
+    for name, kept in frequencies[0].items():
+        assert torch.equal(kept, frequencies[1][name]), f"{name}: other angles for distant tokens"
 
 
 def test_the_merged_model_is_the_trained_one(tmp_path):
