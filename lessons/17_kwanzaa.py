@@ -371,5 +371,5 @@ course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, "wh
 # ## Sources
 # - QLoRA: Dettmers et al. 2023, arXiv 2305.14314, sections 3 and 4. LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.
 # - The rows: github.com/AINative-Studio/kwanzaa, commit 118f6949, `data/training/` (GPL-3.0).
-# - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit 0b8c07f8.
+# - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - In words, with all symptoms and cures: `docs/guide/colab.md`; elsewhere than Colab: `docs/guide/where_to_train.md`.

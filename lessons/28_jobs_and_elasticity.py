@@ -45,11 +45,11 @@ folder = Path(away.name)
 
 # %% [markdown]
 # ## 1. The bill
-# By Hugging Face's list a T4 costs $0.40 an hour and an A100 $2.50. By our estimate the A100 trains five times as fast,
-# so training alone costs four or five cents on either. (The estimate takes one efficiency for all cards, and is right
-# within a factor of two.) But the machine is also paid while it installs, downloads a model, evaluates and publishes:
-# half an hour, we assume, on every machine. So the *timeout*, at which the hub ends the job, is twice the estimate and
-# half an hour. What can either job cost at most? Guess, and guess which part of it is training.
+# By Hugging Face's list of 2026-08-21 a T4 costs $0.40 an hour and an A100 $2.50. By our estimate the A100 trains five
+# times as fast, so training alone costs four or five cents on either. (The estimate takes one efficiency for all cards,
+# and is right within a factor of two.) But the machine is also paid while it installs, downloads a model, evaluates and
+# publishes: half an hour, we assume, on every machine. So the *timeout*, at which the hub ends the job, is twice the
+# estimate and half an hour. What can either job cost at most? Guess, and guess which part of it is training.
 
 # %%
 whole = {}
@@ -472,7 +472,7 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 #
 # ## Sources
 # - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
-#   `docs/hub/jobs-pricing.md` at commit 0b8c07f8: prices, billing by the minute, 30 minutes by default; beside it
+#   `docs/hub/jobs-pricing.md` at commit a9fef576: prices, billing by the minute, 30 minutes by default; beside it
 #   `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is deleted).
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
