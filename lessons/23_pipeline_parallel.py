@@ -614,21 +614,21 @@ ranks.close()
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-70B ($D = 8192$) over eight stages, 32 micro-batches of one row of 4,096 tokens in bf16. How
-#    many MiB cross *one* border in a step, both ways together?
-# 2. **Build.** `cut(seconds, S)` gets the seconds of each layer, in order. Return a list: how many layers each of $S$
-#    stages gets, so that the slowest stage is as fast as can be. (About five lines: `itertools.combinations` gives all
-#    places to cut.)
+#    many MiB cross *one* border in a step, both ways together? (A number of MiB of $2^{20}$ bytes.)
+# 2. **Build.** `cut(seconds, S)` gets the seconds of each layer, in order, and the number of stages. Return a list of
+#    $S$ whole numbers: how many layers each stage gets, so that the slowest stage is as fast as can be. Stages keep the
+#    order, and each has a layer. (About five lines: `itertools.combinations` gives all places to cut.)
 # 3. **Reach.** *Interleaved*: each process has $v$ pieces of the model that are no neighbours, a pass through one takes
 #    $1 / v$ of the time, and so does the bubble: $(S - 1) / (v k + S - 1)$. With $S = 4$ and $k = 8$: what is the
 #    smallest $v$ that idles less than a tenth, and how many times as many borders as with $v = 1$ does a row then
-#    cross? Give both as a pair.
+#    cross? Give both as a pair, `(v, times)`.
 
 # %% tags=["exercise"]
 mib_across = None
 
 
 def cut(seconds, S):
-    """FILL ME IN."""
+    """Return how many layers each of S stages gets, a list of S whole numbers. FILL ME IN."""
 
 
 pieces_and_borders = None
@@ -637,27 +637,38 @@ pieces_and_borders = None
 # %% tags=["hide-input"]
 def of_cut(answer):
     drawn = random.Random(0)
-    for number in range(20):
-        layers, S = [drawn.randint(1, 9) for _ in range(8)], 2 + number % 3
-        layers[-1] *= 4
+    for number in range(60):
+        S, many = 1 + number % 4, 4 + number % 7
+        layers = [drawn.uniform(1, 9) for _ in range(many)]
+        layers[-1] *= 1 + number % 4
         if (found := answer(list(layers), S)) is None:
             raise NotImplementedError
         found = list(found)
         assert len(found) == S, f"{S} stages, not {len(found)}"
-        assert (sum(found), min(found) > 0) == (8, True), f"every layer in one stage, and a layer in each: not {found}"
+        fine = sum(found) == many and min(found) > 0
+        assert fine, f"how many layers each stage gets: {many} in all, and none without one; not {found}"
         ends = list(itertools.accumulate(found))
         slowest = max(sum(layers[end - size : end]) for size, end in zip(found, ends, strict=True))
-        best = 10**9
-        for places in itertools.combinations(range(1, 8), S - 1):
-            edges = (0, *places, 8)
+        best = float("inf")
+        for places in itertools.combinations(range(1, many), S - 1):
+            edges = (0, *places, many)
             best = min(best, max(sum(layers[a:b]) for a, b in itertools.pairwise(edges)))
-        assert slowest == best, f"{found} for {layers}: the slowest takes {slowest}, and {best} can be had"
+        times = ", ".join(f"{layer:.1f}" for layer in layers)
+        said = f"{found} for layers of {times} s: only the slowest stage counts; it takes {slowest:.1f} s"
+        assert slowest < best + 1e-9, f"{said}, and {best:.1f} can be had"
 
 
-course.check(1, mib_across, course.equal(4096, "B T D numbers of 2 bytes, for each micro-batch, there and back"))
-course.check(2, cut, of_cut)
-hint = "3 / (8 v + 3) < 0.1; a model in S v pieces has S v - 1 borders"
-course.check(3, pieces_and_borders, course.equal((4, 5), hint))
+of_mib = course.equal(
+    4096,
+    "count the numbers of a micro-batch, the bytes of each, the micro-batches, and both ways; a MiB has 2^20 bytes",
+)
+of_pieces = course.equal(
+    (4, 5),
+    "try v until the bubble is less than a tenth; a model in n pieces has n - 1 borders; the second number is a ratio",
+)
+course.check(1, mib_across, of_mib, "a number of MiB")
+course.check(2, cut, of_cut, "a function (seconds, S) -> a list of S whole numbers, the layers of each stage")
+course.check(3, pieces_and_borders, of_pieces, "a pair of whole numbers in round brackets, (v, times)")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

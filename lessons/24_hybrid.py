@@ -536,11 +536,11 @@ except BadInput as refusal:
 #
 # ## 7. Exercises
 # 1. **Predict.** 64 processes, 4 x 4 x 4 (data x stage x tensor). Which ranks are on the *data* line of rank 27? Give a
-#    list, in order.
+#    list of four ranks, in order.
 # 2. **Build.** An all-reduce on two levels, so that little crosses the border: fill in `two_levels(tensor, inside,
 #    across)`, with the groups of a process's machine and of its peers in the other machines. Between machines each
-#    process sends only its own piece. It returns the sum. (Five lines: a new piece, `dist.reduce_scatter_tensor`,
-#    `all_reduce`, `all_gather_into_tensor`. The length divides.)
+#    process sends only its own piece. It returns the sum, a tensor shaped like the one it got. (Five lines: a new
+#    piece, `dist.reduce_scatter_tensor`, `all_reduce`, `all_gather_into_tensor`. The length divides.)
 # 3. **Reach.** Llama-2-13B (`llama-2-13b`) by the recipe `ours`, on two machines with four L4s (`l4`) each: PCIe 4.0
 #    inside (`pcie4`), 10 Gbit Ethernet between them (`10gbe`). Which grid fits and is fastest? Give $(N, S, M)$, three
 #    numbers in brackets. (`bill` and `seconds` take a card, and links.)
@@ -550,7 +550,7 @@ data_line_of_27 = None
 
 
 def two_levels(tensor, inside, across):
-    """FILL ME IN."""
+    """Return the sum over all processes, a tensor shaped like this one. FILL ME IN."""
 
 
 best_grid = None
@@ -558,26 +558,42 @@ best_grid = None
 
 # %% tags=["hide-input"]
 def of_two_levels(answer):
-    def in_four():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+    def in_four(machines):
+        mesh = init_device_mesh("cpu", (machines, 4 // machines), mesh_dim_names=("across", "inside"))
         mine = torch.arange(1000.0) * (dist.get_rank() + 1)
         with CountCollectives() as count:
             return answer(mine, mesh.get_group("inside"), mesh.get_group("across")), count.bytes
 
-    found, sent = zip(*ranks.run(in_four), strict=True)
-    if found[0] is None:
-        raise NotImplementedError
     right = torch.arange(1000.0) * 10
-    assert all(torch.equal(one, right) for one in found), "not the sum over all four, in every process"
-    assert sent[0]["all_reduce"] == 2000, f"{sent[0]['all_reduce']:,} bytes in all-reduces; a piece has 2,000"
+    for machines in (2, 1, 4):
+        try:
+            found, sent = zip(*ranks.run(in_four, machines), strict=True)
+        except RuntimeError as error:  # a process's whole traceback, of which the last line says what is wrong
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+        if found[0] is None:
+            raise NotImplementedError
+        same = all(one.shape == right.shape and torch.equal(one, right) for one in found)
+        assert same, "not the sum over all four, or not all of it, in every process"
+        added, piece = sent[0]["all_reduce"], 4000 * machines // 4
+        assert added == piece, (
+            f"with {4 // machines} processes in a machine {added:,} bytes are in all-reduces; a piece has {piece:,}: a "
+            "process's machine shares the tensor, and only pieces go to the other machines"
+        )
 
 
 smaller = with_settings(ours, ["model=llama-2-13b"])
 on_l4 = {tuple(g.values()): seconds(smaller, g, "l4", "pcie4", "10gbe") for g in GRIDS if bill(smaller, g, "l4").fits}
-course.check(1, data_line_of_27, course.equal([11, 27, 43, 59], "one step along data is 4 x 4 ranks"))
-course.check(2, two_levels, of_two_levels)
-hint = "does its process fit in 21.96 GiB, and which link does each of its axes get?"
-course.check(3, best_grid, course.equal(min(on_l4, key=on_l4.get), hint))
+of_line = course.equal(
+    [11, 27, 43, 59],
+    "data is the outermost axis: how many ranks further is its next place? The line begins at place 0, and holds 27",
+)
+of_grid = course.equal(
+    min(on_l4, key=on_l4.get),
+    "does its process fit in 21.96 GiB, is it the fastest of those that do, and which link does each of its axes get?",
+)
+course.check(1, data_line_of_27, of_line, "a list of four ranks, whole numbers in order")
+course.check(2, two_levels, of_two_levels, "a function (tensor, inside, across) -> the sum, a tensor of the same shape")
+course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, S, M)")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from unittest import mock
 
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tells of a package that is not needed
@@ -500,7 +501,8 @@ assert times["8 in two"] > times["1 card"] > times["4 in a machine"]
 #    (Which of `LINKS` is it?)
 # 2. **Build.** An all-reduce for *small* tensors. Swap whole tensors with the process whose rank differs in the lowest
 #    bit, and add; then in the next bit, until all bits are done: $\log_2 N$ rounds. Fill in `doubling(x)`; it returns
-#    the sum. (Six lines with `exchange`; $N$ is a power of two. `rank ^ 2` differs from `rank` in the second bit.)
+#    the sum, a tensor shaped like `x`. (Six lines with `exchange`; $N$ is any power of two. `rank ^ 2` differs from
+#    `rank` in the second bit.)
 # 3. **Reach.** Doubling sends whole tensors, so large ones are the ring's. From which size of the tensor on, in bytes,
 #    is the ring faster, for 64 processes over InfiniBand HDR? Both start once, each round costs a hop.
 #    (`LINKS["hdr"].hop` is in seconds, `.rate` in bytes a second.)
@@ -510,7 +512,7 @@ bus_bandwidth = None
 
 
 def doubling(x):
-    """FILL ME IN."""
+    """Return the sum over all processes, a tensor shaped like x. FILL ME IN."""
 
 
 break_even_bytes = None
@@ -518,26 +520,43 @@ break_even_bytes = None
 
 # %% tags=["hide-input"]
 def of_doubling(answer):
-    def in_four():
-        x = torch.arange(100) * (dist.get_rank() + 1)
-        dist.all_reduce(right := x.clone())
-        with CountCollectives() as count:
+    def in_groups(N):
+        """Our four processes as groups of N: with N = 2, ranks 0 and 1 are one, and 2 and 3 another."""
+        rank = dist.get_rank()
+        x = torch.arange(100) * (rank + 1)
+        right = sum(torch.arange(100) * (other + 1) for other in range(4) if other // N == rank // N)
+        with CountCollectives() as count, mock.patch.object(dist, "get_world_size", return_value=N):
             found = answer(x.clone())
         return found, right, count.calls["send"], count.bytes
 
-    for found, right, rounds_made, sizes in ranks.run(in_four):
-        if found is None:
-            raise NotImplementedError
-        assert torch.equal(found, right), "not the sum over all four, in every process"
-        assert set(sizes) == {"send"}, "with nothing but exchange"
-        assert rounds_made == 2, f"{rounds_made} rounds; four processes need two"
+    for N, needed in ((4, 2), (2, 1), (1, 0)):
+        try:
+            answers = ranks.run(in_groups, N)
+        except RuntimeError as error:  # a process's whole traceback, of which the last line says what is wrong
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+        for found, right, made, sizes in answers:
+            if found is None:
+                raise NotImplementedError
+            same = found.shape == right.shape and torch.equal(found, right)
+            hint = "what you swap is the sum so far" if N == 4 else "how many there are says dist.get_world_size()"
+            assert same, f"not the sum over all {N}, in every process: {hint}"
+            assert set(sizes) <= {"send"}, "with nothing but exchange"
+            assert made == needed, f"{made} rounds; {N} processes need {needed}, a round for each bit"
 
 
 hdr = LINKS["hdr"]
 break_even = hdr.hop * (2 * 63 - 6) * hdr.rate / (6 - 2 * 63 / 64)
-course.check(1, bus_bandwidth, course.about(2 * 7 / 8 * 2**30 / 5.1e-3, "each card sends 2 (N - 1) / N of the tensor"))
-course.check(2, doubling, of_doubling)
-course.check(3, break_even_bytes, course.about(break_even, "where 6 hops and 6 s / rate are a ring's hops and bytes"))
+of_bandwidth = course.about(
+    2 * 7 / 8 * 2**30 / 5.1e-3,
+    "count what each card sends in both phases of a ring of eight, in bytes; a GiB has 2^30",
+)
+of_break_even = course.about(
+    break_even,
+    "write down for both what they take, rounds times a hop and bytes sent over the rate, and set them equal",
+)
+course.check(1, bus_bandwidth, of_bandwidth, "a number of bytes a second")
+course.check(2, doubling, of_doubling, "a function (x) -> the sum over all processes, a tensor shaped like x")
+course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

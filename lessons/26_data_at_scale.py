@@ -10,16 +10,17 @@
 # > **Promise.** You clean a folder of books, stream it without ever holding it in memory, stop in the middle, and go
 # > on: the stop repeats no row and skips none. And you find the test's questions among the training rows.
 #
-# > **Card.** saves the list of all rows, ten times the text / costs one pass beforehand, if duplicates matter / exact:
-# > each row once a pass, also over a stop / 35 minutes / after lesson 14
+# > **Card.** saves the memory of all rows: 12 bytes a character as Python lists, 0.6 as an array / costs tokenizing in
+# > each epoch, and one pass beforehand if duplicates matter / exact: each row once a pass, also over a stop /
+# > 35 minutes / after lesson 14
 #
-# Our job has 107 rows, and they were read in one line of Python. Its model was made otherwise: of a pile of texts that
-# nobody has read. In this lesson such a pile takes the place of the 107 rows. It trains on whole texts (*continued
-# pretraining*), so that an adapter learns a subject before it learns to answer.
+# Our job has 107 rows, and one line of Python reads them. Here a collection of books takes their place. The adapter
+# trains on whole texts (*continued pretraining*), to learn a subject before it learns to answer.
 
 # %% tags=["hide-input"]
 import json
 import logging
+import mmap
 import random
 import tempfile
 import tracemalloc
@@ -32,6 +33,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tel
 warnings.filterwarnings("ignore", "IProgress not found")  # a kernel without widgets
 
 import numpy as np
+import psutil
 from datasets import IterableDataset
 from rich.console import Console
 
@@ -68,32 +70,114 @@ folder = Path(place.name)
 
 # %% [markdown]
 # ## 1. The bill
-# 200 MB of English like ours, below, are some 60 million tokens. A training script turns them into lists of whole
-# numbers, the ids, and a second list, the labels. How much memory is that? Write your guess down: less than the text,
-# as much, twice, more?
+# 200 MB of English like ours, below, are some 60 million tokens. They can wait for the training in four ways:
+#
+# - **lists** of Python integers, ids and labels
+# - **an array** of 16-bit ids (our vocabulary has 49,152 tokens; Llama-3.2's 128,256 need 32 bits)
+# - **a mapped file** of the array: the system reads a page when asked, and may drop it again
+# - **a stream**, which tokenizes during the training
+#
+# How many bytes of memory does each take for a character of the text? Write down four guesses.
+
+# %%
+T = 128
+
+
+def tokens_of(file):
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from tokenizer(line)["input_ids"]
+
+
+def rows_of(*columns):
+    for n in range(0, len(columns[0]), T):
+        yield [column[n : n + T] for column in columns]
+
+
+def lists(file):
+    ids = list(tokens_of(file))
+    return rows_of(ids, list(ids))
+
+
+def array(file):
+    return rows_of(np.fromiter(tokens_of(file), np.uint16))
+
+
+def mapped(file):
+    with file.open(encoding="utf-8") as lines, file.with_suffix(".ids").open("wb") as out:
+        for line in lines:
+            np.array(tokenizer(line)["input_ids"], np.uint16).tofile(out)
+    return rows_of(np.memmap(file.with_suffix(".ids"), np.uint16, "r"))
+
+
+def stream_of(file):
+    tokens = tokens_of(file)
+    while row := list(islice(tokens, T)):
+        yield [row]
+
+
+# %% tags=["hide-input"]
+def held(way, file):
+    """The most bytes that Python and numpy hold while all rows are read once, and the sum of all ids."""
+    tracemalloc.start()
+    rows = way(file)
+    tracemalloc.reset_peak()
+    total = sum(int(np.sum(row[0])) for row in rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, total
+
 
 # %%
 text = book(3000)
-tracemalloc.start()
 ids = tokenizer(text)["input_ids"]
-row = {"input_ids": ids, "labels": list(ids)}
-taken = tracemalloc.get_traced_memory()[0]
-tracemalloc.stop()
-print(f"{len(text):,} characters, {len(ids):,} tokens, {taken:,} bytes: {taken / len(text):.1f} a character")
-print(f"200 MB would take {200e6 * taken / len(text) / 1e9:.1f} GB")
-assert taken > 5 * len(text)
+quarter, whole = folder / "quarter.txt", folder / "whole.txt"
+quarter.write_text(text[: len(text) // 4])
+whole.write_text(text)
+bill, sums = {}, set()
+for way in (lists, array, mapped, stream_of):
+    small, (large, total) = held(way, quarter)[0], held(way, whole)
+    bill[way] = large / len(text)
+    sums.add(total)
+    print(f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: {bill[way]:5.2f} a character")
+    assert large > 3 * small if way in (lists, array) else large < 1.5 * small
+print(f"200 MB as lists: {0.2 * bill[lists]:.1f} GB, as an array: {0.2 * bill[array]:.2f} GB")
+assert len(sums) == 1  # all four give the same tokens
+assert max(ids) < 2**16
+assert bill[lists] > 15 * bill[array]
+assert 2 * len(ids) < bill[array] * len(text) < 2.2 * len(ids)
 
 # %% [markdown]
-# Each number is an object of 32 bytes (those up to 256 exist anyway), and each list has 8 bytes to point to it. The
-# text grows tenfold, and a hundred times as much text takes 230 GB. So rows must come when they are needed. That is
-# easy. What is hard is everything that used to be easy with a list: shuffle, divide among processes, find what came
-# before, and *stop and go on*.
+# A Python integer is an object of 32 bytes (those up to 256 exist only once), and each list needs 8 to point to it: in
+# all nineteen times an array's 2 bytes. The last two ways take the same for any text. But `tracemalloc` does not see
+# mapped pages. What does the *process* show after 64 MiB of a mapped file were read?
+
+# %%
+with (folder / "zeros").open("wb") as file:
+    file.truncate(2**26)
+with (folder / "zeros").open("rb") as file:
+    pages, process = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), psutil.Process()
+before = process.memory_info().rss
+np.frombuffer(pages, np.uint16).max()
+read = process.memory_info().rss - before
+pages.madvise(mmap.MADV_DONTNEED)  # as the system does when memory runs short
+dropped = process.memory_info().rss - before
+print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
+assert read > 2**25 > 4 * abs(dropped)
+
+# %% [markdown]
+# All pages that were read, until somebody needs the room: the file still has them. A mapped file suits tokens that
+# stay as they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
+# `datasets` maps its own. It costs disk space and a pass beforehand.
+#
+# A stream begins at once and needs no disk. But each epoch tokenizes again, and what was easy becomes hard: shuffle,
+# divide among processes, find what came before, *stop and go on*. This lesson builds that. (`cria train` keeps lists or
+# streams; it maps no file.)
 #
 # ## 2. From scratch, in four steps
-# **Cut.** A book is longer than a row. Cut its tokens every $T$, and each piece is a row. How many tokens are never
-# trained? A token is predicted from the one before it, so the first of each row is not. Cure: each row begins with the
-# last tokens of the row before, as *context*. They get the label -100, which makes no loss. More overlap means more
-# context for the tokens behind it, and more rows.
+# **Cut.** A book is longer than a row, so its tokens are cut every $T$. How many are never trained? A token is
+# predicted from the one before it, so the first of each row is not. Cure: each row begins with the last tokens of the
+# row before, as *context*. They get the label -100, which makes no loss.
 
 
 # %%
@@ -232,8 +316,8 @@ assert sorted(before + list(second)) == list(range(100))
 # ## 3. Prove it
 # Twelve books in a folder: one twice, and once more with other words here and there; one in French. The package reads
 # them as a stream of four *lanes*: micro-batch $i$ of every step comes from lane $i$, which has shards of its own. Two
-# processes take two lanes each. Then a step has the same rows for one process, two or four. And a run that stops after
-# any step goes on from the lanes' places. A lane that comes to its end begins again at once: a pass is a lane's own.
+# processes take two lanes each, so a step has the same rows for one process, two or four. A run that stops goes on from
+# the lanes' places. A lane that ends begins again at once.
 
 # %%
 original = book(900)
@@ -272,36 +356,39 @@ print("lane 0 after 900 steps:", {name: state["0"][name] for name in ("before", 
 print("passes of each lane that are done:", [state[lane]["epoch"] for lane in "0123"])
 
 # %% [markdown]
-# *before* is the position that `datasets` keeps for its streamed sets, behind the last item that is done; here an item
-# is a shard, cut smaller than 1 MiB so that each lane has one. *given* says how many rows of the next item went out.
-# Lane 2 has one shard of one book, and is in its fourth pass while lane 0 is in its first. So a stream should have many
-# more shards than lanes.
+# *before* is the position that `datasets` keeps, behind the last shard that is done. *given* says how many rows of the
+# next one went out. Lane 2 has one shard of one book, and is in its fourth pass while lane 0 is in its first: a stream
+# should have many more shards than lanes.
 #
 # ## 4. What it costs
-# A stream of texts holds one shard a lane, 1 MiB at most: by the bill, 12 MB. A file of JSON lines holds 16 bytes for
-# each row of the open shards: where it begins, and its turn. Filters look at one row alone, so they work while rows
-# come. Duplicates do not: what came before must be known. That takes one pass over everything before the run, and
-# memory for each row that stays. For exact ones that is a number of 64 bits; for near ones also 128 numbers of 32 bits,
-# and an entry in each of the 16 tables. Predict: hundreds of bytes a row, or thousands?
+# The package's stream of texts holds a shard of each lane as lists, 1 MiB of text at most: by the bill, 12 MB. Of JSON
+# lines it holds 16 bytes for each row of the open shards. Filters look at one row alone, so they work while rows come.
+# A search for duplicates takes one pass over everything before the run, and memory for each row that stays: a number
+# of 64 bits; for near ones also 128 numbers of 32 bits, and an entry in each of the 16 tables. Predict: hundreds of
+# bytes a row, or thousands?
 
 # %%
 several = [Chat((), "", "", "here", book(6)) for _ in range(600)]
+bytes_a_row = {}
 for kind, near in (("exact", False), ("near", True)):
     repeats = Repeats(near)
     list(map(repeats.reason, several[:100]))  # the empty tables, once
     tracemalloc.start()
     list(map(repeats.reason, several[100:]))
-    each = tracemalloc.get_traced_memory()[0] / 500
+    bytes_a_row[kind] = tracemalloc.get_traced_memory()[0] / 500
     tracemalloc.stop()
-    print(f"{kind:5} {each:6,.0f} bytes a row, {each / 1000:.2f} GB for a million rows")
+    print(f"{kind:5} {bytes_a_row[kind]:6,.0f} bytes a row, {bytes_a_row[kind] / 1000:.2f} GB for a million rows")
+assert bytes_a_row["near"] > 2000 > 10 * bytes_a_row["exact"]
 
 # %% [markdown]
-# A number is an object in a set, and each table has a key and a set of its own for the row: that is most of it. For
-# millions of rows use `exact`, or look for near duplicates beforehand, on a machine that has the memory.
+# A number is an object in a set, and each table has a key and a set of its own for the row. So for millions of rows use
+# `exact`, or look for near duplicates on files, as datatrove does. It writes each text's bands to sorted files, 504
+# bytes a text; merges these, so that equal bands are neighbours; joins the pairs into clusters; and leaves out all of a
+# cluster but one. Only the pairs have to fit into memory.
 #
 # ## 5. The production switch
 # Each step of the cleaning is a field of the recipe. All are off but `data.leakage`, which warns (section 6); each says
-# in the report what it took away. Here the books are read as a list, so that all are counted.
+# in the report what it took away. Here the books are read as a list.
 
 # %%
 cleaned = ["data.stream=false", "data.duplicates=near", "data.language=en", "data.min_words=100", "data.leakage=drop"]
@@ -313,14 +400,14 @@ left_out = ("in another language", "duplicate", "near duplicate")
 assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 
 # %% [markdown]
-# The same fields clean a stream; then the counts are of what was read by the last step, for a stream never says how
-# much there is. And what is longer than 1 MiB is read, and counted, in pieces that end at a blank line.
+# The same fields clean a stream; then the counts are of what was read by the last step. What is longer than 1 MiB is
+# read, and counted, in pieces that end at a blank line.
 #
 # **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
 # always right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order,
 # and the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer.
 # A copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
-# small rows of our own in the form of the 107:
+# small rows of our own:
 
 # %%
 chat = next(row for row in sources.find("nguzo_saba", "train").rows if "[2]" in row.messages[-1]["content"])
@@ -360,9 +447,9 @@ assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
 # In the real data the guard finds 15 of the 107 training rows. Two of the 27 test questions are in training word for
 # word, six more with another name or subject: "How many people celebrate Kwanzaa in UK?" is there with France.
 #
-# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer. `datasets`
-# says so in its documentation: what is in the buffer is lost. This one takes 20 rows, gives ten in random order, and
-# takes ten more; after 37 rows it has read 50. Cure: shuffle shards, and rows inside a shard.
+# **After a resume the loss is fine, and some rows were never seen.** The stream was shuffled by a buffer, and what is
+# in it is lost, as `datasets` documents. This one takes 20 rows, gives ten in random order, and takes ten more. Cure:
+# shuffle shards, and rows inside a shard.
 
 
 # %%
@@ -387,10 +474,10 @@ assert lost
 # many different rows. Cure: divide by lanes, as above, or with `datasets.distributed.split_dataset_by_node`.
 #
 # ## 7. Exercises
-# 1. **Predict.** A book of 100,000 tokens, rows of 2,048, overlap 256. How many rows?
+# 1. **Predict.** A book of 100,500 tokens, rows of 2,048, overlap 256. How many rows (a whole number)?
 # 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
-#    `renumber(text, order)`, which returns the text with the new numbers in labels such as [2] and [1][3]: with the
-#    order `[2, 3, 1]`, [2] becomes [1]. (Two `replace` in a row will not do: try 1 and 2 changing places.)
+#    `renumber(text, order)`, which returns the text, a string, with the new numbers in labels such as [2], [1][3] or
+#    [12], and nothing else changed. With the order `[2, 3, 1]`, [2] becomes [1]. (Two `replace` in a row will not do.)
 # 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
 #    similarity 0.8 meet in at least nine cases of ten?
 
@@ -399,7 +486,7 @@ rows_of_the_book = None
 
 
 def renumber(text, order):
-    """FILL ME IN."""
+    """Return the text, a string, with the documents' new numbers in its labels. FILL ME IN."""
 
 
 numbers_in_a_band = None
@@ -407,25 +494,40 @@ numbers_in_a_band = None
 
 # %% tags=["hide-input"]
 def of_renumbering(answer):
-    found = answer("It began in 1966 [1]. It has seven days [3][2]; see [2].", [2, 3, 1])
-    if found is None:
-        raise NotImplementedError
-    assert "1966" in found, "a year is no label"
-    assert found == "It began in 1966 [3]. It has seven days [2][1]; see [1].", f"it says {found!r}"
+    cases = (
+        ("first [1], then [2].", [2, 1], "first [2], then [1].", "a label that was changed must not change again"),
+        ("see [2].", [2, 3, 1], "see [1].", "order[0] is 2, so what was document 2 is document 1 now"),
+        ("In 1966, with 2 others [2].", [2, 1], "In 1966, with 2 others [1].", "a number without brackets is no label"),
+        ("[3][2], and [2]", [2, 3, 1], "[2][1], and [1]", "labels may follow one another, or come twice"),
+        ("[12] and [1]", [12, *range(1, 12)], "[1] and [2]", "a number may have two digits"),
+        ("Nothing is cited.", [2, 1], "Nothing is cited.", "a text without labels stays as it is"),
+    )
+    for text, order, right, hint in cases:
+        found = answer(text, list(order))
+        if found is None:
+            raise NotImplementedError
+        if not isinstance(found, str):
+            raise TypeError(f"this is a {type(found).__name__}")
+        assert found == right, f"{text!r} in the order {order} becomes {found!r}: {hint}"
 
 
-of_rows = course.about(
-    -(-(100_000 - 256) // (2048 - 256)), "the first row brings 2,048 new tokens, each other one 1,792"
+of_rows = course.equal(
+    len(chunks(list(range(100_500)), 2048, 256)),
+    "after the first row each brings only what its overlap leaves, and what is left over takes a row, too",
 )
-course.check(1, rows_of_the_book, of_rows)
-course.check(2, renumber, of_renumbering)
-course.check(3, numbers_in_a_band, course.about(8, "1 - (1 - 0.8^r)^(128 / r)"))
+of_bands = course.equal(
+    max(r for r in (4, 8, 16, 32) if 1 - (1 - 0.8**r) ** (128 // r) >= 0.9),
+    "compute the chance to meet for each r, with its own number of bands, and take the largest r that reaches 0.9",
+)
+course.check(1, rows_of_the_book, of_rows, "a whole number of rows")
+course.check(2, renumber, of_renumbering, "a function (text, order) -> the text with new labels, a string")
+course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# rows_of_the_book = -(-(100_000 - 256) // (2048 - 256))  # 56
+# rows_of_the_book = -(-(100_500 - 256) // (2048 - 256))  # 56
 #
 #
 # def renumber(text, order):
@@ -441,18 +543,21 @@ course.check(3, numbers_in_a_band, course.about(8, "1 - (1 - 0.8^r)^(128 / r)"))
 # </details>
 #
 # ## In one breath
-# - **Saves** what a list of all rows takes: ten times the text.
-# - **Costs** a pass beforehand where duplicates are to go, and some kilobytes for each row that near ones are held
-#   against.
+# - **Saves** the memory of all tokens: 12 bytes a character of text as Python lists, 0.6 as an array of 16 bits.
+# - **Costs** tokenizing in each epoch; a pass beforehand where duplicates are to go, and in our package some kilobytes
+#   for each row that near ones are compared with.
 # - **As good as** a list: each row once a pass, the same steps for any number of processes, also over a stop.
-# - **When**: the data does not fit memory, or reading it all takes longer than you want to wait.
+# - **When**: the tokens fit neither memory nor disk, or you do not want to wait until all of them are made.
 # - **When not**: with rows that fit. A list can be packed, its epochs can be counted, and a wrong row is found before
-#   the run.
+#   the run. With tokens that stay as they are: map a file of them.
 #
 # ## Sources
 # - Broder 1997, *On the resemblance and containment of documents*, section 2 (shingles, MinHash). Leskovec, Rajaraman,
 #   Ullman, *Mining of Massive Datasets*, chapter 3 (bands).
 # - Lee et al. 2022, *Deduplicating Training Data Makes Language Models Better*, arXiv 2107.06499.
 # - Brown et al. 2020, arXiv 2005.14165, appendix C (test data in the training data).
-# - datasets 5.2, `IterableDataset.state_dict`: what a shuffle buffer loses.
+# - datasets 5.2, `IterableDataset.state_dict`: what a shuffle buffer loses; *Datasets and Arrow*: mapped files.
+# - karpathy/nanoGPT, `train.py`: tokens in a mapped file. numpy, `memmap`. Linux, `madvise(2)`.
+# - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: 14 bands, each of 8 numbers of
+#   32 bits and the text's, in four stages on files; the third keeps the pairs in memory.
 # - Ours: `cria_tricks/data/similar.py`, `stream.py`, `shards.py`, `survey.py`; `tests/data/test_stream.py`.
