@@ -87,7 +87,7 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
     advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
-    rows: Annotated[int | None, typer.Option(help="Training rows; then minutes and price are given.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -535,13 +535,12 @@ def _print_advice(found: "Advice") -> None:
 
 
 def _cell(option: "Option") -> str:
-    from cria_tricks.units import human
+    from cria_tricks.units import duration, human, money
 
-    if option.minutes is None:
+    if option.minutes is None or option.cost is None:
         return f"[red]needs {human(option.needed_bytes)} of {human(option.capacity_bytes)}[/]"
     colour = "yellow" if option.within_budget is False else "green"
-    time = f"{option.minutes:,.0f} min" if option.minutes < 120 else f"{option.minutes / 60:,.1f} h"
-    return f"[{colour}]{'under 1 min' if option.minutes < 1 else time}, ${option.low:,.2f}-{option.high:,.2f}[/]"
+    return f"[{colour}]{duration(60 * option.minutes)}, {money(option.cost)}[/]"
 
 
 def _status(entry: dict[str, Any]) -> str:

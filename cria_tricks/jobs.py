@@ -17,12 +17,11 @@ from cria_tricks import models, recipes
 from cria_tricks.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor, find_flavor
 from cria_tricks.hardware.cost import run_tokens
+from cria_tricks.memory.bill import on_machine
 from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
 from cria_tricks.publish import TAG
 from cria_tricks.recipe import Recipe, seconds, with_settings
-from cria_tricks.tricks import resolve
-from cria_tricks.units import human, minutes
+from cria_tricks.units import duration, human, money
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 """Debian with Python, git, a compiler and uv, which takes the build of torch that the machine's driver can run; the
@@ -84,6 +83,11 @@ class Job:
         return self.price * self.timeout / 3600
 
     @property
+    def training_cost(self) -> float | None:
+        """USD for the training alone, by the estimate."""
+        return None if self.training_seconds is None else self.price * self.training_seconds / 3600
+
+    @property
     def finishes(self) -> bool:
         """Whether the training ends before its budget, by the estimate."""
         return self.training_seconds is None or self.training_seconds <= self.time_budget
@@ -142,8 +146,8 @@ def prepare(
     if not affordable:
         least = min(jobs, key=lambda job: job.most)
         raise BadInput(
-            f"--budget {budget:g}: {least.flavor.name} for up to {minutes(least.timeout)} may cost ${least.most:.2f}; "
-            "give more, or a shorter --timeout"
+            f"--budget {budget:g}: {least.flavor.name} for up to {duration(least.timeout)} may cost {money(least.most)};"
+            " give more, or a shorter --timeout"
         )
     return min(affordable, key=lambda job: (not job.finishes, job.most))
 
@@ -153,10 +157,7 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     card = CARDS[flavor.card]
     wanted = with_settings(recipes.get(recipe, card.device), settings)
     _refuse_unreachable(wanted)
-    if flavor.cards > 1 and wanted.parallel.strategy == "none":
-        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
-    resolve(wanted, card.device, flavor.cards)
-    bill = Bench(find_shape(wanted.model), card.device, flavor.cards).bill(wanted)
+    bill = on_machine(wanted, find_shape(wanted.model), flavor)
     if not bill.memory.fits:
         has = human(card.device.memory_bytes)
         raise OutOfMemory(f"--flavor {flavor.name}: needs {human(bill.memory.needed_bytes)} of {has}; see cria plan")

@@ -18,10 +18,11 @@ from typing import Any
 
 from cria_tricks import artifact
 from cria_tricks.errors import BadInput, JobFailed, redacted, usable_path
+from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.jobs import IMAGE, Job
 from cria_tricks.publish import TAG
-from cria_tricks.units import human, minutes
+from cria_tricks.units import duration, human, money
 
 SECRETS = ("HF_TOKEN",)
 """Names of what the job gets from the login here; their values go into the request, and nowhere else."""
@@ -41,14 +42,17 @@ def shown(job: Job) -> list[str]:
     """The job in lines, as it would be sent; of secrets the names alone."""
     card = CARDS[job.flavor.card].device
     cards = f"{job.flavor.cards} x " if job.flavor.cards > 1 else ""
-    training = "not known here" if job.training_seconds is None else f"about {minutes(job.training_seconds)}"
+    training = "not known here"
+    if job.training_seconds is not None and job.training_cost is not None:
+        training = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
+    narrow = trust.may_not_fit(job.needed_bytes, card.memory_bytes)
     cut = "" if job.finishes else ", before it is through: what it has learnt by then is published"
     lines = {
         "flavor": f"{job.flavor.name} ({cards}{card.name}: needs {human(job.needed_bytes)} of "
-        f"{human(card.memory_bytes)})",
-        "price": f"${job.price:.2f} an hour, at most ${job.most:.2f}",
-        "training": f"{training}, right within a factor of two; ends by itself after {minutes(job.time_budget)}{cut}",
-        "timeout": f"{job.timeout} s ({minutes(job.timeout)})",
+        f"{human(card.memory_bytes)}{f'; {narrow}' if narrow else ''})",
+        "price": f"{money(job.price)} an hour, at most {money(job.most)}",
+        "training": f"{training}; ends by itself after {duration(job.time_budget)}{cut}",
+        "timeout": f"{job.timeout} s ({duration(job.timeout)})",
         "image": IMAGE,
         "labels": " ".join(f"{key}={value}" for key, value in job.labels.items()),
         "secrets": f"{' '.join(SECRETS)} (of your login; the value is shown nowhere)",

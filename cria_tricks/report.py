@@ -16,6 +16,7 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
 from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.shape import beyond_context
 from cria_tricks.parallel.per_process import PerProcess
 from cria_tricks.plan import Plan
 from cria_tricks.recipe import Recipe
@@ -41,6 +42,7 @@ def summarise(
     rows: Mapping[str, TokenRows | Stream],
     descriptions: Mapping[str, str],
     parameters: Mapping[str, int],
+    context: int = 0,
 ) -> dict[str, Any]:
     """Put a run's numbers together.
 
@@ -52,6 +54,7 @@ def summarise(
         rows: the ``train`` and ``eval`` token rows; of a stream those count that were given.
         descriptions: where the two came from.
         parameters: ``trainable`` and ``total``.
+        context: of the model, in tokens; 0 where it is not known.
 
     Returns:
         Plain JSON data; its keys are the command line's contract.
@@ -73,7 +76,7 @@ def summarise(
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "attention_kernel": run.attention_kernel,
-        "warnings": [*plan.warnings, *data_warnings(rows, recipe), *step_warnings(run)],
+        "warnings": [*plan.warnings, *data_warnings(rows, recipe, context), *step_warnings(run)],
         "steps": run.steps,
         "planned_steps": run.planned_steps,
         "skipped_steps": run.skipped_steps,
@@ -138,15 +141,33 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
     durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
-def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe) -> list[str]:
-    """Say how many rows were cut or dropped, and what the filters found that should not be there."""
+def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, context: int = 0) -> list[str]:
+    """Say how many rows were cut, dropped or beyond the model's context, and what the filters found."""
     longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
     said = tally.warnings(rows["train"].tally, recipe.data)
-    return said + [
-        f"{number} of {part.count + part.dropped} {name} {longer} {fate}"
-        for name, part in rows.items()
-        for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
-        if number
+    return (
+        said
+        + [
+            f"{number} of {part.count + part.dropped} {name} {longer} {fate}"
+            for name, part in rows.items()
+            for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
+            if number
+        ]
+        + [sentence for name, part in rows.items() for sentence in _beyond_context(name, part, recipe, context)]
+    )
+
+
+def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context: int) -> list[str]:
+    """Warn about rows that are longer than the model's context; of a stream nobody knows yet how long they are."""
+    if isinstance(part, Stream):
+        return beyond_context(context, recipe.data.max_length)
+    longer = sum(len(row["input_ids"]) > context for row in part.rows)
+    if not context or not longer:
+        return []
+    return [
+        f"{longer} of {part.count} {name} rows are longer than the model's context of {context} tokens "
+        f"(max_position_embeddings in its config), the longest has {part.longest}, and a model does badly on positions "
+        f"that it was not trained for; set data.max_length={context}, or take a model with a longer context"
     ]
 
 

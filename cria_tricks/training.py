@@ -19,7 +19,7 @@ from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
-from cria_tricks.memory.shape import Shape, find_shape
+from cria_tricks.memory.shape import Shape, context_of, find_shape
 from cria_tricks.memory.toggles import Bench, in_words
 from cria_tricks.models import Weights
 from cria_tricks.monitor import Monitor
@@ -65,7 +65,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     weights = models.find(recipe.model)
     tokenizer = load_tokenizer(weights)
     rows = _rows(job, tokenizer)
-    job.warn(report.data_warnings(rows, recipe))
+    job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
     highest_id = max(part.highest_id for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id)
     with world.within(job.folders.claimed(numbers, plan.optimizer["bits"])):
@@ -141,8 +141,8 @@ def _written(
     recipe, world, model = job.recipe, job.world, trained.loaded.model
     folder = job.folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
     descriptions = {part: source.description for part, source in job.sources.items()}
-    parameters = count_parameters(model)
-    summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters)
+    parameters, context = count_parameters(model), context_of(weights.path)
+    summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
     summary |= report.compare(trained.estimated, trained.run)
     summary |= {"adapter": str(folder), "model": weights.name}
     summary["monitor"] = world.gather(trained.monitor.summary())

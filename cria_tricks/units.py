@@ -1,4 +1,4 @@
-"""Names of dtypes, and bytes and times in words: the only place where a byte count becomes text."""
+"""Names of dtypes, and bytes, times and money in words: the only place where a count of them becomes text."""
 
 import math
 
@@ -21,14 +21,51 @@ def human(count: int | float) -> str:
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def minutes(seconds: float) -> str:
-    """Write a time in whole minutes, rounded up.
+def duration(seconds: float) -> str:
+    """Write a time with the unit that suits it, from a tenth of a second to years.
+
+    ``docs/assets/fit.js`` writes the same words: a test holds the two together.
 
     Examples:
-        >>> minutes(2460)
-        '41 min'
-        >>> minutes(7260)
-        '2 h 1 min'
+        >>> [duration(seconds) for seconds in (0.01, 8.24, 41, 329, 2210)]
+        ['less than 0.1 s', '8.2 s', '41 s', '5.5 min', '37 min']
+        >>> [duration(seconds) for seconds in (7800, 7200, 300_000, 10_246_612_140)]
+        ['2 h 10 min', '2 h', '3 days', '325 years']
     """
-    count = math.ceil(seconds / 60)
-    return f"{count} min" if count < 120 else f"{count // 60} h {count % 60} min"
+    minutes = _rounded(seconds / 60)
+    if _rounded(seconds * 10) == 0:
+        return "less than 0.1 s"
+    if _rounded(seconds) < 60:
+        return _short(seconds, "s")
+    if minutes < 120:
+        return _short(seconds / 60, "min")
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
+    days = seconds / 86_400
+    return f"{_rounded(days)} days" if days < 730 else f"{_rounded(days / 365):,} years"
+
+
+def money(usd: float) -> str:
+    """Write an amount of USD: in cents up to 100 dollars, in whole dollars above.
+
+    ``docs/assets/fit.js`` writes the same words.
+
+    Examples:
+        >>> [money(usd) for usd in (0.004, 0.0365, 2.5, 1_423_140.58)]
+        ['less than a cent', '$0.04', '$2.50', '$1,423,141']
+    """
+    cents = _rounded(100 * usd)
+    if usd < 0.01:
+        return "less than a cent"
+    return f"${cents // 100}.{cents % 100:02}" if cents < 10_000 else f"${_rounded(usd):,}"
+
+
+def _short(number: float, unit: str) -> str:
+    """With one decimal below ten."""
+    tenths = _rounded(10 * number)
+    return f"{tenths // 10}.{tenths % 10} {unit}" if tenths < 100 else f"{_rounded(number)} {unit}"
+
+
+def _rounded(number: float) -> int:
+    """Round half up, as JavaScript's Math.round does: Python's own round takes the even neighbour."""
+    return math.floor(number + 0.5)

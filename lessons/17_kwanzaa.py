@@ -13,7 +13,7 @@
 # > check, show and publish. That it then answers with sources is the aim: no run has shown it yet.
 #
 # > **Card.** After the other lessons / a free Colab T4 / about 6 minutes of training by estimate, right within a
-# > factor of two and not measured by us yet; public T4 runs suggest 7 to 9 / without a GPU the same steps run on a toy,
+# > factor of two and not measured by us yet; a public T4 run suggests 9 / without a GPU the same steps run on a toy,
 # > in about a minute.
 #
 # Every technique of the course was one toggle. Here they work together on one real job: 107 rows about Black history,
@@ -128,11 +128,10 @@ if DATA == "kwanzaa":
 # cannot show that the model answers well.
 #
 # ## 1. The bill
-# Write a number down before you go on: how many GiB does one training step of this run take? Of plain
-# fp32 fine-tuning the answer was 31.3, and the card has 14.74. `cria plan` answers on paper: no weight is loaded, so it
-# runs anywhere. Rows are taken as full, 2,048 tokens each. The bill counts allocated bytes; PyTorch's allocator
-# reserves 3 to 17 % more than that (by a model of its rules, not yet on a card), which matters near the card's
-# limit.
+# Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32 fine-tuning
+# the answer was 31.3, and the card has 14.74. `cria plan` answers on paper: no weight is loaded, so it runs anywhere.
+# Rows are taken as full, 2,048 tokens each. The bill counts allocated bytes; PyTorch's allocator reserves 3 to 17 %
+# more than that (by a model of its rules, not yet on a card), which matters near the card's limit.
 
 # %%
 bill = ask("plan", "kwanzaa", "--rows", 107)
@@ -291,11 +290,10 @@ assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
 
 # %% [markdown]
 # ## 4. What it costs
-# Predicted and measured, side by side. The prediction of bytes is for this very run. The minutes
-# are a T4's at half of its peak rates. That half is one constant for all cards; public runs on a T4 reached 0.31 to
-# 0.39 of the peak, which makes 7 to 9 minutes of the predicted 5.5. Nobody has held ours against a T4 yet: your run is
-# the measurement. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises
-# nothing.
+# Predicted and measured, side by side. The prediction of bytes is for this very run. The minutes are a T4's at half of
+# its peak rates. That half is one constant for all cards; a public run on a T4 reached 0.31 (lesson 15), which makes 9
+# minutes of the predicted 5.5. Nobody has held ours against a T4 yet: your run is the measurement. A rented T4 is
+# \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
 
 # %%
 ratio = report["estimate"]["ratio"]
@@ -421,5 +419,5 @@ course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, hin
 # ## Sources
 # - QLoRA: Dettmers et al. 2023, arXiv 2305.14314, sections 3 and 4. LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.
 # - The rows: github.com/AINative-Studio/kwanzaa, commit 118f6949, `data/training/` (GPL-3.0).
-# - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit 0b8c07f8.
+# - Rented T4: Hugging Face hub documentation, `jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - In words, with all symptoms and cures: `docs/guide/colab.md`; elsewhere than Colab: `docs/guide/where_to_train.md`.

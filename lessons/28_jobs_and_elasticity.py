@@ -86,7 +86,8 @@ course.show(
     by_length,
     "Figure 1. What the job can cost, by how long it trains. Short jobs pay for the half hour around the training. In "
     "long ones the A100 comes near the T4, as its hour costs six times as much and does five times the work, and from "
-    "100 epochs on it is cheaper than the L4. Against the T4 it saves time, never money.",
+    "100 epochs on it is cheaper than the L4. All this is by estimated times, right within a factor of two: whether a "
+    "long job is cheaper on the A100 or on the T4 they do not say.",
 )
 
 # %% [markdown]
@@ -447,7 +448,7 @@ course.check(3, hours_lost, course.about(100 * (2 * 3 / 43200) ** 0.5, "at the b
 #
 # ## Sources
 # - huggingface_hub 2.4, `hf_api.py` (`run_job`, `fetch_job_logs`, `list_jobs_hardware`): the requests. hub-docs,
-#   `docs/hub/jobs-pricing.md` at commit 0b8c07f8: prices, billing by the minute, 30 minutes by default; beside it
+#   `docs/hub/jobs-pricing.md` at commit a9fef576: prices, billing by the minute, 30 minutes by default; beside it
 #   `jobs-configuration.md` (encrypted secrets) and `jobs-manage.md` (what is shown of a job; its disk is deleted).
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and

@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.hardware.cards import find_card
+from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.memory import bill
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipe import with_settings
+from cria_tricks.units import duration, human, money
 from tools import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,11 +105,10 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
     if "expand_kv" in row:
         recipe = with_settings(recipe, ["tricks.expand_kv=false"])
     bench = Bench(find_shape(recipe.model), card.device)
-    found, minutes = bill.bill(bench, recipe), bill.prices(bench, recipe, 107)[0]["minutes"]
-    needed, seconds = found["needed_bytes"] / 2**30, found["seconds_per_step"]
-    assert said[:3] == [f"{needed:.1f} GiB", f"{seconds:.1f} s", f"{minutes:.1f} min"]
-    hour = float(said[3].removeprefix("$"))
-    assert said[4] == f"${minutes / 60 * hour:.2f} |"
+    found, run = bill.bill(bench, recipe), bill.prices(bench, recipe, 107)[0]
+    times = [duration(found["seconds_per_step"]), duration(60 * run["minutes"])]
+    assert said[:3] == [human(found["needed_bytes"]), *times]
+    assert said[3:] == [money(FLAVORS[run["flavor"]].price), f"{money(run['cost'])} |"]
 
 
 def test_the_map_is_what_the_estimate_gives():

@@ -3,7 +3,7 @@
 The estimate is folded over formulas in place of a batch, a length and an accumulation (``memory/formula.py``). What
 comes out is sorted into tables: a moment of the step is a few parts, a part a few rows, and each depends on some of the
 switches only. The page looks its parts up, puts its numbers into their polynomials, adds, and takes the largest moment.
-It knows no formula of ours. One file a model, under ``docs/assets/fit/``, made anew when the package has changed.
+It knows no formula of ours. One script a model, under ``docs/assets/fit/``, made anew when the package has changed.
 """
 
 import itertools
@@ -18,12 +18,13 @@ from typing import Any
 from cria_tricks import catalogue, recipes
 from cria_tricks.course import LESSON_OF
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware.cards import CARDS, FLAVORS
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.hardware.cost import EFFICIENCY, attention_kernel, work
 from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.memory.estimate import MemoryEstimate, Moment, estimate, moments
 from cria_tricks.memory.formula import RULES, Formula
-from cria_tricks.memory.shape import Shape, find_shape
+from cria_tricks.memory.shape import LONGER_THAN_CONTEXT, Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
@@ -46,6 +47,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
 """Every switch but the number of micro-batches, and what it can be."""
 STORED = ("precision", "peft", "quantization", "lean_preparation")
 ATTENTION = ("precision", "attention", "expand_kv", "packing")
+PACKING = (
+    'packing saves time where rows are shorter than "Tokens of a row": it fills each packed row with several of them. '
+    "This page takes every row as full, so here packing changes attention's mask at most"
+)
+"""What the page says while packing is on."""
 Row = tuple[str, Formula]
 Part = list[list[Row]]
 """Rows that stand together; where several such lists are, the one with the largest sum."""
@@ -352,7 +358,7 @@ def index() -> dict[str, Any]:
     capstone = recipes.kwanzaa(OLD.device)
     around = estimate(capstone, find_shape(capstone.model), OLD.device).around
     return {
-        "models": {name: {"hub": catalogue.ALIASES[name], "weights": find_shape(name).weights} for name in MODELS},
+        "models": {name: _about(find_shape(name)) for name in MODELS},
         "values": VALUES,
         "defaults": Tricks().model_dump(),
         "capstone": {"model": capstone.model, "batch": capstone.train.batch_size, "tokens": capstone.data.max_length,
@@ -372,11 +378,11 @@ def index() -> dict[str, Any]:
             }
             for name, card in CARDS.items()
         },
-        "machines": [
-            {"name": one.name, "card": one.card, "low": one.low, "high": one.high}
-            for one in FLAVORS.values()
-            if one.cards == 1
-        ],
+        "machines": machines(),
+        "prices": PRICES_DATE,
+        "tight": trust.TIGHT,
+        "says": {"time": trust.TIME, "fits": trust.FITS, "host": trust.HOST, "context": LONGER_THAN_CONTEXT,
+                 "packing": PACKING},
         "around": [[row.name, row.bytes] for row in around],
         "efficiency": EFFICIENCY,
         "chunk": TOKENS_PER_CHUNK,
@@ -387,13 +393,34 @@ def index() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def machines() -> list[dict[str, Any]]:
+    """The rented machines of one card, at the prices that the commands bill by."""
+    return [{"name": one.name, "card": one.card, "price": one.price} for one in FLAVORS.values() if one.cards == 1]
+
+
+def _about(shape: Shape) -> dict[str, Any]:
+    """What the page says of a model: parameters, context, and how much of "all others" are experts."""
+    dense = sum(d_in * d_out for d_in, d_out in shape.packable.values())
+    experts = shape.block_linear_weights - dense
+    others = shape.weights - shape.layers * dense
+    return {"weights": shape.weights, "context": shape.context, "experts": shape.layers * experts / others}
+
+
 def write(folder: Path = HERE) -> None:
     """Write all files, two models at a time."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
     with ProcessPoolExecutor(2) as pool:
         for name, found in zip(MODELS, pool.map(model, MODELS), strict=True):
-            (folder / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
-    (folder / "index.json").write_text(json.dumps(index(), separators=(",", ":")), encoding="utf-8")
+            _write(folder, name, found)
+    _write(folder, "index", index())
+
+
+def _write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """Write a table as a script: a page that was opened as a file may load scripts, and nothing else, beside it."""
+    text = f"fitTables[{json.dumps(name)}]={json.dumps(found, separators=(',', ':'))};\n"
+    (folder / f"{name}.js").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

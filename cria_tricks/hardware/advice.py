@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, TPUS, Flavor
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
 from cria_tricks.hardware.cost import run_cost, step
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, GB_PER_BILLION, KINDS, row_for
+from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, GB_PER_BILLION, KINDS, MACHINES, row_for
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Data, Recipe, Train, Tricks, with_settings
 
@@ -47,9 +48,8 @@ class Option:
         capacity_bytes: what each of them has.
         fits: whether that is enough.
         minutes: of training, if it fits.
-        low: cost in USD at the guide's lowest price, if it fits.
-        high: at its highest.
-        within_budget: whether the highest cost is; ``None`` without a budget, or if it does not fit.
+        cost: USD for these minutes, if it fits.
+        within_budget: whether the cost is; ``None`` without a budget, or if it does not fit.
     """
 
     flavor: str
@@ -58,8 +58,7 @@ class Option:
     capacity_bytes: int
     fits: bool
     minutes: float | None
-    low: float | None
-    high: float | None
+    cost: float | None
     within_budget: bool | None
 
 
@@ -178,7 +177,7 @@ def advise(
         budget=budget,
         guide=_from_the_guide(shape, budget, kind),
         options=options,
-        cheapest={method: _best(options, method, lambda option: option.high) for method in METHODS},
+        cheapest={method: _best(options, method, lambda option: option.cost) for method in METHODS},
         fastest={method: _best(options, method, lambda option: option.minutes) for method in METHODS},
         rules=tuple(_rule(shape, needed, options, method) for method in GB_PER_BILLION),
         notes=_notes(),
@@ -210,12 +209,12 @@ def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, fla
     card = CARDS[flavor.card]
     recipe = recipe_for(method, card.device)
     want, has = needed(recipe, shape, card.device), card.device.memory_bytes
-    option = Option(flavor.name, method, want, has, want <= has, None, None, None, None)
+    option = Option(flavor.name, method, want, has, want <= has, None, None, None)
     if not option.fits:
         return option
     run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
-    within = None if budget is None else run.high <= budget
-    return replace(option, minutes=run.minutes, low=run.low, high=run.high, within_budget=within)
+    within = None if budget is None else run.cost <= budget
+    return replace(option, minutes=run.minutes, cost=run.cost, within_budget=within)
 
 
 def _best(options: Sequence[Option], method: str, key: Callable[[Option], float | None]) -> str | None:
@@ -239,7 +238,7 @@ def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Reco
 
 def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) -> Rule:
     gb, ours = GB_PER_BILLION[method], {option.flavor: option for option in options if option.method == method}
-    by_rule = {name for name in ours if gb * shape.weights <= FLAVORS[name].guide_gb * GB}
+    by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
     recipe = recipe_for(method, A100_40GB)
     by_tokens = {n: needed(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB) for n in ROWS}
@@ -259,9 +258,11 @@ def _notes() -> tuple[str, ...]:
     several = ", ".join(f"{flavor.name} ({flavor.cards} cards)" for flavor in FLAVORS.values() if flavor.cards > 1)
     return (
         f"{several}: the cards share the rows, not the model. Each must hold all that a single one would, so four "
-        "times 24 GB are not 96 GB for a model; what they save is time.",
+        "times 24 GB are not 96 GB for a model; what they save is time. Each of them takes eight rows of a step here; "
+        "cria plan and cria launch share a recipe's own rows out among them, which takes a little longer.",
         "t4-medium has the card of t4-small, and a10g-large that of a10g-small: the same memory and the same minutes.",
-        "Minutes are of training alone, at half of a card's peak rates, and right within a factor of two; loading, "
-        "evaluations and checkpoints come on top. Prices are the guide's, in USD.",
+        f"Minutes are of training alone, {trust.TIME}. Loading, evaluations and checkpoints come on top.",
+        f"Prices are those of Hugging Face Jobs' list of {PRICES_DATE}, in USD.",
+        f"Whether it fits is computed, not tried: {trust.FITS}.",
         f"Not estimated: {', '.join(TPUS)}. TPUs need code of their own.",
     )

@@ -63,41 +63,38 @@ class Flavor:
         name: as Hugging Face Jobs calls it.
         card: a key of :data:`CARDS`.
         cards: how many it has. They are data parallel: each holds the whole model and takes its share of the rows.
-        low: the guide's lowest price in USD an hour.
-        high: the highest.
-        guide_gb: the memory that the guide gives it, all cards together.
-        use: what the guide recommends it for.
-        price: USD an hour by Hugging Face's own list.
+        price: USD an hour, by Hugging Face's own list.
     """
 
     name: str
     card: str
     cards: int
-    low: float
-    high: float
-    guide_gb: int
-    use: str
     price: float
 
 
 FLAVORS: dict[str, Flavor] = {
     flavor.name: flavor
     for flavor in (
-        Flavor("t4-small", "t4", 1, 0.5, 1, 16, "<1B models, demos", 0.40),
-        Flavor("t4-medium", "t4", 1, 1, 2, 16, "1-3B models, development", 0.60),
-        Flavor("l4x1", "l4", 1, 2, 3, 24, "3-7B models, efficient training", 0.80),
-        Flavor("l4x4", "l4", 4, 8, 12, 96, "Multi-GPU training", 3.80),
-        Flavor("a10g-small", "a10g", 1, 3, 4, 24, "3-7B models, production", 1.00),
-        Flavor("a10g-large", "a10g", 1, 4, 6, 24, "7-13B models", 1.50),
-        Flavor("a10g-largex2", "a10g", 2, 8, 12, 48, "Multi-GPU, large models", 3.00),
-        Flavor("a10g-largex4", "a10g", 4, 16, 24, 96, "Multi-GPU, very large models", 5.00),
-        Flavor("a100-large", "a100", 1, 8, 12, 40, "13B+ models, fast training", 2.50),
+        Flavor("t4-small", "t4", 1, 0.40),
+        Flavor("t4-medium", "t4", 1, 0.60),
+        Flavor("l4x1", "l4", 1, 0.80),
+        Flavor("l4x4", "l4", 4, 3.80),
+        Flavor("a10g-small", "a10g", 1, 1.00),
+        Flavor("a10g-large", "a10g", 1, 1.50),
+        Flavor("a10g-largex2", "a10g", 2, 3.00),
+        Flavor("a10g-largex4", "a10g", 4, 5.00),
+        Flavor("a100-large", "a100", 1, 2.50),
     )
 }
-"""GPU machines and approximate prices of the Hardware Selection Guide (seed document 004), in its order.
+"""The GPU machines of the Hardware Selection Guide (seed document 004), in its order, at today's prices.
 
-The last figure of each is the price of the list itself (hub-docs, ``jobs-pricing.md`` at commit 0b8c07f8).
+This is the only list of prices: ``cria plan --rows``, ``cria hardware``, ``cria launch`` and the page "Will it fit?"
+all bill by it. (The list gives an ``a100-large`` 80 GB; we reckon with the 40 GB of the guide.)
 """
+PRICES_DATE = "2026-08-21"
+"""The day of the list that the prices are from."""
+PRICES_SOURCE = "github.com/huggingface/hub-docs, docs/hub/jobs-pricing.md, commit a9fef576"
+"""Where that list is."""
 
 TPUS: dict[str, str] = {
     "v5e-1x1": "TPU v5e, small workloads",

@@ -30,7 +30,10 @@ EFFICIENCY = 0.5
 
 A round number, chosen between two public runs and fitted to neither: Llama-3.2-1B by QLoRA on a free T4 (1,060 tokens
 a second, evaluations and checkpoints included) comes out 1.6 times as fast as it was, Llama-2-7B by LoRA on an A100
-(2,954; LLaMA-Factory's wiki) 0.9 times. So take it for right within a factor of two. What it does not know: the launch
+(2,954; LLaMA-Factory's wiki) 0.9 times. In other words, the T4 reached 0.31 of its peaks, the A100 0.55. One constant
+cannot say both, so times are right within a factor of two only, and two cards that are closer than that must not be
+ranked by them: with 0.31 and 0.55 the A100 would be the cheaper one for the Kwanzaa run, with 0.5 for both the T4 is.
+``trust.py`` holds the sentence that says so wherever minutes are shown. What it does not know: the launch
 of a kernel, so small models with short rows take longer than it says; and the power limit, 70 watts on a T4 and 72 on
 an L4, which holds them under their peak in a long run. We have measured on neither.
 """
@@ -92,14 +95,15 @@ class Run:
     Attributes:
         flavor: the machine.
         minutes: of training; loading, evaluations and checkpoints come on top.
-        low: cost in USD at the guide's lowest price.
-        high: at its highest.
     """
 
     flavor: Flavor
     minutes: float
-    low: float
-    high: float
+
+    @property
+    def cost(self) -> float:
+        """USD for these minutes."""
+        return self.minutes / 60 * self.flavor.price
 
 
 def step(
@@ -209,8 +213,7 @@ def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
         tokens: of the whole run, every epoch counted.
         flavor: the machine. Its cards share the rows; that each needs the whole model does not change.
     """
-    hours = tokens / (step.tokens_per_second * flavor.cards) / 3600
-    return Run(flavor, hours * 60, hours * flavor.low, hours * flavor.high)
+    return Run(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)
 
 
 def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int) -> Work:

@@ -1,9 +1,40 @@
-"""What the Hardware Selection Guide (seed document 004) recommends, as data: by size, by budget, by kind of training.
+"""What the Hardware Selection Guide (seed document 004) says, as data: machines, and which to take when.
 
 These are its words and numbers, not ours; ``advice.py`` puts ours beside them.
 """
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A rented machine as the guide describes it.
+
+    Attributes:
+        low: its lowest price, USD an hour.
+        high: its highest.
+        gb: the memory of all its cards together.
+        use: what the guide recommends it for.
+    """
+
+    low: float
+    high: float
+    gb: int
+    use: str
+
+
+MACHINES: dict[str, Machine] = {
+    "t4-small": Machine(0.5, 1, 16, "<1B models, demos"),
+    "t4-medium": Machine(1, 2, 16, "1-3B models, development"),
+    "l4x1": Machine(2, 3, 24, "3-7B models, efficient training"),
+    "l4x4": Machine(8, 12, 96, "Multi-GPU training"),
+    "a10g-small": Machine(3, 4, 24, "3-7B models, production"),
+    "a10g-large": Machine(4, 6, 24, "7-13B models"),
+    "a10g-largex2": Machine(8, 12, 48, "Multi-GPU, large models"),
+    "a10g-largex4": Machine(16, 24, 96, "Multi-GPU, very large models"),
+    "a100-large": Machine(8, 12, 40, "13B+ models, fast training"),
+}
+"""By name. Nothing is billed at these prices: they are older and higher than ``Flavor.price``."""
 
 
 @dataclass(frozen=True)

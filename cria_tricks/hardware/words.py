@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cria_tricks.hardware.advice import METHODS, Advice, Rule
-from cria_tricks.units import human
+from cria_tricks.units import human, money
 
 
 def in_words(found: Advice) -> list[str]:
@@ -11,10 +11,11 @@ def in_words(found: Advice) -> list[str]:
     said = ["The guide recommends, and by our estimate there fit:"]
     for by in found.guide:
         said[0] += f"\n- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}"
-    within = f" within ${found.budget:,.2f}" if found.budget else ""
+    within = f" within {money(found.budget)}" if found.budget else ""
     for title, best in (("Cheapest", found.cheapest), ("Fastest", found.fastest)):
         named = (f"{name} on {best[method] or 'none of these'}" for method, name in METHODS.items())
         said.append(f"{title}{within}, by our estimate: {', '.join(named)}.")
+    said.append("Machines that are closer than a factor of two cannot be told apart by these estimates.")
     return said + [_in_words(rule) for rule in found.rules] + ["\n".join(f"- {note}" for note in found.notes)]
 
 

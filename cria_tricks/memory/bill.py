@@ -8,15 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware.cards import FLAVORS
-from cria_tricks.hardware.cost import run_cost, run_tokens, step
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Flavor
+from cria_tricks.hardware.cost import Run, run_tokens
 from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import Row
-from cria_tricks.memory.shape import find_config
+from cria_tricks.memory.shape import Shape, beyond_context, find_config
 from cria_tricks.memory.toggles import Bench, Change, Setting
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
-from cria_tricks.units import human
+from cria_tricks.units import duration, human, money
 
 
 def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
@@ -30,10 +31,9 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     Returns:
         ``model``, ``gpu``, ``strategy``, ``processes``, ``capacity_bytes``, ``peak_bytes`` (of the step's
         tensors, in the process that needs most), ``needed_bytes`` (with all that the card holds besides),
-        ``fits``, ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the rows sum to the peak,
-        with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are not known),
-        ``warnings`` and
-        ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
+        ``fits``, ``context`` (of the model), ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the
+        rows sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are
+        not known), ``warnings`` and ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
 
     Raises:
         BadInput: for a toggle that cannot work there.
@@ -59,11 +59,12 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
         "peak_bytes": peak,
         "needed_bytes": needed,
         "fits": needed <= capacity,
+        "context": bench.shape.context,
         "method": "dry_run" if dry else "closed_form",
         "rows": [asdict(row) for row in rows],
         "around": [asdict(row) for row in around],
         "seconds_per_step": None if setting.seconds is None else setting.seconds * tokens,
-        "warnings": list(plan.warnings),
+        "warnings": [*plan.warnings, *doubts(bench, recipe, needed)],
         "suggestions": [
             {
                 "set": change.set,
@@ -91,8 +92,19 @@ def front(bench: Bench, recipe: Recipe) -> list[dict[str, Any]]:
     return [_setting(setting) for setting in toggles.front(bench, recipe)]
 
 
+def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
+    """Say what speaks against a plan though no toggle is refused: the context, the margin, the host's memory."""
+    # Packed rows are made of documents, whose positions start again: only the data know how long those are.
+    found = [] if recipe.tricks.packing else beyond_context(bench.shape.context, recipe.data.max_length)
+    if narrow := trust.may_not_fit(needed, bench.device.memory_bytes):
+        found.append(narrow)
+    if recipe.tricks.activation_offload:
+        found.append(trust.HOST)
+    return found
+
+
 def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
-    """Minutes and price of the run on the rented machines that have this card.
+    """Minutes and price of the run on the rented machines that have this card, and on which it fits.
 
     Args:
         bench: the model and the card.
@@ -101,13 +113,31 @@ def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
     """
     if rows < 1:
         raise BadInput(f"--rows {rows}: must be a whole number above 0")
-    found, card = [], bench.card
+    found, tokens = [], run_tokens(recipe, rows, recipe.data.max_length)
     for flavor in FLAVORS.values():
-        if card and flavor.card == next(name for name, known in toggles.CARDS.items() if known is card):
-            work = step(recipe, bench.shape, card, cards=flavor.cards)
-            run = run_cost(work, run_tokens(recipe, rows, recipe.data.max_length), flavor)
-            found.append({"flavor": flavor.name, "minutes": run.minutes, "low": run.low, "high": run.high})
+        if CARDS[flavor.card] is not bench.card:
+            continue
+        try:
+            setting = on_machine(recipe, bench.shape, flavor)
+        except BadInput:  # its cards cannot share this run out among them
+            continue
+        if setting.memory.fits and setting.seconds is not None:
+            run = Run(flavor, setting.seconds * tokens / 60)
+            found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost})
     return found
+
+
+def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
+    """What a recipe takes on a rented machine: bytes on each of its cards, and seconds of a token on all of them.
+
+    Raises:
+        BadInput: for a toggle that cannot work there, or a run that its cards cannot share.
+    """
+    if flavor.cards > 1 and recipe.parallel.strategy == "none":
+        recipe = with_settings(recipe, ["parallel.strategy=ddp"])
+    device = CARDS[flavor.card].device
+    resolve(recipe, device, flavor.cards)
+    return Bench(shape, device, flavor.cards).bill(recipe)
 
 
 def show(found: dict[str, Any], screen: Console) -> None:
@@ -135,8 +165,7 @@ def show(found: dict[str, Any], screen: Console) -> None:
     )
     if found["seconds_per_step"]:
         screen.print(
-            f"an optimizer step takes {found['seconds_per_step']:.1f} s at half of the card's peak rates, right within "
-            "a factor of two",
+            f"an optimizer step takes {duration(found['seconds_per_step'])}, {trust.TIME}",
             highlight=False,
         )
     for warning in found["warnings"]:
@@ -148,12 +177,18 @@ def show(found: dict[str, Any], screen: Console) -> None:
     if "front" in found:
         _show_front(found["front"], screen)
     if "longest" in found:
-        screen.print(f"\nlongest row that fits: {found['longest']:,} tokens", highlight=False)
-    for price in found.get("prices", ()):
-        screen.print(
-            f"{price['flavor']}: {price['minutes']:.0f} minutes, ${price['low']:.2f} to ${price['high']:.2f}",
-            highlight=False,
-        )
+        beyond = f"; the model's context is {found['context']:,}" if found["longest"] > found["context"] > 0 else ""
+        screen.print(f"\nlongest row that fits: {found['longest']:,} tokens{beyond}", highlight=False)
+    if "prices" in found:
+        _show_prices(found["prices"], screen)
+
+
+def _show_prices(entries: Iterable[dict[str, Any]], screen: Console) -> None:
+    said = [f"{price['flavor']}: {duration(60 * price['minutes'])}, {money(price['cost'])}" for price in entries]
+    if said:
+        said[0] = f"training alone, at the prices of Hugging Face Jobs' list of {PRICES_DATE}:\n{said[0]}"
+    screen.print("\n".join(said) or "no price: of the machines on the list, none has this card and room for this run",
+                 highlight=False)  # fmt: skip
 
 
 def _shared(found: dict[str, Any]) -> str:

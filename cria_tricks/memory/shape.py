@@ -1,6 +1,6 @@
 """The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
 
-A dozen lines of arithmetic on eleven numbers give every matrix of a Llama, Mistral, Mixtral, Qwen or Gemma. Nothing
+A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen or Gemma. Nothing
 heavier than ``json`` is imported.
 """
 
@@ -13,15 +13,37 @@ from typing import Any
 from cria_tricks.catalogue import ALIASES, CONFIGS
 from cria_tricks.errors import BadInput, first_line, usable_path
 
-_WINDOWED_FROM = {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32_768,
+}
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, **_WINDOWED_FROM},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, **_WINDOWED_FROM},
-    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096},
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "gemma": {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
     "gemma3_text": {
         "num_attention_heads": 8,  # Gemma-3-4B's config says neither this nor its vocabulary
         "num_key_value_heads": 4,
@@ -29,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vocab_size": 262_208,
         "tie_word_embeddings": True,
         "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
     },
 }
 """Model types that are read, and what a field is in transformers' code when their config leaves it out."""
@@ -59,6 +82,7 @@ class Shape:
         window: tokens that a token looks back at most; 0 for all.
         caps_scores: whether attention's scores go through a tanh.
         caps_logits: whether the logits do.
+        context: tokens of the longest row that the model was made for; 0 if it is not known.
     """
 
     name: str
@@ -79,6 +103,7 @@ class Shape:
     window: int = 0
     caps_scores: bool = False
     caps_logits: bool = False
+    context: int = 0
 
     @property
     def query_width(self) -> int:
@@ -243,6 +268,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
         caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
         window=number("sliding_window") if windowed else 0,
+        context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
     )
 
 
@@ -254,6 +280,32 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
     mlp = ("gate_proj", "up_proj", "down_proj") if kind == "llama" and config.get("mlp_bias") else ()
     return attention + mlp
+
+
+LONGER_THAN_CONTEXT = (
+    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings in its "
+    "config), and a model does badly on positions that it was not trained for: set data.max_length={context}, or take "
+    "a model with a longer context"
+)
+"""What is said of rows that are longer than the model's context, before anything is known of the data."""
+
+
+def beyond_context(context: int, tokens: int) -> list[str]:
+    """Warn if rows of so many tokens are longer than the model's context; a context of 0 is not known."""
+    return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)] if 0 < context < tokens else []
+
+
+def context_of(model: str) -> int:
+    """Find the context of a model of any kind, in tokens; 0 where there is no config that says it."""
+    try:
+        config = find_config(model)
+    except BadInput:
+        return 0
+    config = config.get("text_config") or config
+    found = config.get("max_position_embeddings")
+    if found is None:
+        found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else 0
 
 
 def find_shape(model: str) -> Shape:

@@ -14,6 +14,7 @@ import typer
 
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.shape import context_of
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.parallel.world import World
@@ -167,9 +168,10 @@ def _train(
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
     config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)
     parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
+    context = context_of(weights.path)
     if recipe.train.save_steps:
         plan = plan.warn("train.save_steps has no effect: a pipeline writes no checkpoints")
-    for sentence in (*plan.warnings, *report.data_warnings(rows, recipe)):
+    for sentence in (*plan.warnings, *report.data_warnings(rows, recipe, context)):
         aside.print(f"warning: {sentence}")
     with world.within(folders.claimed(trainable, plan.optimizer["bits"])):
         cut = " | ".join(f"{part.start}-{part.stop - 1}" for part in parts)
@@ -191,7 +193,7 @@ def _train(
                 say=print if world.is_first else lambda line: None,
             )  # fmt: skip
         descriptions = {part: source.description for part, source in found.items()}
-        summary = report.summarise(recipe, plan, run, meter, rows, descriptions, parameters)
+        summary = report.summarise(recipe, plan, run, meter, rows, descriptions, parameters, context)
         summary |= report.compare(None, run) | {"model": weights.name, "adapter": str(folders.folder / "adapter")}
         summary["monitor"] = world.gather(monitor.summary())
         summary["pipeline"] = of_the_pipeline(run.training, parts, world.data, schedule, recipe)

@@ -24,10 +24,41 @@
     made.append(...inside);
     return made;
   };
-  const get = async (name) => (await fetch(`${base}/${name}.json`)).json();
+  // A table comes as a script, because a page that was opened as a file may not fetch. It puts itself into fitTables.
+  const tables = (window.fitTables = {});
+  const get = (name) => new Promise((found, failed) => {
+    const script = el("script", { src: `${base}/${name}.js` });
+    script.onload = () => (tables[name] ? found(tables[name]) : failed());
+    script.onerror = failed;
+    document.head.append(script);
+  }).catch(() => { throw new Missing(name); });
+  class Missing extends Error {}
   const words = (name) => name.replaceAll("_", " ");
   const key = (fields, of) => fields.map((field) => String(of[field])).join(",");
+  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
   const gib = (bytes) => (bytes < GIB ? `${(bytes / 2 ** 20).toFixed(0)} MiB` : `${(bytes / GIB).toFixed(2)} GiB`);
+
+  // Times and money: the words of cria_tricks/units.py ---------------------------------------------------------------
+
+  const rounded = (number) => Math.floor(number + 0.5);
+  const grouped = (number) => rounded(number).toLocaleString("en");
+  function short(number, unit) {
+    const tenths = rounded(10 * number);
+    return tenths < 100 ? `${Math.floor(tenths / 10)}.${tenths % 10} ${unit}` : `${rounded(number)} ${unit}`;
+  }
+  function duration(seconds) {
+    const minutes = rounded(seconds / 60), days = seconds / 86400;
+    if (rounded(seconds * 10) === 0) return "less than 0.1 s";
+    if (rounded(seconds) < 60) return short(seconds, "s");
+    if (minutes < 120) return short(seconds / 60, "min");
+    if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
+    return days < 730 ? `${rounded(days)} days` : `${grouped(days / 365)} years`;
+  }
+  function money(usd) {
+    const cents = rounded(100 * usd);
+    if (usd < 0.01) return "less than a cent";
+    return cents < 10000 ? `$${Math.floor(cents / 100)}.${String(cents % 100).padStart(2, "0")}` : `$${grouped(usd)}`;
+  }
 
   // What a state costs ---------------------------------------------------------------------------------------------
 
@@ -72,24 +103,40 @@
         sum + Math.max(flops / card.flops[s.precision], bytes / card.memory) + link / card.link, 0) / index.efficiency;
     const perToken = seconds / (s.batch * s.tokens * s.gradient_accumulation);
     const hours = (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
-    const prices = index.machines.filter((machine) => machine.card === s.card)
-      .map(({ name, low, high }) => ({ name, low: hours * low, high: hours * high }));
+    const fits = needed <= card.bytes; // what does not fit has no price
+    const prices = index.machines.filter((machine) => fits && machine.card === s.card)
+      .map(({ name, price }) => ({ name, cost: hours * price }));
     return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed,
-      capacity: card.bytes, fits: needed <= card.bytes, seconds, minutes: hours * 60, prices };
+      capacity: card.bytes, fits, tight: fits && needed > index.tight * card.bytes, seconds, minutes: hours * 60, prices,
+      beyond: beyond(s), doubts: doubts(s) };
+  }
+  const beyond = (s) => !s.packing && s.tokens > (index.models[s.model].context || Infinity);
+  function doubts(s) { // what speaks against a choice that fits, and is not refused
+    const { context } = index.models[s.model], { says } = index, found = [];
+    if (s.packing) found.push(says.packing);
+    if (beyond(s)) found.push(says.context.replaceAll("{tokens}", s.tokens).replaceAll("{context}", context));
+    if (s.activation_offload) found.push(says.host);
+    return found;
   }
 
   // The state and the URL ------------------------------------------------------------------------------------------
 
   const capstone = () => ({ card: "t4", ...index.capstone, ...index.cards.t4.capstone });
-  function read(text) {
-    const said = new URLSearchParams(text), found = capstone();
-    for (const [name, value] of said) {
+  function read(text) { // a link's choice, and what it says that this page cannot answer for
+    const found = capstone(), strange = [];
+    for (const [name, value] of new URLSearchParams(text)) {
       const choices = name === "model" ? Object.keys(index.models) : name === "card" ? Object.keys(index.cards)
-        : index.values[name];
+        : new Map(Object.entries(index.values)).get(name);
+      const known = Object.hasOwn(found, name), number = known && NUMBERS[name];
       if (choices) found[name] = choices.find((choice) => String(choice) === value) ?? found[name];
-      else if (NUMBERS[name]) found[name] = within(name, value, found[name]);
+      else if (number) found[name] = within(name, value, found[name]);
+      const taken = number ? value !== "" && Number(value) === found[name] : known && String(found[name]) === value;
+      if (!taken) {
+        const instead = known ? `, so this answers for ${name}=${found[name]}` : "";
+        strange.push(`The link says ${name.slice(0, 40)}=${value.slice(0, 40)}, which is not possible here${instead}.`);
+      }
     }
-    return found;
+    return { found, strange };
   }
   function within(name, text, otherwise) {
     const [, low, high] = NUMBERS[name], number = Number(text);
@@ -156,7 +203,7 @@
       go({ ...state, [name]: target.type === "checkbox" ? target.checked : NUMBERS[name] ? Number(target.value) : target.value });
     });
     made.addEventListener("change", ({ target: { name, value } }) => { // a number is brought into its range
-      go(NUMBERS[name] ? { ...state, [name]: within(name, value, state[name]) } : state);
+      if (NUMBERS[name]) go({ ...state, [name]: within(name, value, state[name]) });
     });
     return made;
   }
@@ -174,7 +221,9 @@
   const shown = {};
   function answer() {
     shown.verdict = el("p", { class: "verdict", role: "status", "aria-live": "polite" });
+    shown.strange = el("p", { class: "strange", role: "alert" });
     shown.bar = el("div", { class: "stack" });
+    shown.notes = el("ul", { class: "notes" });
     shown.legend = el("ul", { class: "legend" });
     shown.rows = el("tbody");
     shown.facts = el("ul", { class: "facts" });
@@ -183,28 +232,39 @@
     shown.open = el("p");
     const table = el("table", { class: "bill" }, el("caption", {}, "The bill at the peak of a step"),
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "what"), el("th", { scope: "col" }, "bytes"), el("th", { scope: "col" }, ""))), shown.rows);
-    return [el("div", { class: "head" }, shown.verdict, shown.bar),
-      el("div", { class: "answer" }, shown.legend, shown.facts, el("div", { class: "wide" }, table),
+    return [el("div", { class: "head" }, shown.strange, shown.verdict, shown.bar),
+      el("div", { class: "answer" }, shown.notes, shown.legend, shown.facts, el("div", { class: "wide" }, table),
         el("h2", { id: "the-command" }, "The command"), el("pre", {}, shown.command), shown.open)];
   }
   const groupOf = (name) => {
     const found = [GROUPS[6], GROUPS[5], ...GROUPS.slice(0, 5)].find(([, pattern]) => pattern.test(name));
     return GROUPS.indexOf(found);
   };
+  function withExperts(row) { // of a mixture of experts most of "all others" are the experts
+    const share = index.models[state.model].experts;
+    if (row.name !== "weights: all others" || !share) return [row];
+    const experts = Math.round(share * row.bytes);
+    return [{ name: "weights: experts", bytes: experts }, { name: row.name, bytes: row.bytes - experts }];
+  }
   function show(found) {
+    root.classList.remove("failed");
     root.classList.toggle("refused", found.refused.length > 0);
     if (found.refused.length) {
       shown.verdict.replaceChildren(el("strong", {}, "Refused. "), found.refused.join("; also: "));
       root.dataset.found = JSON.stringify(found);
       return;
     }
-    const all = [...found.rows, ...found.around].sort((one, other) => groupOf(one.name) - groupOf(other.name));
+    const all = [...found.rows.flatMap(withExperts), ...found.around].sort((one, other) => groupOf(one.name) - groupOf(other.name));
     const room = Math.max(found.needed, found.capacity) * 1.04;
     const groups = GROUPS.map(([name], number) => ({ name, number,
       bytes: all.filter((row) => groupOf(row.name) === number).reduce((sum, row) => sum + row.bytes, 0) })).filter(({ bytes }) => bytes);
     const left = found.capacity - found.needed;
     const words = `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
-    shown.verdict.replaceChildren(el("strong", { class: found.fits ? "fits" : "not" }, found.fits ? "It fits. " : "It does not fit. "), words);
+    const verdict = found.tight ? "It may not fit in practice. " : found.fits ? "It fits. " : "It does not fit. ";
+    const beyond = found.beyond ? " Rows are longer than the model's context." : ""; // in sight on a phone, too
+    shown.verdict.replaceChildren(el("strong", { class: found.fits && !found.tight ? "fits" : "not" }, verdict), words, beyond);
+    const notes = [...(found.tight ? [index.says.fits] : []), ...found.doubts];
+    shown.notes.replaceChildren(...notes.map((text) => el("li", {}, sentence(text))));
     const share = (bytes) => `${(100 * bytes) / room}%`;
     shown.bar.replaceChildren(...groups.map(({ name, number, bytes }) =>
       el("span", { class: `g${number}`, style: `width:${share(bytes)}`, title: `${name}: ${gib(bytes)}` })),
@@ -217,11 +277,12 @@
     shown.rows.replaceChildren(...all.map(({ name, bytes }) => el("tr", {}, el("th", { scope: "row" }, name),
       el("td", {}, bytes.toLocaleString("en")), el("td", {}, gib(bytes)))),
       el("tr", { class: "sum" }, el("th", { scope: "row" }, "needed"), el("td", {}, found.needed.toLocaleString("en")), el("td", {}, gib(found.needed))));
-    const price = found.prices.map(({ name, low, high }) => `${low.toFixed(2)} to ${high.toFixed(2)} USD on ${name}`).join("; ");
-    const minutes = found.minutes < 10 ? found.minutes.toFixed(1) : Math.round(found.minutes).toLocaleString("en");
+    const prices = found.prices.map(({ name, cost }) => `${money(cost)} on ${name}`).join(", ");
+    const run = found.fits ? `, the run about ${duration(60 * found.minutes)}: ${prices}` : "";
     shown.facts.replaceChildren(
       el("li", {}, `Most is alive at the moment "${found.moment}".`),
-      el("li", {}, `An optimizer step: about ${found.seconds.toPrecision(3)} s. The run: about ${minutes} minutes${price && `, ${price}`}.`));
+      el("li", {}, `An optimizer step takes about ${duration(found.seconds)}${run}.`),
+      el("li", {}, `Times are ${index.says.time}. Prices are those of Hugging Face Jobs' list of ${index.prices}.`));
     const set = settings(state);
     shown.command.textContent = ["cria train kwanzaa", ...set].join(" \\\n  ");
     shown.get.href = `data:application/x-ipynb+json;charset=utf-8,${encodeURIComponent(notebook(state))}`;
@@ -234,28 +295,58 @@
     root.dataset.found = JSON.stringify(found);
   }
 
-  async function go(next, keep = true) {
+  function fail(error, again) { // nothing of an earlier answer stays: it would be another model's
+    if (!(error instanceof Missing)) throw error;
+    const button = el("button", { type: "button", class: "md-button" }, "Try again");
+    button.addEventListener("click", again);
+    root.classList.remove("refused");
+    root.classList.add("failed");
+    delete root.dataset.found;
+    delete root.dataset.state;
+    const says = `The table "${error.message}" could not be loaded, so there is no answer. `;
+    if (!shown.verdict) root.replaceChildren(shown.verdict = el("p", { class: "verdict", role: "status" }));
+    shown.verdict.replaceChildren(el("strong", { class: "not" }, says), button);
+  }
+
+  async function go(next, { keep = true, strange = [] } = {}) {
     const mine = ++asked;
-    models[next.model] ??= get(next.model);
-    const model = await models[next.model];
+    let model;
+    try {
+      model = await (models[next.model] ??= get(next.model));
+    } catch (error) {
+      delete models[next.model]; // so that it is asked for again
+      if (mine !== asked) return;
+      state = next;
+      fill();
+      return fail(error, () => go(next, { keep, strange }));
+    }
     if (mine !== asked) return; // a later click was faster
     const began = performance.now();
     state = next;
     if (keep) history.replaceState(null, "", `#${said(state)}`);
     fill();
+    shown.strange.textContent = strange.join(" ");
     show(evaluate(state, model));
     root.getBoundingClientRect(); // laid out, too
     root.dataset.ms = (performance.now() - began).toFixed(2);
     root.dataset.state = said(state);
   }
 
+  function follow() {
+    const { found, strange } = read(location.hash.slice(1));
+    return go(found, { keep: false, strange });
+  }
   async function start() {
-    index = await get("index");
-    state = read(location.hash.slice(1));
+    try {
+      index = await get("index");
+    } catch (error) {
+      return fail(error, start);
+    }
+    state = capstone();
     const [head, rest] = answer();
     root.replaceChildren(head, form(), rest);
-    await go(state, false);
-    window.addEventListener("hashchange", () => go(read(location.hash.slice(1)), false));
+    window.addEventListener("hashchange", follow);
+    await follow();
   }
-  start().catch((error) => { root.textContent = `The tables could not be loaded: ${error}`; });
+  start();
 })();

@@ -8,7 +8,7 @@ import pytest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.advice import METHODS, advise, recipe_for
-from cria_tricks.hardware.cards import CARDS, FLAVORS, L4
+from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, row_for
 from cria_tricks.hardware.words import in_words
 from cria_tricks.memory.shape import find_shape
@@ -35,11 +35,11 @@ def test_every_method_on_every_machine_fits_or_says_what_it_needs():
     found = ask("llama-3.1-8b")
     assert len(found.options) == len(METHODS) * len(FLAVORS)
     lora = option(found, "lora", "t4-small")
-    assert (lora.fits, lora.minutes, lora.high, lora.within_budget) == (False, None, None, None)
+    assert (lora.fits, lora.minutes, lora.cost, lora.within_budget) == (False, None, None, None)
     assert lora.needed_bytes == 2 * found.parameters + 2 * GIB > lora.capacity_bytes == T4.memory_bytes
     there = option(found, "lora", "l4x1")
     assert there.fits
-    assert (there.low, there.high) == pytest.approx((there.minutes / 60 * 2, there.minutes / 60 * 3))
+    assert there.cost == pytest.approx(there.minutes / 60 * FLAVORS["l4x1"].price)
 
 
 def test_four_cards_hold_no_larger_model_than_one_and_take_a_quarter_of_the_time():
@@ -57,14 +57,15 @@ def test_four_cards_hold_no_larger_model_than_one_and_take_a_quarter_of_the_time
 
 def test_cheapest_and_fastest_are_among_those_that_fit_and_can_be_paid():
     found = ask("llama-3.1-8b", tokens=10_000_000)
-    assert found.cheapest == {"full": None, "lora": "l4x1", "qlora": "t4-small"}
+    assert found.cheapest == {"full": None, "lora": "a100-large", "qlora": "t4-small"}
     assert CARDS[FLAVORS[found.fastest["lora"]].card].device.memory_bytes > T4.memory_bytes
-    price = option(found, "lora", "l4x1").high
-    assert ask("llama-3.1-8b", tokens=10_000_000, budget=price).cheapest["lora"] == "l4x1"
-    less = ask("llama-3.1-8b", tokens=10_000_000, budget=price - 0.01)
+    price = option(found, "lora", "a100-large").cost
+    assert price == min(o.cost for o in found.options if o.method == "lora" and o.fits)
+    assert ask("llama-3.1-8b", tokens=10_000_000, budget=price).cheapest["lora"] == "a100-large"
+    less = ask("llama-3.1-8b", tokens=10_000_000, budget=0.99 * price)
     assert (less.cheapest["lora"], less.fastest["lora"]) == (None, None)
-    assert option(less, "lora", "l4x1").within_budget is False
-    assert option(less, "full", "l4x1").within_budget is None
+    assert option(less, "lora", "a100-large").within_budget is False
+    assert option(less, "full", "a100-large").within_budget is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,9 @@ def test_in_words():
     for words in (
         "by model size (7-13B parameters; always LoRA/PEFT",
         "a10g-large (LoRA, QLoRA) or a100-large (LoRA, QLoRA)",
-        "Cheapest within $30.00, by our estimate: full fine-tuning on none of these, LoRA on l4x1",
+        "Cheapest within $30.00, by our estimate: full fine-tuning on none of these, LoRA on a100-large",
+        "Machines that are closer than a factor of two cannot be told apart by these estimates.",
+        f"Hugging Face Jobs' list of {PRICES_DATE}",
         "4 GB per billion parameters, gives 29.9 GiB. We estimate 15.5 GiB with rows of 512, 17.0 GiB with",
         "By our estimate it fits l4x1, a10g-small, a10g-large, by the rule it does not.",
         "Not estimated: v5e-1x1, v5e-2x2, v5e-2x4.",

@@ -5,11 +5,14 @@ import pytest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
+from cria_tricks.hardware.guide import MACHINES
 from cria_tricks.units import human
 
 
 def test_the_machines_are_those_of_the_guide():
-    assert {name: (f.card, f.cards, f.low, f.high, f.guide_gb) for name, f in FLAVORS.items()} == {
+    assert list(MACHINES) == list(FLAVORS)
+    both = zip(FLAVORS.values(), MACHINES.values(), strict=True)
+    assert {here.name: (here.card, here.cards, there.low, there.high, there.gb) for here, there in both} == {
         "t4-small": ("t4", 1, 0.5, 1, 16),
         "t4-medium": ("t4", 1, 1, 2, 16),
         "l4x1": ("l4", 1, 2, 3, 24),
@@ -32,7 +35,7 @@ def test_a_card_has_less_than_its_name_says():
         "39.4 GiB",
     ]
     for flavor in FLAVORS.values():
-        assert flavor.cards * CARDS[flavor.card].device.memory_bytes < flavor.guide_gb * 2**30
+        assert flavor.cards * CARDS[flavor.card].device.memory_bytes < MACHINES[flavor.name].gb * 2**30
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware.cards import CARDS
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.memory import bill
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipe import Tricks, with_settings
+from cria_tricks.units import duration, money
 from tests.site.test_browser import settles
 from tools import fit
 
@@ -25,7 +27,8 @@ location.hash = hash;
   const there = new URLSearchParams(root.dataset.state);
   if (!wanted.every(([name, value]) => there.get(name) === value)) return setTimeout(look, 1);
   const command = root.querySelector("pre code").textContent;
-  done([JSON.parse(root.dataset.found), Number(root.dataset.ms), command]);
+  const facts = root.querySelector(".facts").textContent;
+  done([JSON.parse(root.dataset.found), Number(root.dataset.ms), command, facts]);
 })();
 """
 READY = 'Boolean(document.getElementById("fit").dataset.state)'
@@ -53,7 +56,9 @@ def planned(choice):
     recipe = with_settings(recipes.kwanzaa(card.device), settings)
     bench = Bench(find_shape(recipe.model), card.device)
     try:
-        return recipe, bill.bill(bench, recipe), bill.prices(bench, recipe, choice["rows"]), ""
+        found = bill.bill(bench, recipe)
+        found["doubts"] = bill.doubts(bench, recipe, found["needed_bytes"])
+        return recipe, found, bill.prices(bench, recipe, choice["rows"]), ""
     except BadInput as error:
         return recipe, {}, [], str(error)
 
@@ -75,7 +80,7 @@ def test_it_says_what_cria_plan_says(page, capsys):
     draw, same, refused, took = random.Random(0), 0, 0, []
     while same < 200:
         choice = a_choice(draw)
-        found, milliseconds, command = page.execute_async_script(GO, urlencode(as_text(choice)))
+        found, milliseconds, command, facts = page.execute_async_script(GO, urlencode(as_text(choice)))
         recipe, plan, prices, refusal = planned(choice)
         if refusal:
             assert refusal in found["refused"], choice
@@ -87,12 +92,18 @@ def test_it_says_what_cria_plan_says(page, capsys):
         rows, theirs = ({row["name"]: row["bytes"] for row in rows} for rows in (found["rows"], plan["rows"]))
         assert rows == theirs, choice
         assert found["seconds"] == pytest.approx(plan["seconds_per_step"], rel=1e-9), choice
-        on_one = {price["flavor"]: price for price in prices}
-        for price in found["prices"]:
-            there = on_one[price["name"]]
-            assert [found["minutes"], price["low"], price["high"]] == pytest.approx(
-                [there["minutes"], there["low"], there["high"]], rel=1e-9
-            )
+        on_one = [price for price in prices if FLAVORS[price["flavor"]].cards == 1]
+        assert [price["name"] for price in found["prices"]] == [price["flavor"] for price in on_one], choice
+        assert bool(found["prices"]) is plan["fits"], "what does not fit has no price"
+        for price, there in zip(found["prices"], on_one, strict=True):
+            assert [found["minutes"], price["cost"]] == pytest.approx([there["minutes"], there["cost"]], rel=1e-9)
+            assert f"{money(there['cost'])} on {there['flavor']}" in facts
+            assert f"the run about {duration(60 * there['minutes'])}: " in facts
+        assert f"An optimizer step takes about {duration(plan['seconds_per_step'])}" in facts
+        narrow = [trust.may_not_fit(plan["needed_bytes"], plan["capacity_bytes"])] if found["tight"] else []
+        said = [*found["doubts"], *narrow]
+        assert sorted(set(said) - {fit.PACKING}) == sorted(plan["doubts"]), choice
+        assert (fit.PACKING in said) is recipe.tricks.packing
         said = shlex.split(command.replace("\\\n", " "))
         assert said[:3] == ["cria", "train", "kwanzaa"]
         settings = [setting for setting in said[4::2] if not setting.startswith("train.learning_rate")]
@@ -146,3 +157,141 @@ def test_the_notebook_of_a_choice_says_the_command(page):
         "!cria train kwanzaa --set model=llama-3.2-3b --set data.max_length=1024 --set tricks.lean_preparation=false "
         "--resume"
     )
+
+
+def test_times_and_money_are_said_in_the_words_of_the_commands(page):
+    """Runs of a second and runs of years: the words are made once in Python and once in the page."""
+    draw, units = random.Random(1), set()
+    for _ in range(150):
+        choice = {
+            "model": draw.choice(("smollm2", "llama-3.1-70b")),
+            "tokens": draw.choice((8, 64, 512)),
+            "rows": round(10 ** draw.uniform(0, 7)),
+            "epochs": draw.choice((0.1, 3, 1000)),
+            "gradient_accumulation": draw.choice((1, 8, 1024)),
+            "card": draw.choice(("t4", "a100")),
+        }
+        _, _, _, facts = page.execute_async_script(GO, urlencode(choice))
+        choice = json.loads(page.execute_script("return JSON.stringify(Object.fromEntries(new URLSearchParams("
+                                                "document.getElementById('fit').dataset.state)))"))  # fmt: skip
+        numbers = {name: float(choice[name]) if name == "epochs" else int(choice[name]) for name in
+                   ("batch", "tokens", "gradient_accumulation", "rows", "epochs")}  # fmt: skip
+        _, plan, prices, refusal = planned({**choice, **numbers})
+        assert not refusal
+        said = [duration(plan["seconds_per_step"])]
+        for price in prices[: 2 if plan["fits"] else 0]:
+            said += [duration(60 * price["minutes"]), f"{money(price['cost'])} on {price['flavor']}"]
+        assert all(words in facts for words in said), (said, facts)
+        units |= {words.split()[-1] for words in said if "$" not in words}
+    assert units >= {"s", "min", "days", "years"}, "or nothing was compared"
+    assert PRICES_DATE in facts
+    assert trust.TIME in facts
+
+
+@pytest.fixture
+def block(browser):
+    """Let files not come, or all of them again."""
+
+    def these(*urls):
+        browser.execute_cdp_cmd("Network.enable", {})
+        browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": urls})
+
+    yield these
+    these()
+
+
+def test_a_table_that_does_not_come_leaves_no_answer_and_can_be_asked_for_again(page, block):
+    page.execute_async_script(GO, "model=llama-3.2-1b&card=t4")
+    block("*/tinyllama-1.1b.js")
+    page.execute_script("location.hash = 'model=tinyllama-1.1b'")
+    assert settles(page, "document.getElementById('fit').classList.contains('failed')")
+    verdict = "return document.querySelector('.fit .verdict').innerText"
+    assert page.execute_script(verdict) == (
+        'The table "tinyllama-1.1b" could not be loaded, so there is no answer. Try again'
+    )
+    assert not page.execute_script("return document.getElementById('fit').dataset.found")
+    assert not page.execute_script("return document.querySelector('.fit .answer').checkVisibility()")
+    assert not page.execute_script("return document.querySelector('.fit .stack').checkVisibility()")
+    again = "const button = document.querySelector('.fit .verdict button'); button.click(); return button.textContent"
+    assert page.execute_script(again) == "Try again"
+    assert settles(page, "document.getElementById('fit').classList.contains('failed')"), "it is still not there"
+    block()
+    page.execute_script(again)
+    assert settles(page, READY), "the failure was kept"
+    assert json.loads(page.execute_script("return document.getElementById('fit').dataset.found"))["peak"] > 0
+    assert page.execute_script("return document.querySelector('.fit .answer').checkVisibility()")
+
+
+def test_without_its_index_the_page_says_so_and_can_try_again(host, browser, block):
+    block("*/fit/index.js")
+    browser.get("about:blank")
+    browser.get(host + "fit.html")
+    failed = "document.getElementById('fit').classList.contains('failed')"
+    assert settles(browser, failed)
+    said = browser.execute_script("return document.getElementById('fit').innerText")
+    assert said == 'The table "index" could not be loaded, so there is no answer. Try again'
+    block()
+    browser.execute_script("document.querySelector('.fit button').click()")
+    assert settles(browser, READY)
+    assert not browser.execute_script(f"return {failed}")
+
+
+def test_what_a_link_says_and_the_page_does_not_know_is_named(page, host):
+    for said, words in (
+        ("card=h100", "The link says card=h100, which is not possible here, so this answers for card=t4."),
+        ("model=llama-9&card=l4", "model=llama-9, which is not possible here, so this answers for model=llama-3.2-1b."),
+        ("batch=9999", "batch=9999, which is not possible here, so this answers for batch=256."),
+        ("epochs=", "epochs=, which is not possible here, so this answers for epochs=3."),
+        ("packing=yes", "packing=yes, which is not possible here, so this answers for packing=false."),
+        ("rank=8", "The link says rank=8, which is not possible here."),
+        ("constructor=1", "The link says constructor=1, which is not possible here."),
+    ):
+        page.get("about:blank")
+        page.get(f"{host}fit.html#{said}")
+        assert settles(page, READY)
+        shown = page.execute_script("return document.querySelector('.fit .strange').innerText")
+        assert words in shown, said
+        assert shown.count("The link says") == 1
+    page.execute_async_script(GO, "card=a100&model=smollm2")
+    assert page.execute_script("return document.querySelector('.fit .strange').innerText") == ""
+
+
+def test_notes_stand_beside_the_answer(page):
+    narrow = "model=llama-3.2-1b&card=t4&tokens=8192&batch=7"
+    found, _, _, _ = page.execute_async_script(GO, narrow)
+    notes = "return document.querySelector('.fit .notes').innerText"
+    verdict = "return document.querySelector('.fit .verdict').innerText"
+    assert found["tight"], f"{found['needed'] / found['capacity']:.2f} of the card"
+    assert page.execute_script(verdict).startswith("It may not fit in practice.")
+    assert trust.FITS[1:] in page.execute_script(notes)
+    page.execute_async_script(GO, "model=tinyllama-1.1b&card=a100&tokens=4096&batch=1")
+    assert "ows of up to 4096 tokens are longer than the model's context of 2048 " in page.execute_script(notes)
+    assert page.execute_script(verdict).endswith("Rows are longer than the model's context.")
+    page.execute_async_script(GO, "packing=true&tokens=4096")
+    shown = page.execute_script(notes)
+    assert fit.PACKING[1:] in shown
+    assert "context" not in shown, "packed rows are many short ones"
+
+
+def test_a_mixtures_experts_have_a_row_of_their_own(page):
+    found, _, _, _ = page.execute_async_script(GO, "model=mixtral-8x7b&card=a100")
+    rows = dict(page.execute_script(
+        "return [...document.querySelectorAll('.fit .bill tbody tr')].map(row => "
+        "[row.children[0].innerText, Number(row.children[1].innerText.replaceAll(',', ''))])"
+    ))  # fmt: skip
+    shape = find_shape("mixtral-8x7b")
+    experts = shape.layers * shape.experts * 3 * shape.width * shape.inner
+    assert rows["weights: experts"] == 2 * experts, "16 bits each: quantization leaves them alone"
+    together = next(row["bytes"] for row in found["rows"] if row["name"] == "weights: all others")
+    assert rows["weights: experts"] + rows["weights: all others"] == together
+    page.execute_async_script(GO, "model=llama-3.2-1b&card=a100")
+    assert "experts" not in page.execute_script("return document.querySelector('.fit .bill').innerText")
+
+
+def test_the_page_works_when_it_is_opened_as_a_file(site, browser):
+    browser.get((site / "fit.html").as_uri() + "#model=smollm2&card=l4")
+    assert settles(browser, READY)
+    found, *_ = browser.execute_async_script(GO, "model=llama-3.2-3b&card=t4")
+    assert found["needed"] > found["peak"] > 0
+    browser.execute_script("document.getElementById('fit-chunked_loss').click()")
+    assert settles(browser, "location.hash.includes('chunked_loss=false')")

@@ -32,12 +32,12 @@ def choose(found, minutes):
     possible = [offer for offer in found if offer.fits and offer.minutes <= minutes]
     return min(possible, key=lambda offer: offer.high).flavor if possible else "none"
 
-# %% 2: there is one within 10 minutes, exactly so many included|is not the cheapest
+# %% 2: exactly so many included
 def choose(found, minutes):
     possible = [offer for offer in found if offer.fits and offer.minutes < minutes]
     return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
 
-# %% 2: the cheapest|there is one
+# %% 2: there is one within
 def choose(found, minutes):
     offer = min((offer for offer in found if offer.fits), key=lambda offer: offer.cost, default=None)
     return offer.flavor if offer and offer.minutes <= minutes else "none"
