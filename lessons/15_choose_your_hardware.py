@@ -416,8 +416,9 @@ course.show(
 
 # %% [markdown]
 # An hour of A100 costs six times an hour of T4 today, and the run on it, with one constant for both, a quarter more.
-# With what each card's own public run reached it costs a quarter less: the verdict turns round. So we cannot say which
-# of the two is cheaper. But all of it is cents, and a few minutes of a failed start cost as much. Take the card that you have.
+# With what each card's own public run reached it costs over a quarter less: the verdict turns round. So we cannot say
+# which of the two is cheaper. But all of it is cents, and a few minutes of a failed start cost as much. Take the card
+# that you have.
 #
 # **The guide, rule by rule.** Ten rules, each beside what can be computed, with rows of 2,048 tokens, eight a step.
 # Rules 1 and 2: the bill over the rule, for 0.5B, 1B, 7B and 13B. Rule 7: our hours, and the guide's in brackets.
