@@ -29,7 +29,7 @@ def smoke(device: Device | None = None) -> Recipe:
 
 
 def kwanzaa(device: Device | None = None) -> Recipe:
-    """The full Kwanzaa adapter: QLoRA of Llama-3.2-1B-Instruct on 107 cited chat answers, for a free T4.
+    """The full Kwanzaa adapter: QLoRA of Llama-3.2-1B-Instruct on 107 chat rows, for a free T4.
 
     Rank, alpha, the seven target modules, batch, accumulation, epochs and learning rate are the original
     run's. The mirror ``unsloth/Llama-3.2-1B-Instruct`` asks for no licence click;

@@ -499,13 +499,14 @@ print("the lines above speak for", found["device"], "and bitsandbytes", found["v
 #
 # ## 7. Exercises
 # 1. **Predict.** Two runs end with losses between 1 and 2, in bf16. What is the smallest difference, above zero, that
-#    you can see between them?
-# 2. **Build.** A seventh failure: SmolLM2's padding token *is* its end token. Who masks labels by that number masks the
-#    end of every answer, and the model never stops. Fill in `teaches_to_stop(row, end)`: whether the last label that is
-#    trained is the end token. (One line or two.)
+#    you can see between them? Your answer is a loss.
+# 2. **Build.** A seventh failure: SmolLM2's padding token *is* its end token. Code that masks labels by that number
+#    masks the end of every answer, and the model never stops. Fill in `teaches_to_stop(row, end)`. `row["labels"]` is a
+#    list of token ids with -100 where nothing is trained, and `end` is the id of the end token. Return True if the last
+#    trained label is `end`, else False; also False if no label is trained. (One line or two.)
 # 3. **Reach.** 42 steps, a line every ten, a loss of 1.6 in steps 1 to 3, and NaN from step 4 on. At the end
-#    transformers prints `train_loss`: the sum of what its lines have summed, over 42. What is it? (Our adapter's true
-#    loss on held-out rows was 0.489.)
+#    transformers prints `train_loss`: the sum of what its lines have summed, over 42. What is it? Your answer is a
+#    loss. (Our adapter's true loss on evaluation rows was 0.489.)
 
 # %% tags=["exercise"]
 smallest_difference = None
@@ -523,21 +524,43 @@ def of_stopping(answer):
     end = tokenizer.eos_token_id
     (whole,) = tokens.tokenize(chats, tokenizer, 2048).rows
     masked = {**whole, "labels": [-100 if label == end else label for label in whole["labels"]]}
-    cut = {name: numbers[:-4] for name, numbers in whole.items()}
-    found = [answer(row, end) for row in (whole, masked, cut)]
-    if None in found:
-        raise NotImplementedError
-    assert found[0], "says no of a good row; after its last answer comes a line break, which is not trained"
-    assert not found[1], "says yes where the end token is there, and its label is -100"
-    assert not found[2], "says yes of a row that was cut in the midst of an answer"
+    cut = {name: numbers[:-4] for name, numbers in whole.items()}  # its first answer is whole, its second is not
+    padded = {"input_ids": [*cut["input_ids"], end], "labels": [*cut["labels"], -100]}
+    untrained = {**whole, "labels": [-100] * len(whole["labels"])}
+    cases = (
+        (whole, True, "it is False for a good row, whose last label is -100: the closing line break is not trained"),
+        (masked, False, "it is True where the end token is in the text and its label is -100; look at the labels"),
+        (cut, False, "it is True for a row that was cut within its last answer; only the last trained label counts"),
+        (padded, False, "it is True for a cut answer with padding behind it; the padding's label is -100"),
+        (untrained, False, "it must be False for a row in which no label is trained"),
+    )
+    for row, right, hint in cases:
+        try:
+            found = answer({name: list(numbers) for name, numbers in row.items()}, end)
+        except IndexError as error:
+            raise AssertionError("it fails on a row in which no label is trained") from error
+        if found is None:
+            raise NotImplementedError
+        if not isinstance(found, bool):
+            raise TypeError(f"it returned a {type(found).__name__}")
+        assert found == right, hint
 
 
-course.check(1, smallest_difference, course.equal(2**-7, "8 significant bits, the first of them before the point"))
-course.check(2, teaches_to_stop, of_stopping)
+course.check(
+    1,
+    smallest_difference,
+    course.about(2**-7, "bf16 has 8 significant bits, and from 1 to 2 the first of them stands before the point"),
+    "a loss: how far two neighbouring bf16 numbers between 1 and 2 are apart",
+)
+course.check(2, teaches_to_stop, of_stopping, "a function (row, end) -> True or False")
 course.check(
     3,
     train_loss_of_the_dead,
-    course.about(1.6 * 3 * 11 / 4 / 42, "the first line has summed S = 4.8 and grown by 11/4; the others hold zeros"),
+    course.about(
+        1.6 * 3 * 11 / 4 / 42,
+        "in the first line each NaN adds the mean so far (failure 4), later lines hold 0, and 42 steps share the sum",
+    ),
+    "a loss: the sum over all lines, for each of 42 steps",
 )
 
 # %% [markdown]

@@ -545,15 +545,16 @@ ranks.close()
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Full fine-tuning of the same model trains 1,235,814,400 numbers. Four cards share a step. How many
-#    bytes does each card send in it, in fp32 and around a ring?
-# 2. **Build.** Cards wait because rows are dealt in turn. Fill in `deal`: from a window's row lengths, a list of
-#    `cards` lists with equally many rows each, the largest sum as small as you can (speed-up 1.93). No gradient
-#    changes: a sum has no order. (Four lines. Long rows first, each to the card that has least so far and has room. A
-#    last window may be uneven.)
-# 3. **Reach.** How large should a bucket be? Fill in `seconds(layers, bucket_bytes, start, rate)`: when the last
-#    gradient has arrived. `layers` are (seconds, bytes), in the order of the backward pass. A bucket leaves when it has
-#    `bucket_bytes` or more, or at the end. Buckets travel one after the other, each takes `start` seconds and its bytes
-#    over `rate`. Then try 1 KiB, 25 MiB and 1 GiB on `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 8e9.
+#    bytes does each card send in it, in fp32 and around a ring? Your answer is a number of bytes.
+# 2. **Build.** Cards wait because rows are dealt in turn. Fill in `deal(window, cards)`: from a window's row lengths, a
+#    list of `cards` lists with equally many rows each, the largest sum as small as you can (speed-up 1.93 with two
+#    cards, 3.5 with four). No gradient changes: a sum has no order. (Four lines. Long rows first, each to the card that
+#    has least so far and has room. In an uneven window no card gets more than the rounded-up share.)
+# 3. **Reach.** How large should a bucket be? Fill in `seconds(layers, bucket_bytes, start, rate)`: the seconds from the
+#    beginning of the backward pass until the last gradient has arrived. `layers` are (seconds, bytes), in the order of
+#    the backward pass. A bucket leaves when it has `bucket_bytes` or more, or at the end. Buckets travel one after the
+#    other, each takes `start` seconds and its bytes over `rate`. Then try 1 KiB, 25 MiB and 1 GiB on
+#    `[(0.04, 2_818_048)] * 16`, start 0.0005, rate 8e9.
 
 # %% tags=["exercise"]
 bytes_sent = None
@@ -569,39 +570,49 @@ def seconds(layers, bucket_bytes, start, rate):
 
 # %% tags=["hide-input"]
 def of_deal(answer):
-    if answer([4, 3, 2, 1], 2) is None:
-        raise NotImplementedError
-    for cards in (2, 4):
+    for cards, lengths in ((2, [900, 1000, 1100]), (4, [900, 1000, 1100]), (3, [5, 4, 3, 2, 1]), (2, [2048, 9, 9, 9])):
+        if (dealt := answer(list(lengths), cards)) is None:
+            raise NotImplementedError
+        most = -(-len(lengths) // cards)
+        assert sorted(itertools.chain(*dealt)) == sorted(lengths), "every row of a window once, also of an uneven one"
+        assert len(dealt) == cards, f"a list for each of {cards} cards, also where there are fewer rows than cards"
+        assert max(map(len, dealt)) <= most, f"{len(lengths)} rows on {cards} cards: {most} for a card at most"
+    for cards, can_be_had in ((2, 1.93), (4, 3.5)):
         for order in orders[:10]:
             window = [LENGTHS[number][0] for number in order[:8]]
             dealt = answer(list(window), cards)
             assert sorted(itertools.chain(*dealt)) == sorted(window), "every row of the window once, and no other"
-            assert [len(one) for one in dealt] == [8 // cards] * cards, f"{8 // cards} rows for each card"
-        last = answer([900, 1000, 1100], cards)
-        assert sorted(itertools.chain(*last)) == [900, 1000, 1100], "a window of three rows: every row once"
-    found = sum(speed_up(2, order, answer) for order in orders) / 100
-    assert found > 1.93, f"two cards are {found:.2f} times as fast as one; 1.93 can be had"
+            assert [len(one) for one in dealt] == [8 // cards] * cards, f"{8 // cards} rows for each of {cards} cards"
+        found = sum(speed_up(cards, order, answer) for order in orders) / 100
+        hint = "is each row dealt, from the longest on, to the card with the least?"
+        assert found > can_be_had, (
+            f"{cards} cards are {found:.2f} times as fast as one, and {can_be_had} can be had; {hint}"
+        )
 
 
 def of_seconds(answer):
     drawn = random.Random(0)
-    for _ in range(20):
-        layers = [(drawn.uniform(1, 3), drawn.randint(1, 9)) for _ in range(6)]
-        bucket_bytes, start, rate = drawn.randint(1, 30), drawn.uniform(0, 1), drawn.uniform(1, 9)
-        if (found := answer(layers, bucket_bytes, start, rate)) is None:
+    for many in (6, 1, 2, *[6] * 20):
+        layers = [(drawn.randint(1, 3), drawn.randint(1, 9)) for _ in range(many)]
+        bucket_bytes, start, rate = drawn.randint(1, 30), drawn.choice((0.25, 0.5)), drawn.choice((1, 2, 4))
+        if (found := answer(list(layers), bucket_bytes, start, rate)) is None:
             raise NotImplementedError
         now = free = waiting = 0
         for number, (takes, size) in enumerate(layers):
             now, waiting = now + takes, waiting + size
-            if waiting >= bucket_bytes or number == 5:
+            if waiting >= bucket_bytes or number == many - 1:
                 free, waiting = max(now, free) + start + waiting / rate, 0
-        assert found < now + sum(size for _, size in layers) / rate + 6 * start + 1e-9, "slower than without overlap"
-        assert abs(found / free - 1) < 1e-9, f"not {found:.3f} but {free:.3f}, for {layers} and {bucket_bytes} bytes"
+        case = f"{free} s it is, for {layers}, buckets of {bucket_bytes}, start {start}, rate {rate}"
+        early = "a bucket waits until it is full, or the layers end, and the one before has come; each pays its start"
+        late = "a bucket leaves as soon as it has bucket_bytes, and travels while the layers below are computed"
+        assert found > free - 1e-9, f"{found} s is too early: {early}; {case}"
+        assert found < free + 1e-9, f"{found} s is too late: {late}; {case}"
 
 
-course.check(1, bytes_sent, course.about(2 * 3 / 4 * 4 * 1_235_814_400, "a ring: each piece travels twice three hops"))
-course.check(2, deal, of_deal)
-course.check(3, seconds, of_seconds)
+hint = "4 bytes a number, and around a ring a card passes on N - 1 of N pieces twice: to add up, and to hand out"
+course.check(1, bytes_sent, course.about(2 * 3 / 4 * 4 * 1_235_814_400, hint), "a number of bytes")
+course.check(2, deal, of_deal, "a function (window, cards) -> a list of lists of row lengths, one list for each card")
+course.check(3, seconds, of_seconds, "a function (layers, bucket_bytes, start, rate) -> a number of seconds")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

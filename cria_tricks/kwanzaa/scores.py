@@ -23,6 +23,7 @@ _REFUSES = (
     r"\bno (?:relevant )?(?:documents?|sources?|information|data)\b.{0,40}\b(?:found|retrieved|available|given|here)\b",
 )
 _REFUSAL = re.compile("|".join(_REFUSES), re.IGNORECASE | re.DOTALL)
+_PLACEHOLDER = re.compile(r"\[(?:This|Generated) answer\b")
 _OPENING = 2
 """Statements in which a refusal says that it is one."""
 
@@ -155,6 +156,17 @@ def should_refuse(row: Row) -> bool:
     if behaviour is not None:
         return behaviour in ("refusal", "clarification_requested")
     return row.reference.said("answer", "completeness") == "insufficient_data"
+
+
+def kind(row: Row) -> str:
+    """What the data's own answer is: ``placeholder``, ``refusal`` or ``answer``.
+
+    A placeholder announces an answer in brackets and gives none, as in "[This answer would ...]". A refusal is marked
+    as one in its own fields (see :func:`should_refuse`); everything else is an answer.
+    """
+    if _PLACEHOLDER.match(row.reference.text):
+        return "placeholder"
+    return "refusal" if should_refuse(row) else "answer"
 
 
 def refuses(reply: Reply) -> bool:

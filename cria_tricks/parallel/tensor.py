@@ -8,8 +8,8 @@ Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the 
 Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
 Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch takes torch's parallelize_module
-         with a plan that knows peft's LoRA; DTensor sums the input's gradient once a matrix, 5 times a block where f
-         does it twice
+         with a plan that knows peft's LoRA. Our plan cuts matrix by matrix, so the input's gradient is summed 5 times
+         a block; with an input that q, k and v share, and one that gate and up share, it would be twice, as with f
 
 Shapes: activations (B, T, D); a column matrix (F / N, D), a row matrix (D, F / N); LoRA A (r, D_in), B (D_out, r).
 """

@@ -4,12 +4,17 @@
 form and mostly the labels, so they pass: no scorer looks whether an answer answers.
 """
 
+import re
+from collections import Counter
+
+import jupytext
 import pytest
 
 from cria_tricks.data import sources
 from cria_tricks.data.chat import read_jsonl
-from cria_tricks.kwanzaa.prompt import read_rows
-from cria_tricks.kwanzaa.scores import SCORERS
+from cria_tricks.kwanzaa.prompt import Row, read_rows
+from cria_tricks.kwanzaa.scores import SCORERS, kind
+from tools import notebooks
 
 # Part and line -> why this answer is below 1. "data": the answer does what the scorer says. "scorer": it does not.
 RESULTS = "data: an entry of retrieval_summary.results holds metadata in place of citation_label and canonical_url"
@@ -63,14 +68,20 @@ EXCEPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def real(real_data) -> dict[str, dict[str, float]]:
-    """Every scorer's value for every real answer."""
+def rows(real_data) -> dict[str, Row]:
+    """Every real row, by part and line."""
     rows = {
         f"{part} {number}": row
         for part in ("train", "eval")
         for number, row in enumerate(read_rows(read_jsonl(real_data / f"kwanzaa_{part}.jsonl")), 1)
     }
     assert len(rows) == 134
+    return rows
+
+
+@pytest.fixture(scope="module")
+def real(rows) -> dict[str, dict[str, float]]:
+    """Every scorer's value for every real answer."""
     return {name: {where: s(row, row.reference).value for where, row in rows.items()} for name, s in SCORERS.items()}
 
 
@@ -89,6 +100,45 @@ def test_real_answers_are_near_the_ceiling_and_at_it_but_for_the_datas_faults(sc
     assert sum(values.values()) / len(values) >= floor
     own = [value for where, value in values.items() if not EXCEPTIONS[scorer].get(where, "").startswith("data")]
     assert sum(own) / len(own) >= 0.98
+
+
+def test_what_the_lesson_and_the_readme_say_of_the_rows_is_so(rows, real_data, monkeypatch):
+    """The lesson's own cell counts the real rows, with its asserts; the texts have the numbers counted here."""
+    code = [
+        cell.source for cell in jupytext.read(notebooks.LESSONS / "17_kwanzaa.py").cells if cell.cell_type == "code"
+    ]
+    monkeypatch.setattr(sources, "_download_kwanzaa", lambda part: real_data / f"kwanzaa_{part}.jsonl")
+    names = {"DATA": "kwanzaa"}
+    for imported in re.findall(r"^from (?:collections|cria_tricks\S*) import .*$", "\n".join(code), re.M):
+        exec(imported, names)
+    exec(next(cell for cell in code if "kind(row)" in cell), names)
+    kinds = {
+        part: Counter(kind(row) for where, row in rows.items() if where.startswith(part)) for part in names["chats"]
+    }
+    assert kinds == names["kinds"]
+
+    train, held_out = kinds["train"], kinds["eval"]
+    of_training = f"{train['answer']} answers, {train['refusal']} refusals and {train['placeholder']} placeholders"
+    of_evaluation = (
+        f"{held_out['answer']} answers, {held_out['refusal']} refusals and {held_out['placeholder']} placeholders"
+    )
+    lesson = (notebooks.LESSONS / "17_kwanzaa.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    pages = {name: " ".join((notebooks.ROOT / name).read_text(encoding="utf-8").split())
+             for name in ("README.md", "docs/guide/colab.md", "docs/glossary.md")}  # fmt: skip
+    assert all(of_training in text for text in (lesson, *pages.values()))
+    assert f"rows are {held_out['answer']}, {held_out['refusal']} and {held_out['placeholder']} of the same" in lesson
+    assert of_evaluation in pages["README.md"]
+    assert of_evaluation in pages["docs/guide/colab.md"]
+    near = f"{len(names['near'])} training rows ask nearly what"
+    assert all(near in text for text in (lesson, pages["README.md"], pages["docs/guide/colab.md"]))
+    assert not any("never trained on" in text for text in (lesson, *pages.values()))
+
+
+def test_no_prompt_shows_the_contracts_fields(rows):
+    """So a base scores 0 for format by construction, as lesson, README and guide say."""
+    asked = ["\n".join(message["content"] for message in row.messages) for row in rows.values()]
+    assert all("answer_json contract" in text for text in asked)
+    assert not any(name in text for text in asked for name in ("retrieval_summary", "unknowns", "kwanzaa.answer"))
 
 
 @pytest.mark.parametrize("part", ["train", "eval"])

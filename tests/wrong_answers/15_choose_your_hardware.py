@@ -1,12 +1,60 @@
 # Wrong answers to the exercises of lesson 15. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
-# %% 1:
+# %% 1: 2 bytes for each number of input, matrix and output
 tokens_at_the_ridge = 65e12 / 320e9
 
-# %% 2:
+# %% 1: 2 operations for each product
+tokens_at_the_ridge = 406.25 * 2048 * 8192 / (2048 * 8192 - 406.25 * (2048 + 8192))
+
+# %% 1: input, matrix and output
+tokens_at_the_ridge = 203.125 * 2048 * 8192 / (2048 * 8192 - 203.125 * 8192)
+
+# %% 1: 2 bytes for each number
+tokens_at_the_ridge = 65e12 / 320e9 / 2
+
+# %% 2: the run does not fit it
 def choose(found, minutes):
     possible = [offer for offer in found if offer.minutes <= minutes]
+    return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
+
+# %% 2: takes 30.0 of
+def choose(found, minutes):
+    possible = [offer for offer in found if offer.fits]
+    return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
+
+# %% 2: is not the cheapest by its cost
+def choose(found, minutes):
+    possible = [offer for offer in found if offer.fits and offer.minutes <= minutes]
+    return min(possible, key=lambda offer: offer.minutes).flavor if possible else "none"
+
+# %% 2: is not the cheapest by its cost
+def choose(found, minutes):
+    possible = [offer for offer in found if offer.fits and offer.minutes <= minutes]
     return min(possible, key=lambda offer: offer.high).flavor if possible else "none"
 
-# %% 3:
+# %% 2: exactly so many included
+def choose(found, minutes):
+    possible = [offer for offer in found if offer.fits and offer.minutes < minutes]
+    return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
+
+# %% 2: there is one within
+def choose(found, minutes):
+    offer = min((offer for offer in found if offer.fits), key=lambda offer: offer.cost, default=None)
+    return offer.flavor if offer and offer.minutes <= minutes else "none"
+
+# %% 2: the answer is a function \(found, minutes\) -> the name
+def choose(found, minutes):
+    possible = [offer for offer in found if offer.fits and offer.minutes <= minutes]
+    return min(possible, key=lambda offer: offer.cost) if possible else "none"
+
+# %% 3: ten more, on both
 usd_an_hour = 0.40 * 5.48 / 1.13
+
+# %% 3: ten more, on both
+usd_an_hour = 0.40 * (10 + 5.48) / 1.13
+
+# %% 3: what may an hour cost
+usd_an_hour = 0.40 * (10 + 5.48) / 60
+
+# %% 3: equal bills
+usd_an_hour = 0.40 * (10 + 1.13) / (10 + 5.48)
