@@ -367,10 +367,12 @@ for name in MOMENTS:
 embedding = find_shape(full.model).embedding_weights
 print(f"missing {missing['all weights'] / MIB:,.1f} MiB, the embedding {embedding * (6 - 8 / 256) / MIB:,.1f}")
 assert abs(missing["all weights"] / (embedding * (6 - 8 / 256)) - 1) < 0.001
+assert {plain[name] - eight[name] for name in MOMENTS} == {states(full) - states(full_8bit)}
 
 # %% [markdown]
-# The states fall by 5,539 MiB, at every moment. In the optimizer's step another 4,714 go: torch's AdamW makes the roots
-# of all $v$ at once, bitsandbytes updates in place. But the peak is elsewhere, and its 18.0 GiB are still too many.
+# The states fall by 5,539 MiB at every moment, and nothing else changes: transformers' default, the fused AdamW, makes
+# nothing large in its step either. (`torch.optim.AdamW` alone does, by its `foreach` way on a card: the square roots of
+# all $v$ at once, 4 bytes a weight, here another 4,714 MiB.) The peak is at the loss, and its 18.0 GiB are too many.
 #
 # And here is who kept 32 bits. transformers asks bitsandbytes to leave every *embedding* alone: rare words make its
 # gradients uneven, and the paper found that unstable. And bitsandbytes leaves alone what has fewer than 4,096 elements,
