@@ -166,12 +166,25 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str 
     print(f"{exercise}: {said}")
 
 
-def about(right: float, hint: str, within: float = 0.01) -> Callable[[Any], None]:
-    """A grade for a number: right within a share of it."""
+def about(
+    right: float, hint: str, within: float = 0.01, mistakes: dict[float, str] | None = None
+) -> Callable[[Any], None]:
+    """A grade for a number: right within a share of it.
+
+    Args:
+        right: the answer.
+        hint: what a wrong number is answered with.
+        within: the share.
+        mistakes: wrong numbers that a known mistake leads to, each with the hint that fits it better.
+    """
+
+    def is_it(number: float, other: float) -> bool:
+        return abs(number - other) <= within * abs(other)
 
     def grade(answer: Any) -> None:
         number = float(_number(answer))
-        assert abs(number - right) <= within * abs(right), f"not {number:,}; {hint}"
+        fitting = next((its for wrong, its in (mistakes or {}).items() if is_it(number, wrong)), hint)
+        assert is_it(number, right), f"not {number:,}; {fitting}"
 
     return grade
 

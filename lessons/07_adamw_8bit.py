@@ -155,7 +155,9 @@ def pack(x, levels):
     blocks = x.reshape(-1, 256)
     scales = blocks.abs().amax(dim=1, keepdim=True)
     middles = (levels[:-1] + levels[1:]) / 2
-    return torch.bucketize(blocks / scales.clamp(min=1e-38), middles).to(torch.uint8), scales
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-38), middles)
+    codes -= ((blocks < 0) & (levels[codes] == 0)).long()  # a negative number keeps its sign, as on a card (section 3)
+    return codes.to(torch.uint8), scales
 
 
 def unpack(codes, scales, levels):
@@ -270,8 +272,28 @@ assert abs(final(eight_losses) - final(exact_losses)) < 0.03
 assert abs(final(theirs_losses) - final(exact_losses)) < 0.03
 
 # %% [markdown]
-# On a card one kernel does it all. By its source it takes the nearest level, as ours; we have not run it.
+# **Which device does what.** On a CUDA card one kernel does it all. We have read its source, and have not run it. It
+# differs from the CPU in three places:
 #
+# - *Rounding.* The kernel takes the nearest level. But a negative $m$ that would become zero goes to the level below,
+#   so it keeps its sign. Our `pack` does the same. A CPU's table has no entry for zero, so even zero becomes a small
+#   number.
+# - *Weight decay.* The kernel shrinks the weight after the step. A CPU does so before it, like torch and ours.
+# - *A gradient that is not finite.* The kernel sets both moments of that one weight to zero and leaves the weight as it
+#   is. On a CPU the scale of its block becomes infinite, and after the next step all 256 weights are `nan`.
+
+# %%
+x = torch.zeros(1, 256).index_fill_(1, torch.tensor([1]), -1e-7).index_fill_(1, torch.tensor([2]), 1e-7)
+x[0, 0] = 1  # the block's largest
+their_codes, their_scales = torch.ops.bitsandbytes.quantize_blockwise(x, MAPS[0], 256)
+for name, codes, scales in (("as on a card", *pack(x, MAPS[0])), ("on a CPU", their_codes, their_scales)):
+    found = unpack(codes.view(1, 256), scales.view(1, 1), MAPS[0])[0]
+    print(f"{name:13} -1e-07 becomes {found[1]:.1e}, 1e-07 {found[2]:.1e}, and 0 {found[3]:.1e}")
+    least = MAPS[0][MAPS[0] > 0].min()
+    assert torch.equal(found[1:4], torch.stack([-least, 0 * least, 0 * least])) == (name == "as on a card")
+    assert (found[1:].abs() > 1e-5).all() == (name == "on a CPU")
+
+# %% [markdown]
 # ## 4. What it costs
 # **Time.** More work for each number, and fewer bytes to read: on a card these nearly cancel. torchtune measured 4.7 %
 # fewer tokens a second, and 19.6 % less memory (all weights of Llama-3.2-3B, A100). On a CPU, without a kernel, it
@@ -345,10 +367,12 @@ for name in MOMENTS:
 embedding = find_shape(full.model).embedding_weights
 print(f"missing {missing['all weights'] / MIB:,.1f} MiB, the embedding {embedding * (6 - 8 / 256) / MIB:,.1f}")
 assert abs(missing["all weights"] / (embedding * (6 - 8 / 256)) - 1) < 0.001
+assert {plain[name] - eight[name] for name in MOMENTS} == {states(full) - states(full_8bit)}
 
 # %% [markdown]
-# The states fall by 5,539 MiB, at every moment. In the optimizer's step another 4,714 go: torch's AdamW makes the roots
-# of all $v$ at once, bitsandbytes updates in place. But the peak is elsewhere, and its 18.0 GiB are still too many.
+# The states fall by 5,539 MiB at every moment, and nothing else changes: transformers' default, the fused AdamW, makes
+# nothing large in its step either. (`torch.optim.AdamW` alone does, by its `foreach` way on a card: the square roots of
+# all $v$ at once, 4 bytes a weight, here another 4,714 MiB.) The peak is at the loss, and its 18.0 GiB are too many.
 #
 # And here is who kept 32 bits. transformers asks bitsandbytes to leave every *embedding* alone: rare words make its
 # gradients uneven, and the paper found that unstable. And bitsandbytes leaves alone what has fewer than 4,096 elements,
@@ -441,56 +465,94 @@ for least in (4096, 256):  # the first is the default
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** With $r = 1$ our adapters are 16 times smaller, and many of their tensors have fewer than 4,096
-#    elements. How many bytes do the states take under `adamw_8bit`? (In each of 16 blocks, widths 2,048, 512 and 8,192:
-#    q and o go from 2,048 to 2,048, k and v from 2,048 to 512, gate and up from 2,048 to 8,192, down back.)
-# 2. **Build.** Fill in `pack_above_zero`: as `pack`, but a number above zero never gets zero's code. For $v$ alone.
-# 3. **Reach.** Fill in `pack_by_dice`: a number between two levels takes one of them by chance, such that its mean is
-#    the number. For $v$ alone. Then $v$ falls as it should; what do the dice cost?
+#    elements. How many bytes do the optimizer states take under `adamw_8bit`? Your answer is a number of bytes. (In
+#    each of 16 blocks, widths 2,048, 512 and 8,192: q and o go from 2,048 to 2,048, k and v from 2,048 to 512, gate and
+#    up from 2,048 to 8,192, down back.)
+# 2. **Build.** Fill in `pack_above_zero(x, levels)`. It does what `pack` does, but a number above zero never gets
+#    zero's code. It is for $v$ alone, so no number is negative, and `levels[0]` is zero. Return what `pack` returns:
+#    codes (uint8) and scales (fp32), of shapes (blocks, 256) and (blocks, 1).
+# 3. **Reach.** Fill in `pack_by_dice(x, levels)`, with the same inputs and outputs. Each number goes to one of the two
+#    levels beside it by a draw of its own, such that its mean over many draws is the number itself. Then $v$ falls as
+#    it should; what does the randomness cost?
 
 # %% tags=["exercise"]
 bytes_at_rank_1 = None
 
 
 def pack_above_zero(x, levels):
-    """FILL ME IN."""
+    """FILL ME IN: return codes and scales, as `pack` does."""
 
 
 def pack_by_dice(x, levels):
-    """FILL ME IN."""
+    """FILL ME IN: return codes and scales, as `pack` does."""
 
 
 # %% tags=["hide-input"]
-def answered(answer, x):
-    if (found := answer(x, MAPS[1])) is None:
+PAIR = "a function (x, levels) -> codes, uint8 of shape (blocks, 256), and scales, fp32 of shape (blocks, 1)"
+
+
+def answered(answer, x, levels):
+    """A reader's codes and scales, if they are of the right kind."""
+    if (found := answer(x.clone(), levels)) is None:
         raise NotImplementedError
     codes, scales = found
-    assert codes.dtype == torch.uint8, f"codes are bytes, not {codes.dtype}"
-    assert torch.equal(scales, pack(x, MAPS[1])[1]), "scales stay as in pack"
+    right_codes, right_scales = pack(x, levels)
+    assert codes.dtype == torch.uint8, f"codes are bytes (torch.uint8), and yours are {codes.dtype}"
+    for name, mine, right in (("codes", codes, right_codes), ("scales", scales, right_scales)):
+        assert mine.shape == right.shape, f"your {name} have shape {tuple(mine.shape)}, pack's {tuple(right.shape)}"
+    assert torch.equal(scales, right_scales), "each block keeps its own scale, its largest number, as in pack"
     return codes, scales
 
 
 def of_above_zero(answer):
-    x = torch.cat([torch.zeros(56), torch.logspace(-12, 0, 200)]).view(1, 256)
-    codes, _ = answered(answer, x)
-    assert not codes[x == 0].any(), "zero itself keeps its code"
-    assert codes[x > 0].all(), "some number above zero has zero's code"
-    plain, _ = pack(x, MAPS[1])
-    assert torch.equal(codes[plain > 0], plain[plain > 0]), "all others go to the nearest level, as before"
+    ends = torch.tensor([1.0, 1e-4, 0.0])[:, None]  # of three blocks; the last is all zeros
+    x = torch.cat([torch.zeros(56), torch.logspace(-12, 0, 200)]) * ends
+    for levels in (MAPS[1], torch.linspace(0, 1, 256)):
+        codes, _ = answered(answer, x, levels)
+        plain, _ = pack(x, levels)
+        assert not codes[x == 0].any(), "zero itself must keep zero's code"
+        assert codes[x > 0].all(), "some number above zero still has zero's code"
+        assert torch.equal(codes[plain > 0], plain[plain > 0]), "all other numbers go to the nearest level, as in pack"
+        assert (codes[(x > 0) & (plain == 0)] == 1).all(), "the smallest take the lowest level above zero"
 
 
 def of_dice(answer):
     torch.manual_seed(3)
-    x = torch.logspace(-5, 0, 256).view(1, 256)
-    tried = torch.stack([unpack(*answered(answer, x), MAPS[1]) for _ in range(2000)])
-    gaps = MAPS[1].diff()[(torch.bucketize(x, MAPS[1]) - 1).clamp(max=254)]
-    assert ((tried - x).abs() < 1.001 * gaps).all(), "a number goes to one of the two levels beside it"
-    assert ((tried.mean(0) - x).abs() < 0.07 * gaps).all(), "the mean of many tries is not the number"
+    levels = MAPS[1]
+    x = torch.stack([torch.logspace(-5, 0, 256), 1e-4 * torch.logspace(-5, 0, 256).flip(0), torch.zeros(256)])
+    tried = torch.stack([unpack(*answered(answer, x, levels), levels) for _ in range(1000)])
+    scales = pack(x, levels)[1]
+    gaps = levels.diff()[(torch.bucketize(x / scales.clamp(min=1e-38), levels) - 1).clamp(0, 254)] * scales
+    assert not tried[:, 2].any(), "a block of zeros stays zero"
+    assert ((tried - x).abs() <= 1.001 * gaps).all(), "a number may only go to one of the two levels beside it"
+    assert ((tried.mean(0) - x).abs() <= 0.1 * gaps).all(), (
+        "the mean of many draws is not the number; the level that is nearer must be likelier, in proportion"
+    )
+    alike = torch.full((1, 256), (levels[200] + levels[201]) / 2)
+    alike[0, 0] = 1
+    found = answered(answer, alike, levels)[0][0, 1:]
+    assert found.unique().numel() == 2, "equal numbers of a block all went the same way: each needs a draw of its own"
 
 
-widths = "which of the 14 tensors of a block have 4,096 elements or more? The others take 8 bytes a number"
-course.check(1, bytes_at_rank_1, course.equal(3_289_088, widths))
-course.check(2, pack_above_zero, of_above_zero)
-course.check(3, pack_by_dice, of_dice)
+course.check(
+    1,
+    bytes_at_rank_1,
+    course.about(
+        3_289_088,
+        "which of the 14 tensors of a block have 4,096 elements or more? Only those have 8-bit states",
+        within=1e-9,
+        mistakes={
+            704_512 * (2 + 8 / 256): "not all states are 8-bit: tensors with fewer than 4,096 elements keep 32 bits",
+            704_512 * 8: "some tensors do have 4,096 elements or more, and theirs are 8-bit",
+            8 * 311_296 + 2 * 393_216: "8-bit states also need a scale of 4 bytes for every 256 numbers of a moment",
+            4 * 311_296 + (2 + 8 / 256) * 393_216: "AdamW keeps two moments, also where they have 32 bits",
+            3_289_088 / 16: "that is one block's, and there are 16",
+        },
+    ),
+    "a number of bytes, of all states of all 16 blocks",
+)
+course.check(2, pack_above_zero, of_above_zero, PAIR)
+course.check(3, pack_by_dice, of_dice, PAIR)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -502,7 +564,7 @@ course.check(3, pack_by_dice, of_dice)
 #
 # def pack_above_zero(x, levels):
 #     codes, scales = pack(x, levels)
-#     return codes.clamp(min=1) * (x.reshape(-1, 256) > 0), scales
+#     return torch.where(x.reshape(-1, 256) > 0, codes.clamp(min=1), 0), scales
 #
 #
 # def pack_by_dice(x, levels):
@@ -534,6 +596,7 @@ course.check(3, pack_by_dice, of_dice)
 # - Xu et al. 2025, arXiv 2505.00347 (swamping); Topollai and Choromanska 2026, arXiv 2603.16731 (staleness). Li et al.
 #   2023, *Memory Efficient Optimizers with 4-bit States*, arXiv 2309.01507 (levels without a zero).
 # - torchtune's README, "Optimization flags". bitsandbytes 0.50: `optim/optimizer.py` (`min_8bit_size`),
-#   `backends/cpu/ops.py`; its repository's `csrc/kernels.cu` (the kernel). transformers 5.23: `trainer.py`
+#   `backends/cpu/ops.py`; its repository's `csrc/cpu_ops.cpp` (the table) and `csrc/kernels.cu` (the kernel:
+#   `kOptimizerStatic8bit2StateBlockwise`, read at version 0.50.1). transformers 5.23: `trainer.py`
 #   (`create_optimizer`, embeddings), `trainer_optimizer.py`.
 # - Ours: `cria_tricks/tricks/adamw_8bit.py`, `tests/tricks/test_adamw_8bit.py`.

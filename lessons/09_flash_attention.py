@@ -491,60 +491,95 @@ for name, rule in (("update", update), ("careful", careful)):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** `expand_kv` keeps copies. How many MiB more does a block of Llama-3.2-1B keep, in 16 bits at 2,048
-#    tokens, than with a kernel that takes groups?
+#    tokens, than with a kernel that takes groups? Your answer is a number of MiB.
 # 2. **Build.** In a *sliding window* a query sees itself and the `window - 1` tokens before it. Fill in `windowed`,
-#    forward only, heads equal, without making tiles in which nobody sees anything. (About ten lines; which of the two
-#    update rules?)
-# 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`: as `update`, but a row's $m$ moves only when
-#    the tile's largest is more than 8 above it. (FlashAttention-4 skips corrections by such a rule.)
+#    forward only, heads equal. It returns a tensor shaped like $q$. Go tile by tile, as `Flash` does, but make no tile
+#    in which nobody sees anything. (About ten lines; which of the two update rules?)
+# 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. But
+#    a row's $m$ moves, to the tile's largest score in that row, only if that is more than 8 above it. Every row decides
+#    for itself. (FlashAttention-4 skips corrections by such a rule.)
 
 # %% tags=["exercise"]
 more_mib = None
 
 
 def windowed(q, k, v, window):
-    """FILL ME IN."""
+    """FILL ME IN: return a tensor shaped like q."""
 
 
 def lazy(m, total, out, s, v):
-    """FILL ME IN."""
+    """FILL ME IN: return the new m, total and out."""
 
 
 # %% tags=["hide-input"]
+def no_other_kernel(*given, **named):
+    raise AssertionError("another kernel does it all and skips nothing; make the tiles yourself, as Flash does")
+
+
 def of_windows(answer):
     q_k_v = q, repeat(k), repeat(v)
-    for window, tiles in ((1, 8), (40, 21), (T, 36)):
-        if (out := answer(*q_k_v, window)) is None:
-            raise NotImplementedError
-        behind = torch.arange(T)[:, None] - torch.arange(T)
-        right = F.scaled_dot_product_attention(*q_k_v, attn_mask=(behind >= 0) & (behind < window))
+    behind = torch.arange(T)[:, None] - torch.arange(T)
+    for window in (1, 32, 33, 34, 40, T):
+        visible = (behind >= 0) & (behind < window)
+        right = F.scaled_dot_product_attention(*q_k_v, attn_mask=visible)
+        with patch.object(F, "scaled_dot_product_attention", no_other_kernel):
+            if (out := answer(*q_k_v, window)) is None:
+                raise NotImplementedError
+            made = flops(lambda window=window: answer(*q_k_v, window)) / (2 * product)
+        assert out.shape == q.shape, f"the shape is {tuple(out.shape)}, and q's is {tuple(q.shape)}"
         assert not out.isnan().any(), f"window {window}: nan; can the first tile of a row be all -inf?"
-        assert torch.allclose(out, right, rtol=0, atol=1e-12), f"window {window}: not what a masked softmax gives"
-        made = flops(lambda window=window: answer(*q_k_v, window)) / (2 * product)
-        assert made <= tiles, f"window {window}: {made:.0f} tiles are made, {tiles} have something to see"
+        assert torch.allclose(out, right, rtol=0, atol=1e-12), (
+            f"window {window}: not a softmax over the query itself and the {window - 1} tokens before it"
+        )
+        tiles = visible.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).any(dim=(1, 3)).sum().item()
+        assert made <= tiles, f"window {window}: {made:.0f} tiles are made, and in {tiles} somebody sees something"
+        assert made * TILE * TILE >= visible.sum(), "two products a tile must be counted, of scores and of values"
 
 
 def of_lazy(answer):
     draw = torch.Generator().manual_seed(3)
     s, values = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((6, 4, 64), (64, D)))
-    s += torch.tensor([0.0, 3, 5, 30, 31, 0])[:, None, None]  # the largest creeps up, leaps, and falls
-    state, before = start(torch.zeros(4, D, dtype=torch.float64)), None
+    s -= s.amax(-1, keepdim=True)  # so that 0 is the largest of each row of a tile; then, for each of the four rows:
+    highest = [[0, 3, 5, 30, 31, 0], [0, 9, 12, 13, 40, 0], [0, 0, 8, 0, 9, 0], [0, 3, 5, 5, 5, 5]]
+    s += torch.tensor(highest).T[..., None]
+    state = start(torch.zeros(4, D, dtype=torch.float64))
     for tile in s:
+        before, tops = state[0], tile.amax(-1, keepdim=True)
         if (state := answer(*state, tile, values)) is None:
             raise NotImplementedError
-        tops, m = tile.amax(-1, keepdim=True), state[0]
-        expected = tops if before is None else torch.where(tops > before + 8, tops, before)
+        m, total, out = state
+        shapes = [tuple(x.shape) for x in (m, total, out)]
+        assert shapes == [(4, 1), (4, 1), (4, D)], f"the shapes of m, total and out are {shapes}, and change"
         assert not m.isnan().any(), "nan; what is m before the first tile?"
-        assert torch.equal(m, expected), "m moved, or stayed, against the rule of 8"
-        before = m
+        far = tops > before + 8
+        assert (m == before)[~far].all(), "m moved in a row in which the largest is not more than 8 above it"
+        assert (m != before)[far].all(), "m stayed in a row in which the largest is more than 8 above it"
+        assert torch.equal(m[far], tops[far]), "where m moves, it moves to the tile's largest"
     right = s.transpose(0, 1).flatten(1).softmax(-1) @ values.repeat(6, 1)
-    assert torch.allclose(state[2] / state[1], right, rtol=0, atol=1e-12), "not the softmax; was the past corrected?"
+    assert torch.allclose(out / total, right, rtol=0, atol=1e-12), (
+        "m is right, and out / total is not the softmax; were both corrected where m moved?"
+    )
 
 
-hint = "keys and values, of 32 heads in place of 8, each 64 wide"
-course.check(1, more_mib, course.about(12, hint, within=1e-6))
-course.check(2, windowed, of_windows)
-course.check(3, lazy, of_lazy)
+course.check(
+    1,
+    more_mib,
+    course.about(
+        12,
+        "count the heads that the copies add, of keys and of values, each 64 wide",
+        within=1e-6,
+        mistakes={
+            16: "8 of the 32 heads are kept with either kernel; count what is added",
+            6: "keys and values are both repeated",
+            24: "a number of 16 bits has 2 bytes",
+            192: "that is of all 16 blocks, and one is asked for",
+            12 * 2**20: "that is a number of bytes",
+        },
+    ),
+    "a number of MiB, of one block",
+)
+course.check(2, windowed, of_windows, "a function (q, k, v, window) -> a tensor shaped like q")
+course.check(3, lazy, of_lazy, "a function (m, total, out, s, v) -> the new m, total and out, each shaped as it came")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -476,53 +476,101 @@ assert torch.allclose(out, attend(q, k[:, 600:], v[:, 600:])[0], atol=1e-6)
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** After how many tokens has the cache as many bytes as the weights, both in 16 bits?
+# 1. **Predict.** After how many tokens has the KV cache as many bytes as the weights, both in 16 bits? Your answer is a
+#    number of tokens.
 # 2. **Build.** How many splits? $w$ pieces of work in $n$ splits take $r = w\,n / M$ rounds on $M$ SMs. The last may be
 #    nearly empty: the share of the card in use is $r / \lceil r \rceil$. FlashAttention (where each SM counts twice)
-#    does not split if $w \ge 0.8\,M$, else takes the smallest $n \le M$ with at least 85 % of the best share. (About
-#    four lines.)
+#    does not split if $w \ge 0.8\,M$, else takes the smallest $n \le M$ with at least 85 % of the best share. Fill in
+#    `splits_for(work, sms)`, which returns $n$, a whole number, 1 for no split. (About four lines.)
 # 3. **Reach.** $B$ questions share a system prompt, whose keys and values, $(K, P, D)$ each, are kept and read once.
-#    Use `attend` and `merge`: queries $(B, K, G, D)$, own pasts $(B, K, S, D)$, result as the queries.
+#    Fill in `with_prompt` by `attend` and `merge`: queries $(B, K, G, D)$, own pasts $(B, K, S, D)$. It returns the
+#    outputs, shaped like the queries.
 
 # %% tags=["exercise"]
 past_as_large_as_the_weights = None
 
 
 def splits_for(work, sms):
-    """FILL ME IN."""
+    """FILL ME IN: return a whole number of splits."""
 
 
 def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
-    """FILL ME IN."""
+    """FILL ME IN: return a tensor shaped like q."""
 
 
 # %% tags=["hide-input"]
 def of_splits(answer):
-    hint = "filling the card once is not enough: compute the share for every n, and take the first that is good"
-    for work, sms, right in ((8, 40, 5), (32, 40, 1), (8, 108, 12), (8, 132, 15), (3, 40, 12)):
+    def share(work, sms, n):
+        return work * n / sms / math.ceil(work * n / sms)
+
+    for work, sms in ((8, 40), (32, 40), (36, 40), (31, 40), (8, 108), (8, 132), (3, 40), (60, 108), (1, 7)):
         if (n := answer(work, sms)) is None:
             raise NotImplementedError
-        assert n == right, f"{work} pieces on {sms} SMs: {right}, not {n}; {hint}"
+        case = f"{work} pieces on {sms} SMs, {n} splits"
+        if not isinstance(n, int):
+            raise TypeError(f"this is a {type(n).__name__}, not a whole number")
+        assert 1 <= n <= sms, f"{case}: there is at least 1, and at most one for each SM"
+        if work >= 0.8 * sms:
+            assert n == 1, f"{case}: this many pieces are not split at all"
+            continue
+        enough = 0.85 * max(share(work, sms, other) for other in range(1, sms + 1))
+        assert share(work, sms, n) >= enough, f"{case}: only {share(work, sms, n):.0%} of the card are in use"
+        assert all(share(work, sms, other) < enough for other in range(1, n)), f"{case}: fewer are good enough, too"
+
+
+class ReadsOf(TorchDispatchMode):
+    """How often operations read one of some tensors, or a view of it."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.times = {x.untyped_storage().data_ptr(): 0 for x in tensors}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func.overloadpacket.__name__ != "_unsafe_view":
+            for x in tree_iter((args, kwargs)):
+                if isinstance(x, torch.Tensor) and (place := x.untyped_storage().data_ptr()) in self.times:
+                    self.times[place] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def of_prompt(answer):
     made = torch.Generator().manual_seed(3)
-    B, P, own = 6, 512, 32
-    sizes = ((B, K, G, D), (K, P, D), (K, P, D), (B, K, own, D), (B, K, own, D))
-    q, pk, pv, ok, ov = given = [torch.randn(size, generator=made) for size in sizes]
-    if (out := answer(*given)) is None:
-        raise NotImplementedError
-    assert out.shape == q.shape, f"{tuple(out.shape)}, where the queries are {tuple(q.shape)}"
-    keys, values = (torch.cat([p.expand(B, -1, -1, -1), o], 2) for p, o in ((pk, ok), (pv, ov)))
-    right = F.scaled_dot_product_attention(q, keys, values)
-    assert torch.allclose(out, right, atol=1e-5), f"off by {(out - right).abs().max():.3f}; who weighs how much?"
+    P, own = 512, 32
+    for B, hint in ((1, "who weighs how much?"), (6, "one question is right; which queries belong to one head?")):
+        sizes = ((B, K, G, D), (K, P, D), (K, P, D), (B, K, own, D), (B, K, own, D))
+        q, pk, pv, ok, ov = given = [torch.randn(size, generator=made) for size in sizes]
+        with ReadsOf((pk, pv)) as reads:
+            out = answer(*given)
+        if out is None:
+            raise NotImplementedError
+        assert out.shape == q.shape, f"the shape is {tuple(out.shape)}, and the queries' is {tuple(q.shape)}"
+        keys, values = (torch.cat([p.expand(B, -1, -1, -1), o], 2) for p, o in ((pk, ok), (pv, ov)))
+        right = F.scaled_dot_product_attention(q, keys, values)
+        off_by = (out - right).abs().max()
+        assert off_by < 1e-5, f"off by {off_by:.3f} for {B} questions; {hint}"
     copied = peak_bytes(lambda: answer(*given), given) > (B - 1) * pk.nbytes
     assert not copied, "right, but the prompt was copied for every question: make the questions rows of one product"
+    often = max(reads.times.values())
+    assert often == 1, f"right, but the prompt was read {often} times: make the questions rows of one product"
 
 
-course.check(1, past_as_large_as_the_weights, course.about(75_428, "keys and values, all blocks, 2 bytes each"))
-course.check(2, splits_for, of_splits)
-course.check(3, with_prompt, of_prompt)
+course.check(
+    1,
+    past_as_large_as_the_weights,
+    course.about(
+        75_428,
+        "a token's keys and values, in all blocks, 2 bytes a number; how often does that go into the weights' bytes?",
+        mistakes={
+            150_856: "twice too many: the cache has keys and values, and every number here has 2 bytes",
+            37_714: "half of it: every weight has 2 bytes",
+            18_857: "a quarter: the cache has the 8 heads of keys and values, not one for each of 32 query heads",
+            1_206_850: "that is for the cache of one block, and there are 16",
+        },
+    ),
+    "a number of tokens",
+)
+course.check(2, splits_for, of_splits, "a function (work, sms) -> a whole number of splits")
+course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_k, own_v) -> a tensor shaped like q")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

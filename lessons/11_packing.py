@@ -570,57 +570,94 @@ for by_count in (False, True):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** `DataCollatorWithFlattening` gets four rows of 2,048 tokens. How many bytes does the bool mask take
-#    that transformers makes for them under sdpa?
+#    that transformers makes for them under sdpa? Your answer is a number of bytes.
 # 2. **Build.** A test for your own stack. `call(batch)` gives the logits of a packed row, shape (T, V). Fill in
-#    `leaks(call, batch)`: True if any document sees another. (About four lines.)
+#    `leaks(call, batch)`. It returns True if any document sees any other, else False. (About five lines.)
 # 3. **Reach.** Fill in `in_steps(lengths, documents, capacity)`: the documents in the given order, so many in each
-#    optimizer step, packed among themselves; for each step its rows, for each row its indices. Then every step trains
-#    what it would train unpacked.
+#    optimizer step, packed among themselves. It returns a list of steps; a step is a list of rows, and a row a list of
+#    indices into `lengths`. Then every step trains what it would train unpacked.
 
 # %% tags=["exercise"]
 bytes_of_the_mask = None
 
 
 def leaks(call, batch):
-    """FILL ME IN."""
+    """FILL ME IN: return True or False."""
 
 
 def in_steps(lengths, documents, capacity):
-    """FILL ME IN."""
+    """FILL ME IN: return a list of steps, which are lists of rows, which are lists of indices."""
 
 
 # %% tags=["hide-input"]
 def of_leaks(answer):
-    ways = {
-        "positions alone": (False, run),
-        "a mask of ones": (True, lambda one: run(one, attention_mask=torch.ones_like(one["input_ids"]))),
-        "a cache": (True, lambda one: run(one, use_cache=True)),
-    }
-    for name, (right, call) in ways.items():
+    own = block_mask(positions)[0]
+    into_three = (number[:, None] == 2) & (number == 1)
+    ahead = (number[:, None] == 0) & (number == 1)
+    every = "a token sees what is before it: change which document, and compare whose logits with what they were?"
+    ways = (
+        ("positions alone", False, {}, "a document's own logits move when it changes: compare those of all others"),
+        ("a mask of ones", True, {"attention_mask": torch.ones_like(positions)}, every),
+        ("a cache", True, {"use_cache": True}, every),
+        ("document 3 sees 2", True, {"attention_mask": (own | into_three)[None, None]}, "change each document in turn"),
+        ("document 1 sees 2", True, {"attention_mask": (own | ahead)[None, None]}, "compare the ones before it, too"),
+    )
+    for name, right, more, hint in ways:
+        given = {what: ids.clone() for what, ids in batch.items()}
         with torch.no_grad():
-            found = answer(call, {what: ids.clone() for what, ids in batch.items()})
+            found = answer(lambda one, more=more: run(one, **more), given)
         if found is None:
             raise NotImplementedError
-        hint = "a token sees what is before it: change which document, and compare whose logits with what they were?"
-        assert bool(found) == right, f"{name}: you say {bool(found)}; {hint}"
+        if isinstance(found, torch.Tensor):
+            found = found.item()
+        if not isinstance(found, bool):
+            raise TypeError(f"this is a {type(found).__name__}, not True or False")
+        if found != right and not torch.equal(given["input_ids"], batch["input_ids"]):
+            hint = "the words in `batch` itself were changed: did both calls get the same ones?"
+        assert found == right, f"{name}: you say {found}; {hint}"
 
 
 def of_steps(answer):
-    if (found := answer(LENGTHS, 8, 2048)) is None:
-        raise NotImplementedError
-    assert len(found) == 14, f"{len(found)} steps; without packing there are 14"
-    for step, rows in enumerate(found):
-        indices = sorted(i for row in rows for i in row)
-        right = list(range(8 * step, min(8 * step + 8, 107)))
-        assert indices == right, f"step {step + 1} has other documents than {right[0]} to {right[-1]}"
-        assert all(sum(LENGTHS[i] for i in row) <= 2048 for row in rows), f"a row of step {step + 1} is too long"
-    many = sum(len(rows) for rows in found)
-    assert many <= 89, f"{many} rows; first_fit makes 89"
+    short = [5, 9, 5, 3, 3, 9, 2, 4]
+    for lengths, documents, capacity in ((short, 3, 10), (LENGTHS, 8, 2048)):
+        if (found := answer(lengths, documents, capacity)) is None:
+            raise NotImplementedError
+        windows = split(list(range(len(lengths))), documents)
+        case = f"{len(lengths)} documents, {documents} a step"
+        assert len(found) == len(windows), f"{case}: {len(found)} steps; without packing there are {len(windows)}"
+        for step, (rows, window) in enumerate(zip(found, windows, strict=True), 1):
+            assert sorted(i for row in rows for i in row) == window, (
+                f"{case}: step {step} does not hold the documents {window[0]} to {window[-1]}, each once"
+            )
+            assert all(sum(lengths[i] for i in row) <= capacity for row in rows), (
+                f"{case}: a row of step {step} has more than {capacity:,} tokens"
+            )
+            fewest = len(first_fit([lengths[i] for i in window], capacity))
+            assert len(rows) <= fewest, f"{case}: step {step} has {len(rows)} rows, and first_fit makes fewer of them"
 
 
-course.check(1, bytes_of_the_mask, course.equal(8192**2, "one row, and a byte for every pair of its tokens"))
-course.check(2, leaks, of_leaks)
-course.check(3, in_steps, of_steps)
+course.check(
+    1,
+    bytes_of_the_mask,
+    course.about(
+        8192**2,
+        "how many tokens has the row that it makes, and how many pairs of them are there?",
+        within=1e-9,
+        mistakes={
+            4 * 2048**2: "the collator lays all four into one row, and any two tokens of a row are a pair",
+            2048**2: "the collator lays all four into one row",
+            2 * 8192**2: "a bool takes one byte",
+            4 * 8192**2: "a bool takes one byte",
+            8192**2 / 8: "torch's bool takes a byte, not a bit",
+            8192 * 8193 / 2: "the half above the diagonal is stored, too",
+            8192**2 / 2: "the half above the diagonal is stored, too",
+            64: "that is a number of MiB",
+        },
+    ),
+    "a number of bytes",
+)
+course.check(2, leaks, of_leaks, "a function (call, batch) -> True or False")
+course.check(3, in_steps, of_steps, "a function (lengths, documents, capacity) -> a list of lists of lists of indices")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -630,9 +667,12 @@ course.check(3, in_steps, of_steps)
 #
 #
 # def leaks(call, batch):
-#     first = (batch["position_ids"] == 0).cumsum(dim=-1)[0] == 1
-#     other = {**batch, "input_ids": torch.where(first, 9, batch["input_ids"])}
-#     return not torch.equal(call(batch)[~first], call(other)[~first])
+#     number, before = (batch["position_ids"] == 0).cumsum(dim=-1)[0], call(batch)
+#     for changed in (number == j for j in number.unique()):
+#         after = call({**batch, "input_ids": torch.where(changed, 9, batch["input_ids"])})
+#         if not torch.equal(before[~changed], after[~changed]):
+#             return True
+#     return False
 #
 #
 # def in_steps(lengths, documents, capacity):

@@ -459,48 +459,117 @@ for name, way in (("ours", Chunked.apply), ("the package's", chunked_cross_entro
 #
 # ## 7. Exercises
 # 1. **Predict.** Another model knows 151,936 words and gets rows of 4,096 tokens. With chunks of 256, how many times
-#    fewer bytes do its logits take at the peak than with plain cross entropy?
-# 2. **Build.** Gemma 2 caps its logits: $c \tanh(z / c)$ takes the place of $z$. Fill in `capped`: loss and gradient of
-#    the hidden states of one chunk, by hand. (About six lines. The derivative of $\tanh$ is $1 - \tanh^2$.)
-# 3. **Reach.** Cut the words: `logsumexp_in_slices` gives each token's log-sum-exp with the logits of `width` words at
-#    a time. Some logits are beyond 88, where $e^z$ is infinite in fp32. (`torch.logaddexp` merges two.)
+#    fewer bytes do its logits take at the peak than with plain cross entropy? Your answer is a number, above 1.
+# 2. **Build.** Gemma 2 caps its logits: $c \tanh(z / c)$ takes the place of $z$. Fill in `capped` for one chunk, by
+#    hand, without autograd. It returns two things: the loss, summed over the tokens (a tensor without dimensions), and
+#    its gradient to the hidden states, shaped like `hidden`. (About six lines. The derivative of $\tanh$ is
+#    $1 - \tanh^2$.)
+# 3. **Reach.** Cut the words: `logsumexp_in_slices` computes each token's log-sum-exp with the logits of `width` words
+#    at a time, and returns a tensor of shape (tokens,). Some logits are beyond 88, where $e^z$ is infinite in fp32, and
+#    some far below zero. (`torch.logaddexp` merges two.)
 
 # %% tags=["exercise"]
 times_fewer = None
 
 
 def capped(hidden, head, labels, c):
-    """FILL ME IN."""
+    """FILL ME IN: return the summed loss, and its gradient to hidden."""
 
 
 def logsumexp_in_slices(hidden, head, width):
-    """FILL ME IN."""
+    """FILL ME IN: return a tensor of shape (len(hidden),)."""
 
 
 # %% tags=["hide-input"]
+def fitting(found, mistakes, otherwise):
+    """The hint of the mistake that leads to what was found."""
+    return next((hint for hint, wrong in mistakes if apart(found, wrong) < 1e-5), otherwise)
+
+
 def of_capped(answer):
-    if (found := answer(h32.detach(), w32.detach(), labels, 2.0)) is None:
-        raise NotImplementedError
-    loss = F.cross_entropy(2.0 * (h32 @ w32.detach().T / 2.0).tanh(), labels, reduction="sum")
-    (of_hidden,) = torch.autograd.grad(loss, h32)
-    assert abs(found[0] / loss - 1) < 1e-5, f"the loss is {loss:.3f}, not {found[0]:.3f}; the label's is capped, too"
-    assert apart(found[1], of_hidden) < 1e-4, "the gradient also goes through tanh: it shrinks where logits are capped"
+    head, y = w32.detach(), F.one_hot(labels, v)
+    for c in (2.0, 5.0):
+        with torch.no_grad():
+            found = answer(h32.detach(), head, labels, c)
+        if found is None:
+            raise NotImplementedError
+        loss, of_hidden = found
+        assert loss.shape == (), f"the loss has shape {tuple(loss.shape)}; sum it over the tokens"
+        assert of_hidden.shape == h32.shape, f"the gradient has shape {tuple(of_hidden.shape)}, and hidden {(n, d)}"
+        z = h32.detach() @ head.T
+        squashed = (z / c).tanh()
+        slope, total = 1 - squashed**2, (c * squashed).logsumexp(1)
+        summed = partial(F.cross_entropy, target=labels, reduction="sum")
+        right = summed(c * squashed)
+        mistakes = [
+            ("that is the loss without a cap", summed(z)),
+            ("that is the mean; sum it over the tokens", right / n),
+            ("the label's own logit is capped, too", (total - z.gather(1, labels[:, None])[:, 0]).sum()),
+            ("what is inside the tanh is divided by c", summed(c * z.tanh())),
+            ("the tanh is multiplied by c", summed(squashed)),
+        ]
+        assert apart(loss, right) < 1e-5, f"c = {c}: another loss; {fitting(loss, mistakes, 'cap all logits first')}"
+        of_z = (c * squashed).softmax(1) - y  # of the capped logits
+        twice = "c comes in twice, in c tanh and in z / c; what is left of it?"
+        mistakes = [
+            ("the gradient goes through tanh as well, whose slope is missing", of_z),
+            ("the label's share is missing: softmax minus one-hot", (of_z + y) * slope),
+            ("the slope is 1 - tanh^2 of tanh itself, not of the capped logits", of_z * (1 - (c * squashed) ** 2)),
+            (twice, of_z * slope * c),
+            (twice, of_z * slope / c),
+            ("the loss is a sum, so nothing is divided by the number of tokens", of_z * slope / n),
+            ("take the softmax of the capped logits", (z.softmax(1) - y) * slope),
+            ("its sign is wrong", -of_z * slope),
+        ]
+        hint = fitting(of_hidden, [(hint, wrong @ head) for hint, wrong in mistakes], "compare it with autograd's")
+        assert apart(of_hidden, (of_z * slope) @ head) < 1e-4, f"c = {c}: a right loss, and a wrong gradient; {hint}"
 
 
 def of_slices(answer):
-    far, table = 20 * h32.detach(), w32.detach()
-    if (found := answer(far, table, 100)) is None:
-        raise NotImplementedError
-    expected = (far @ table.T).logsumexp(1)
-    assert found.isfinite().all(), "infinite: take logsumexp inside the slice, and merge logarithms"
-    assert torch.allclose(found, expected, rtol=1e-5), "another number; does the last slice count, and every word once?"
-    most = peak_bytes(lambda: answer(far, table, 100), alive=(far, table))
-    assert most < n * v, f"{most:,} bytes at the peak: more than {n * v:,}, so many words lived at once"
+    table = torch.cat([w32.detach(), torch.ones(v, 1)], dim=1)  # the last column adds the same to all logits of a token
+    for name, times, shift in (("beyond 88", 20, 0.0), ("far below zero", 1, -300.0), ("around zero", 1, 0.0)):
+        hidden = torch.cat([times * h32.detach(), torch.full((n, 1), shift)], dim=1)
+        right = (hidden @ table.T).logsumexp(1)
+        for width in (300, 100, v):  # the first leaves a narrower last slice
+            if (found := answer(hidden, table, width)) is None:
+                raise NotImplementedError
+            case = f"logits {name}, slices of {width}"
+            assert found.shape == (n,), f"{case}: the shape is {tuple(found.shape)}, not {(n,)}"
+            assert found.isfinite().all(), f"{case}: not finite; take logsumexp inside the slice, and merge logarithms"
+            hint = "is every word counted once, in the last slice, too?"
+            if torch.allclose(found, right.logaddexp(torch.zeros(n)), rtol=1e-5):
+                hint = "a total that starts from 0 has counted one more word, of logit 0"
+            assert torch.allclose(found, right, rtol=1e-5), f"{case}: off by {(found - right).abs().max():.2g}; {hint}"
+    most = peak_bytes(lambda: answer(hidden, table, 100), alive=(hidden, table))
+    assert most < n * v, f"{most:,} bytes at the peak, and 100 words need {4 * n * 100:,}: too many words live at once"
 
 
-course.check(1, times_fewer, course.equal(24, "12 bytes a logit against 8; which factor cancels?"))
-course.check(2, capped, of_capped)
-course.check(3, logsumexp_in_slices, of_slices)
+course.check(
+    1,
+    times_fewer,
+    course.about(
+        24,
+        "the bytes of one logit at the peak, times tokens, times words: of plain, over chunked; which factor cancels?",
+        within=1e-6,
+        mistakes={
+            16: "at the peak plain and chunked differ in the bytes of a logit, too",
+            12: "these rows have 4,096 tokens, not 2,048",
+            16 * 8 / 12: "which of the two has more bytes a logit?",
+            1 / 24: "how many times fewer, so the larger over the smaller",
+            24 * 151_936 / 128_256: "both ways have the same words",
+        },
+    ),
+    "a number, how many times fewer bytes",
+)
+course.check(
+    2,
+    capped,
+    of_capped,
+    "a function (hidden, head, labels, c) -> the loss, summed, and its gradient, shaped like hidden; without autograd",
+)
+course.check(
+    3, logsumexp_in_slices, of_slices, "a function (hidden, head, width) -> log-sum-exps, a tensor of shape (tokens,)"
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

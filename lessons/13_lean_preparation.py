@@ -535,23 +535,25 @@ for dtype in (fp16, torch.float32):
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.1-8B has the same vocabulary, is 4,096 wide, and its head is a table of its own. How many MiB
-#    does the usual preparation add to the *weights*? (Leave the norms out.)
+#    does the usual preparation add to the *weights*? Your answer is a number of MiB. (Leave the norms out.)
 # 2. **Build.** A script that you cannot change has prepared the model the usual way, and put adapters on. Fill in
-#    `undo(model, dtype)`: in place, to what lean would have made. (About six lines.)
+#    `undo(model, dtype)`. It changes the model in place to what lean would have made, with `dtype` as the 16-bit
+#    format, and returns nothing. (About six lines.)
 # 3. **Reach.** 16-bit master weights can learn if rounding is a lottery: up or down to a neighbour, so that the *mean*
-#    is right. Fill in `to_bf16_by_lot(x)`, from fp32 to bf16. (bf16 is the upper half of an fp32's bits,
-#    `x.view(torch.int32)`: what do random lower halves do?)
+#    is right, with a draw for each number. Fill in `to_bf16_by_lot(x)`. It takes an fp32 tensor and returns a bf16
+#    tensor of the same shape. (bf16 is the upper half of an fp32's bits, `x.view(torch.int32)`: what do random lower
+#    halves do?)
 
 # %% tags=["exercise"]
 mib_for_8b = None
 
 
 def undo(model, dtype):
-    """FILL ME IN."""
+    """FILL ME IN: change the model in place."""
 
 
 def to_bf16_by_lot(x):
-    """FILL ME IN."""
+    """FILL ME IN: return a bf16 tensor shaped like x."""
 
 
 # %% tags=["hide-input"]
@@ -560,16 +562,21 @@ def flags(model):
 
 
 def of_undo(answer):
-    model, wanted = adapted(usual(packed()), cast=True), adapted(packed())
-    at_first = [p.dtype for p in model.parameters()], flags(model)
-    answer(model, fp16)
-    if at_first == ([p.dtype for p in model.parameters()], flags(model)):
-        raise NotImplementedError
-    for (name, p), (_, right) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
-        assert p.dtype == right.dtype, f"{name} is {p.dtype}, and lean keeps it in {right.dtype}"
-        assert p.requires_grad == right.requires_grad, f"{name}: requires_grad has changed"
-    assert flags(model) == {False}, "adapters over 16-bit matrices would still cast their inputs up; there is a flag"
-    assert all(map(torch.equal, step(model), step(wanted))), "the loss or a gradient is another one"
+    for dtype in (fp16, bf16):
+        model, wanted = adapted(usual(packed(dtype)), cast=True), adapted(packed(dtype))
+        at_first = [p.dtype for p in model.parameters()], flags(model)
+        found = answer(model, dtype)
+        if found is not None and found is not model:
+            raise TypeError(f"it returned a {type(found).__name__}")
+        if at_first == ([p.dtype for p in model.parameters()], flags(model)):
+            if not getattr(answer, "__code__", None) or not answer.__code__.co_names:  # it touches nothing
+                raise NotImplementedError
+            raise AssertionError("nothing in the model has changed; `p = p.to(dtype)`, for one, only renames")
+        for (name, p), (_, right) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+            assert p.dtype == right.dtype, f"{name} is {p.dtype}, and lean keeps it in {right.dtype}"
+            assert p.requires_grad == right.requires_grad, f"{name}: requires_grad has changed"
+        assert flags(model) == {False}, "adapters over 16-bit matrices would still raise their inputs; find the flag"
+        assert all(map(torch.equal, step(model, dtype), step(wanted, dtype))), "the loss or a gradient is another one"
 
 
 def of_lot(answer):
@@ -577,18 +584,37 @@ def of_lot(answer):
     x = torch.tensor([1 + 1 / 1024, -3.001, 0.02, 1e-4]).repeat(20_000, 1)
     if (found := answer(x.clone())) is None:
         raise NotImplementedError
-    assert found.dtype == bf16, f"{found.dtype}: give bf16"
-    kept = answer(x.bfloat16().float())
-    assert torch.equal(kept, x.bfloat16()), "what bf16 can hold must stay what it is"
+    assert found.dtype == bf16, f"the result is {found.dtype}, not bf16"
+    assert found.shape == x.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
     step = 2.0 ** (x.abs().log2().floor() - 7)
-    assert ((found.float() - x).abs() < step).all(), "only to one of the two neighbours"
+    assert ((found.float() - x).abs() < step).all(), "a number may only go to one of its two neighbours"
+    held = torch.tensor([0.0, 1.0, -2.0, 0.5, 1.0078125, -3.0, 1e-4, -0.02]).bfloat16().repeat(1000, 1)
+    assert torch.equal(answer(held.float()), held), "a number that bf16 can hold, such as 1.0, must stay what it is"
     off = ((found.double().mean(0) - x[0]).abs() / step[0]).max()
     assert off < 0.02, f"the mean is off by {off:.2f} of a step: the nearer neighbour must be likelier, in proportion"
+    alike = answer(torch.full((64, 64), 1 + 1 / 256)).float()
+    for way in (0, 1):
+        assert (alike.std(way) > 0).all(), "each number needs a draw of its own"
 
 
-course.check(1, mib_for_8b, course.about(2004, "two tables, and two bytes more for each of their numbers"))
-course.check(2, undo, of_undo)
-course.check(3, to_bf16_by_lot, of_lot)
+course.check(
+    1,
+    mib_for_8b,
+    course.about(
+        2004,
+        "which tables are not packed, and how many bytes more does each of their numbers take?",
+        mistakes={
+            1002: "twice too few: the head is a table of its own, and a number goes from 2 bytes to 4",
+            4008: "twice too many: a number goes from 2 bytes to 4, so it takes 2 more",
+            501: "this model is 4,096 wide, and has two tables",
+            15_317: "packed matrices stay packed; only what is in 16 bits is raised",
+            2004 * 2**20: "that is a number of bytes",
+        },
+    ),
+    "a number of MiB",
+)
+course.check(2, undo, of_undo, "a function (model, dtype) that changes the model in place and returns nothing")
+course.check(3, to_bf16_by_lot, of_lot, "a function x -> a bf16 tensor shaped like x")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -18,15 +18,11 @@
 # seconds. Colab's machines go away, and take what they know with them.
 
 # %% tags=["hide-input"]
-import os
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card's sums have no fixed order, and this lesson compares bits
-
-# %% tags=["hide-input"]
 import atexit
 import importlib.util
 import inspect
 import io
+import os
 import random
 import re
 import shutil
@@ -50,6 +46,7 @@ from cria_tricks import course, recipes
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.durable import damage
 from cria_tricks.figures import Theme, panels
+from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 
@@ -463,11 +460,12 @@ print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
 #
 # Beside it `train.save_steps` (7 in this recipe) and `train.save_minutes` (10). The newest two are kept, `mirror` gets
 # a copy of each. Now the whole story on a toy of two blocks: the budget ends the run after its first step, the machine
-# is lost, the drive is not.
+# is lost, the drive is not. (It runs on the CPU, beside a card, too: a card's sums have no fixed order, and this lesson
+# compares bits.)
 
 # %% tags=["hide-input"]
 toy = ["model=random:tiny", "data.max_length=160", "lora.dropout=0.1", "tricks.optimizer=adamw_8bit"]
-tiny = with_settings(recipes.smoke(), [*toy, "train.max_steps=2"])
+tiny = with_settings(recipes.smoke(this_cpu()), [*toy, "train.max_steps=2"])
 
 
 def train(out, *settings, resume=False):
@@ -475,7 +473,8 @@ def train(out, *settings, resume=False):
     said = io.StringIO()
     console = Console(file=said, width=200, force_jupyter=False, force_terminal=False)  # plain text in a notebook, too
     recipe = with_settings(tiny, settings)
-    report = cria_tricks.train(recipe, out, resume=resume, console=console)
+    with pretend(this_cpu()):
+        report = cria_tricks.train(recipe, out, resume=resume, console=console)
     for line in said.getvalue().splitlines():
         if "time_budget" in line or "going on" in line:
             print(line.replace(str(out.parent), "..."))
@@ -613,38 +612,95 @@ assert torch.load(place / "cured.pt") == dice_of_numpy()
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Full fine-tuning as in lesson 0: 1,235,814,400 weights in fp32, AdamW with fp32 moments. How many
-#    bytes do weights and moments take in a checkpoint? (A free Drive has 15 GB.)
+#    bytes do weights and moments take in a checkpoint? Your answer is a number of bytes. (A free Drive has 15 GB.)
 # 2. **Build.** A save need not stop the run: take a *snapshot* in memory, and write that while training goes on. Fill
-#    in `snapshot(run)`; `restore` takes what it gives.
+#    in `snapshot(run)`. It returns a dict of all eight parts, as `state` does and as `restore` takes it.
 # 3. **Reach.** A save takes 2 s. How many seconds must machines live on average, so that the best interval wastes 1 %?
+#    Your answer is a number of seconds.
 
 # %% tags=["exercise"]
 bytes_of_a_full_checkpoint = None
 
 
 def snapshot(run):
-    """FILL ME IN."""
+    """FILL ME IN: return a dict of the eight parts."""
 
 
 seconds_of_life = None
 
 
 # %% tags=["hide-input"]
+def alike(one, other):
+    """Whether two parts of a state are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
 def of_snapshot(answer):
     run = Run()
     run.train(21)
+    file = io.BytesIO()
+    torch.save(state(run), file)
     if (taken := answer(run)) is None:
         raise NotImplementedError
-    run.train(5)  # while it is being written
+    if not isinstance(taken, dict):
+        raise TypeError(f"this is a {type(taken).__name__}, not a dict")
+    missing = ", ".join(part for part in state(run) if part not in taken)
+    assert not missing, f"not all of the eight parts are in it: {missing}"
+    run.train(5)  # while the snapshot is being written
+    assert run.losses == whole.losses[:26], "taking the snapshot changed the run itself: it goes another way after it"
+    file.seek(0)
+    changed = ", ".join(part for part, right in torch.load(file).items() if not alike(right, taken[part]))
+    assert not changed, f"training went on, and then these parts were not what they had been at its step 21: {changed}"
     again = Run()
     restore(again, taken)
     again.train(STEPS - 21)
-    assert again.losses == whole.losses[21:], "training went on, and something in your snapshot with it"
+    assert again.losses == whole.losses[21:], "a run that goes on from your snapshot has other losses"
 
 
-course.check(1, bytes_of_a_full_checkpoint, course.equal(14_829_772_800, "what is alive between two steps?"))
-course.check(2, snapshot, of_snapshot)
-course.check(3, seconds_of_life, course.about(40_000, "the waste at its best is the root of 2 C / M"))
+N = 1_235_814_400
+two = "that is two fp32 numbers for each weight; which of weight, gradient and moments are alive between two steps?"
+course.check(
+    1,
+    bytes_of_a_full_checkpoint,
+    course.about(
+        14_829_772_800,
+        "which fp32 numbers of a weight are alive between two steps?",
+        within=1e-6,
+        mistakes={
+            16 * N: "gradients are not alive between two steps",
+            8 * N: two,
+            4 * N: "that is one fp32 number for each weight; what does AdamW need to go on?",
+            6 * N: "here the moments are in fp32, not in 8 bits",
+            20 * N: "neither gradients nor anything of the optimizer's step itself is alive between two steps",
+            14.8297728: "that is a number of GB",
+        },
+    ),
+    "a number of bytes",
+)
+course.check(2, snapshot, of_snapshot, "a function run -> a dict of the eight parts, as `state` gives it")
+course.check(
+    3,
+    seconds_of_life,
+    course.about(
+        40_000,
+        "section 4 has the waste at the best interval; solve it for M",
+        mistakes={
+            20_000: "the formula has a 2 under the root, beside C",
+            400: "the waste is a root, so its square is what M is found by",
+            10_000: "at the best interval saves and lost work waste time alike, so both count",
+            4: "1 % is 0.01",
+            200: "that is the interval for such a waste if only saves cost time; how long must machines live?",
+            2 * (2 * 2 / 0.01**2): "the 2 of the formula and the 2 seconds of a save come in once each",
+        },
+    ),
+    "a number of seconds",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

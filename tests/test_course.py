@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from cria_tricks import cases, course
@@ -34,3 +35,11 @@ def test_without_a_card_it_shows_what_is_committed_and_says_so_when_nothing_is(m
     monkeypatch.setattr(course.results, "COMMITTED", tmp_path)
     course.on_a_gpu("nf4", off="", on="")
     assert capsys.readouterr().out == "no GPU here, and no committed results of nf4 beside this package\n"
+
+
+def test_a_known_mistake_gets_the_hint_that_fits_it_and_any_other_number_the_usual_one():
+    grade = course.about(12, "think of both tables", mistakes={6: "there are two tables", 24: "two bytes, not four"})
+    grade(12.1)
+    for wrong, hint in ((6, "there are two tables"), (24.1, "two bytes, not four"), (13, "think of both tables")):
+        with pytest.raises(AssertionError, match=f"^not {wrong}[.0]*; {hint}$"):
+            grade(wrong)

@@ -181,6 +181,8 @@ def test_a_lesson_has_the_skeleton(lesson):
     words = len(text.split("## In one breath")[0].split())
     assert 800 <= words <= 1600, words
     assert len(code) <= 200, len(code)
+    whole = lesson.read_text(encoding="utf-8")
+    assert "CUDA_VISIBLE_DEVICES" not in whole, "a lesson leaves the reader's card where it is; see pretend(this_cpu())"
 
 
 def test_the_capstones_checks_tell_right_from_wrong():

@@ -57,6 +57,11 @@ def this_device() -> Device:
         capability = (properties.major, properties.minor)
         # Not is_bf16_supported(): it says yes on a T4, which emulates it.
         return Device("cuda", properties.name, capability, capability >= (8, 0), properties.total_memory)
+    return this_cpu()
+
+
+def this_cpu() -> Device:
+    """Describe the processor of this machine, whether or not there is a card beside it."""
     has = _cpu_capabilities()
     real_bf16 = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
     name = has.get("cpu_name") or platform.processor() or platform.machine()

@@ -9,7 +9,9 @@ Breaks   very small adapters: nothing is left to save. A block whose gradients d
          its table of 65,536 entries rounds them up)
 Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise quantisation) and app. F.1 (dynamic levels);
          Dettmers 2015, arXiv:1511.04561, sec. 2.3
-Ours     levels, blocks and the step in plain torch; bitsandbytes does all three in one kernel
+Ours     levels, blocks and the step in plain torch, with the sign rule of bitsandbytes' CUDA kernel (keep_signs). The
+         kernel does all of it in one pass. It decays weights after the step, not before; where a gradient is not finite
+         it zeroes both moments and leaves the weight as it is. On a CPU bitsandbytes has none of these three rules
 
 Shapes: a state of N numbers in ceil(N / 256) blocks, with one fp32 absmax each.
 """
@@ -28,7 +30,7 @@ from cria_tricks.step_plan import Plan
 SWITCHES = ("optimizer=adamw_8bit",)
 CLAIM = "approximate"
 LESSON = "07_adamw_8bit"
-REFERENCE = ("quantize_blocks", "AdamW8bit.step")
+REFERENCE = ("quantize_blocks", "keep_signs", "AdamW8bit.step")
 PLAIN = """
 from transformers import TrainingArguments
 
@@ -74,6 +76,21 @@ def quantize_blocks(x: torch.Tensor, levels: torch.Tensor, block: int = BLOCK) -
     scaled = torch.cat([piece / peak if peak else piece for piece, peak in zip(pieces, absmax, strict=True)])
     middles = (levels[:-1] + levels[1:]) / 2
     return torch.bucketize(scaled, middles).to(torch.uint8), absmax
+
+
+def keep_signs(codes_N: torch.Tensor, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Move the codes of negative numbers that became zero to the level below, as bitsandbytes' CUDA kernel does.
+
+    Its step would forget in which direction such a weight was moving. A positive number that becomes zero stays there,
+    because the kernel compares sign bits, and zero's is a positive number's.
+
+    Args:
+        codes_N: of the nearest levels, uint8 of shape (N,).
+        x: the numbers before they were rounded, N of them.
+        levels: sorted, of both signs.
+    """
+    lost = (x.flatten() < 0) & (levels[codes_N.long()] == 0)
+    return codes_N - lost.to(torch.uint8)
 
 
 def dequantize_blocks(
@@ -125,6 +142,8 @@ class AdamW8bit:
             weight.mul_(1 - self.lr * self.weight_decay)
             weight.view(-1).addcdiv_(first, root, value=-self.lr / (1 - beta1**self.steps))
             state[:] = itertools.starmap(quantize_blocks, zip((first, second), self.levels, strict=True))
+            codes, absmax = state[0]
+            state[0] = keep_signs(codes, first, self.levels[0]), absmax
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -8,6 +8,7 @@ import torch
 from cria_tricks import hardware, recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, this_device
+from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.recipe import with_settings
 from cria_tricks.tricks import resolve
 
@@ -64,6 +65,14 @@ def test_it_is_undone_when_a_switch_raises(card, monkeypatch):
     with pytest.raises(ValueError, match="no"), hardware.profile("t4"):
         raise AssertionError("not reached")
     assert card == before
+    assert this_device().name == "NVIDIA H200"
+
+
+def test_beside_a_card_the_cpu_can_be_asked_for(card):
+    """As lesson 14 does, which compares bits: nothing is hidden, so the card is there again afterwards."""
+    with pretend(this_cpu()):
+        assert this_device().kind == "cpu"
+        assert resolve(recipes.smoke()).device == this_cpu()
     assert this_device().name == "NVIDIA H200"
 
 

@@ -1,5 +1,7 @@
 """8-bit AdamW: bitsandbytes' levels and states, a bounded drift from 32 bits, two bytes a weight and a little."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,9 +24,9 @@ def test_levels_are_those_of_bitsandbytes(signed):
 
 @SIGNED
 def test_math(signed):
-    """Each number moves to the nearest level of its block. bitsandbytes agrees, up to the table its CPU code looks in.
+    """Each number moves to the nearest level of its block; bitsandbytes' CPU code gives the same bytes, as it should.
 
-    That table has 65,536 entries between -1 and 1: within 2^-15 of a block's largest number it may take a neighbour.
+    It first moves a number to the nearest of 65,536 even places between -1 and 1, which are the entries of a table.
     """
     import bitsandbytes as bnb
 
@@ -38,9 +40,70 @@ def test_math(signed):
     torch.testing.assert_close(error, nearest, rtol=0, atol=1e-6)
     theirs, their_absmax = torch.ops.bitsandbytes.quantize_blockwise(x, levels, BLOCK)
     assert torch.equal(absmax, their_absmax)
+    places = ((x * (1 / scale) + 1) * 0.5 * 65535 + 0.5).int()
+    in_the_table = -1 + 2 * places / 65535
+    pieces = [torch.cat([torch.ones(1), piece]) for piece in in_the_table.split(BLOCK)]  # each block's largest is 1
+    of_the_table = torch.cat([quantize_blocks(piece, levels, BLOCK + 1)[0][1:] for piece in pieces])
+    assert torch.equal(of_the_table, theirs)
     their_error = (bnb.functional.dequantize_blockwise(theirs, absmax=absmax, code=levels, blocksize=BLOCK) - x).abs()
     assert ((their_error - error) / scale).max() <= ADAMW_8BIT_TABLE
     assert (codes == theirs).float().mean() > 0.96
+
+
+def by_the_cuda_kernel(moment: torch.Tensor, levels: torch.Tensor) -> list[int]:
+    """A first moment's codes by the rule of bitsandbytes' ``csrc/kernels.cu``, in words of our own.
+
+    Take the level that is nearest to the number over its block's largest. If their sign bits differ, take the level
+    above for a number above zero, else the level below.
+    """
+    codes = []
+    for block in moment.double().flatten().split(BLOCK):
+        for number in block.tolist():
+            nearest = int((levels.double() - number / block.abs().max()).abs().argmin())
+            if math.copysign(1, levels[nearest]) != math.copysign(1, number):
+                nearest += 1 if number > 0 else -1
+            codes.append(nearest)
+    return codes
+
+
+def test_a_negative_first_moment_that_becomes_zero_keeps_its_sign_as_on_a_card():
+    """Moments over nine powers of ten, after one step and after two: a fifth of each block is nearest to zero."""
+    import bitsandbytes as bnb
+
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.zeros(3 * BLOCK + 60, requires_grad=True)
+    optimizer, levels = AdamW8bit([weight]), dynamic_levels(signed=True)
+    sizes = torch.logspace(-9, 0, weight.numel())[torch.randperm(weight.numel(), generator=draw)]
+    moment = torch.zeros(weight.numel())
+    for _ in range(2):
+        weight.grad = sizes * torch.randn(weight.shape, generator=draw).sign()
+        weight.grad[::100] = 0
+        moment = 0.9 * moment + (1 - 0.9) * weight.grad
+        optimizer.step()
+        codes, absmax = optimizer.states[0][0]
+        assert codes.tolist() == by_the_cuda_kernel(moment, levels)
+        nearest = quantize_blocks(moment, levels)[0]
+        assert levels[nearest.long()][codes != nearest].eq(0).all()
+        assert levels[codes.long()][codes != nearest].eq(levels[levels < 0].max()).all()
+        assert 0.05 < (codes != nearest).float().mean() < 0.2
+        moment = dequantize_blocks(codes, absmax, levels)
+    # A CPU has no such rule: its table has no place for zero, so even zero becomes a number beside it.
+    theirs, scale = torch.ops.bitsandbytes.quantize_blockwise(torch.tensor([1.0, 0.0, -1e-7]), levels, BLOCK)
+    _, zero, below = bnb.functional.dequantize_blockwise(theirs, absmax=scale, code=levels, blocksize=BLOCK).tolist()
+    assert zero == -below > 1e-5
+
+
+def test_a_gradient_that_is_not_finite_spreads_over_its_block_on_a_cpu():
+    """What the lesson says of bitsandbytes' two ways: by its source, the CUDA kernel leaves that one weight out."""
+    import bitsandbytes as bnb
+
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = bnb.optim.AdamW8bit([weight])
+    for spoilt in (1, BLOCK):
+        weight.grad = torch.ones(64, 64)
+        weight.grad[0, 0] = torch.inf if spoilt == 1 else 1
+        optimizer.step()
+        assert weight.isnan().sum() == spoilt
 
 
 def test_a_block_of_zeros_stays_zero():
