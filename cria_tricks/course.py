@@ -161,7 +161,7 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str 
     except AssertionError as wrong:
         found, said = "no", f"no: {wrong}" if str(wrong) else f"no: the answer is {returns}"
     except Exception as error:  # whatever a reader's code does, the lesson goes on
-        found, said = "no", f"no: {type(error).__name__}: {error}; the answer is {returns}"
+        found, said = "no", f"no: the answer is {returns} ({type(error).__name__}: {error})"
     CHECKS.append((exercise, found, said))
     print(f"{exercise}: {said}")
 
