@@ -57,8 +57,7 @@ class Price(_Frozen):
 
     flavor: str
     minutes: float
-    low: float
-    high: float
+    cost: float
 
 
 class PlanAnswer(_Frozen):
@@ -77,6 +76,7 @@ class PlanAnswer(_Frozen):
         peak_bytes: the tensors of a step at its fullest moment; the sum of ``rows``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``rows`` and ``around``.
         fits: whether ``needed_bytes`` are no more than ``capacity_bytes``.
+        context: tokens of the longest row that the model was made for; 0 if it is not known.
         method: ``"closed_form"`` (by hand) or ``"dry_run"``.
         rows: the bill.
         around: what the card holds beside the tensors of a step.
@@ -101,6 +101,7 @@ class PlanAnswer(_Frozen):
     peak_bytes: int
     needed_bytes: int
     fits: bool
+    context: int
     method: str
     rows: list[BillRow]
     around: list[BillRow]
