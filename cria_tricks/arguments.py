@@ -4,6 +4,7 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 from transformers import TrainerState, TrainingArguments
 
 from cria_tricks.checkpoints import Checkpoint
@@ -12,12 +13,24 @@ from cria_tricks.recipe import Train
 from cria_tricks.resumable import loading
 
 OPTIMIZERS = {
-    (32, False): "adamw_torch",
+    (32, False): "adamw_torch_fused",
     (32, True): "paged_adamw_32bit",
     (8, False): "adamw_8bit",
     (8, True): "paged_adamw_8bit",
 }
-"""(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes."""
+"""(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes.
+
+The first is transformers' default: torch's AdamW in one kernel, which needs no memory of its own.
+"""
+
+
+def leave_skipping_to_the_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Let fp16's loss scaler skip steps by not calling the optimizer, as it does with every other optimizer.
+
+    A fused AdamW offers to skip inside its kernel. The scaler then calls it even when gradients overflowed, so
+    accelerate never learns that a step was skipped: the learning rate moves on, and the history counts no skipped step.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def evaluated(state: TrainerState) -> bool:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainerControl
 
 from cria_tricks import losses
-from cria_tricks.arguments import evaluated, training_arguments
+from cria_tricks.arguments import evaluated, leave_skipping_to_the_scaler, training_arguments
 from cria_tricks.callbacks import Agree, SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.batches import PadToLongest
@@ -200,7 +200,10 @@ class SharedTrainer(ResumableTrainer):
             GlobalOptimManager.get_instance().initialize()
         self.spread.over_processes()  # the checkpoint's weights are in the model by now, and the optimizer asks for it
         self.meter.track(every_tensor(self.model))
-        return super().create_optimizer(*arguments)
+        optimizer = super().create_optimizer(*arguments)
+        sharded.group_apart(optimizer)
+        leave_skipping_to_the_scaler(optimizer)
+        return optimizer
 
     def get_train_dataloader(self) -> DataLoader:
         """This process's micro-batches; accelerate seeds their order by the epoch, the same in all.

@@ -125,8 +125,6 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     table("log-softmax", by, over(by, lambda memory: _rows(memory, ends, "log-softmax")))
     by = ("stored", "accumulates")
     table("embedding", by, over(by, lambda memory: _rows(memory, ("embedding's gradient",), "embedding")))
-    by = ("stored", "optimizer", "paged_optimizer")
-    table("optimizer", by, over(by, lambda memory: _rows(memory, ("optimizer: open",), "optimizer step")))
     _blocks(shape, stored, of_kernel, table)
     return {"classes": {"stored": {"by": STORED, "is": classes}, "kernel": kernels}, "parts": parts}
 
@@ -141,7 +139,7 @@ MOMENTS = {
     "first block": ("waiting: first block", "first block"),
     "frozen block": ("waiting: frozen block", "frozen block"),
     "embedding": ("gradients", "embedding"),
-    "optimizer step": ("gradients", "optimizer"),
+    "optimizer step": ("gradients",),
 }
 """What a moment is made of, beside what lives :data:`ALWAYS`."""
 

@@ -111,7 +111,7 @@ def build() -> None:
 GROUPS = {
     "weights": ("weights:",),
     "gradients": ("gradients", "embedding"),
-    "optimizer: states, roots": ("optimizer",),
+    "optimizer states": ("optimizer",),
     "what blocks keep": ("block",),
     "logits and loss": ("final norm", "head in", "weights in", "hidden states", "logits", "capped"),
 }

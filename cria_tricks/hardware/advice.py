@@ -29,8 +29,8 @@ ROWS = (512, 2048, 8192)
 """Tokens of a row, to show what a rule that knows no tokens leaves out."""
 
 WHY = {
-    "full": "a weight, its gradient and AdamW's two states are 16 bytes, and torch's step on CUDA holds about 4 more "
-    "for a moment; the rule is right where these are the peak, and knows nothing of rows, vocabulary and CUDA's memory",
+    "full": "a weight, its gradient and AdamW's two states are 16 bytes; the rule is right where these are the peak, "
+    "and knows nothing of rows, vocabulary and CUDA's memory",
     "lora": "a frozen 16-bit weight is 2 bytes, and the adapter next to nothing; the other 2 of the rule stand for "
     "activations and logits, which grow with rows and vocabulary and not with parameters",
 }

@@ -29,9 +29,8 @@ LOGIT = {"full": 36, "chunked": 52}
 """Forward and backward together, for one logit, fp32 from the loss on."""
 LOGIT_SAVED = 8
 """For one logit of the full loss: the log-probabilities, which two operations save."""
-STATES = {"adamw": 76, "adamw_8bit": 16}
-"""For one trained weight: torch's AdamW goes through weights, gradients and states in ten operations, bitsandbytes' in
-one kernel."""
+STATES = {"adamw": 28, "adamw_8bit": 16}
+"""For one trained weight, all in one kernel: read weight, gradient and two states, write all but the gradient."""
 CLIP, UNSCALE, ACCUMULATE = 12, 8, 12
 """For one trained weight: the norm and the clipping, fp16's unscaling, one more micro-batch's gradient."""
 

@@ -17,7 +17,6 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from bitsandbytes.optim import AdamW, GlobalOptimManager
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.optim import adam
 from transformers import Trainer, __version__, masking_utils
 
 from cria_tricks import losses
@@ -150,7 +149,6 @@ def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     with (
         patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
         patch(masking_utils, "_ignore_causal_mask_sdpa", nothing_padded),
-        patch(adam, "_get_value", return_value=1.0),  # AdamW's steps
     ):
         yield
 
@@ -193,7 +191,7 @@ def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
         if weight.requires_grad:
             groups[name not in decayed]["params"].append(weight)
     if plan.optimizer == {"bits": 32, "paged": False}:
-        yield torch.optim.AdamW(groups, foreach=plan.device.kind == "cuda")
+        yield torch.optim.AdamW(groups, fused=True)
         return
     kept = GlobalOptimManager._instance
     GlobalOptimManager._instance = None

@@ -261,7 +261,7 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
             found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(point))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
-    return [*found, Moment("optimizer step", (*fixed, gradients, _optimizer_temporaries(memory)))]
+    return [*found, Moment("optimizer step", (*fixed, gradients))]  # every kernel updates in place
 
 
 def _deepest(points: list[block.Point]) -> block.Point:
@@ -418,12 +418,3 @@ def _state(memory: MemoryEstimate, elements: int, bits: int) -> int:
     if bits == 8 and elements >= EIGHT_BITS_FROM:
         return 2 * (elements + FP32 * -(-elements // STATE_BLOCK))
     return 2 * FP32 * elements
-
-
-def _optimizer_temporaries(memory: MemoryEstimate) -> Row:
-    if memory.state_bits == 8 or memory.paged:
-        return Row("optimizer: open", 0, "bitsandbytes updates in place")
-    if memory.device.kind == "cuda":
-        return Row("optimizer: open", memory.trained_weights * FP32, "roots of the second state, all tensors at once")
-    largest = max((elements for _, elements in memory.trained), default=0)
-    return Row("optimizer: open", 2 * largest * FP32, "roots of the second state, one tensor after the other")

@@ -126,8 +126,7 @@ def sharded_moments(memory: MemoryEstimate, processes: int) -> list[Moment]:
         opened = made * sizes.block_gradients + at_the_top * sizes.root_gradients
         rows = smaller(moment, state | {name: sent * size for name, size in gradients.items()}).rows
         found.append(Moment(moment.name, (*rows, *_whole(1, blocks, sizes, opened))))
-    temporary = {row.name: divided_up(row.bytes, processes) for row in steps[-1].rows if row.name == "optimizer: open"}
-    return [*found, smaller(steps[-1], sizes.pieces | temporary)]
+    return [*found, smaller(steps[-1], sizes.pieces)]
 
 
 def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list[Moment]:

@@ -180,9 +180,8 @@ def zero_bytes(weights: int, processes: int, stage: int, weight: int = 2, gradie
 
 def _averaging(memory: MemoryEstimate, optimizer_step: Moment) -> Moment:
     """Before the optimizer steps, data x tensor puts all gradients into one tensor to be averaged."""
-    rows = [row for row in optimizer_step.rows if row.name != "optimizer: open"]
     flat = Row("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
-    return Moment("averaging", (*rows, flat))
+    return Moment("averaging", (*optimizer_step.rows, flat))
 
 
 def _stage(

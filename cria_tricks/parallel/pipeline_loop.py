@@ -17,8 +17,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import Trainer, TrainingArguments, get_scheduler
 
+from cria_tricks.arguments import leave_skipping_to_the_scaler
 from cria_tricks.callbacks import SKIPS_IN_A_ROW
 from cria_tricks.errors import Diverged
+from cria_tricks.parallel import sharded
 from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.pipeline import Slot
 from cria_tricks.parallel.pipeline_part import Part, Window
@@ -101,6 +103,8 @@ class Loop:
         self.evaluation = ScheduleGPipe(forward_only, micro_batches, loss_fn=self._loss)
         optimizer, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
         self.optimizer = optimizer(self.trained.values(), weight_decay=arguments.weight_decay, **options)
+        sharded.group_apart(self.optimizer)
+        leave_skipping_to_the_scaler(self.optimizer)
         self.rate = get_scheduler("cosine", self.optimizer, arguments.warmup_steps, arguments.max_steps)
         scales = bool(plan.training.get("fp16"))
         self.scaler = ShardedGradScaler(plan.device.kind, enabled=scales, process_group=self.group)

@@ -47,6 +47,18 @@ def states(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     return {"lr": lr, "state": {names[number]: values for number, values in own["state"].items()}}
 
 
+def group_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Give weights in pieces and whole weights groups of their own: an optimizer's kernel takes no mixture.
+
+    transformers does this too from 5.18 on.
+    """
+    for group in list(optimizer.param_groups):
+        pieces = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
+        if 0 < len(pieces) < len(group["params"]):
+            group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+            optimizer.add_param_group({**group, "params": pieces})
+
+
 def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module) -> None:
     """Give an optimizer the states of another one over the same parameters, whole there and perhaps in pieces here.
 

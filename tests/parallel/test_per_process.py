@@ -10,7 +10,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.measure import LiveBytes, _quantization_tensors
 from cria_tricks.memory.estimate import Row, estimate, moments
 from cria_tricks.memory.shape import Shape, find_shape, shape_of
-from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel import STRATEGIES, sharded
 from cria_tricks.parallel.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.parallel.per_process import PerProcess, local, per_process, zero_bytes
 from cria_tricks.parallel.pipeline import one_forward_one_backward
@@ -73,7 +73,8 @@ def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> t
     if CHECKPOINTED[-1] in settings:
         loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
     total = STRATEGIES[strategy].spread(Summed(loaded.model), plan, World.of(data, "cpu"))
-    optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], foreach=False)
+    optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], fused=True)
+    sharded.group_apart(optimizer)
 
     def micro_batch(tokens: int, last: bool = True) -> None:
         if strategy == "fsdp":
