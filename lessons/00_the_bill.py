@@ -7,8 +7,8 @@
 
 # %% [markdown]
 # # 0. The bill: where the bytes of a training step go
-# > **Promise.** You predict the memory of a training step to the last byte. And of the 16 bytes that a weight is said
-# > to cost, you find 4 that cost nothing: 4.6 GiB for Llama-3.2-1B.
+# > **Promise.** You predict the memory of a training step to the last byte. A weight is said to cost 16 bytes, and you
+# > find 4 of them that cost nothing on long rows: 4.6 GiB for Llama-3.2-1B.
 #
 # > **Card.** saves nothing / costs a millisecond / exact for the small model, within 1.7 % of a dry run for real ones /
 # > 25 minutes / the first lesson
@@ -35,6 +35,7 @@ from cria_tricks.figures import Theme, capacity
 from cria_tricks.hardware import T4
 from cria_tricks.measure import LiveBytes
 from cria_tricks.memory.estimate import moments
+from cria_tricks.recipe import with_settings
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -82,7 +83,8 @@ class Tiny(nn.Module):
 #
 # - **weights**, $P$ of them: $VD$ in the embedding, $4D^2 + 2DH$ in each block
 # - **gradients**: one for each weight
-# - **optimizer states**: AdamW remembers two numbers for each weight (and a counter for each tensor, 4 bytes)
+# - **optimizer states**: AdamW remembers two numbers for each weight (and a counter for each tensor, 4 bytes). We take
+#   the *fused* one, transformers' default, which makes no tensor of its own
 # - **activations**: what each block keeps for the backward pass. Per token that is $8D$ numbers (two norms' inputs and
 #   outputs, $q$, $k$, $v$, what attention gave), $2H$ (before and after gelu) and 4 (of the norms); and per row $T^2$
 #   softmaxed scores
@@ -113,7 +115,7 @@ predicted = {
 # %%
 torch.manual_seed(0)
 model, ids = Tiny(), torch.randint(V, (B, T))
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 with SavedBytes(besides=(*model.parameters(), ids)) as kept:
     hidden = model.blocks(model.embedding(ids))
 logits = torch.randn(B * T, V, requires_grad=True)
@@ -134,8 +136,8 @@ assert counted == predicted
 print(f"added up: {sum(predicted.values()) / KIB:,.1f} KiB")
 
 # %% [markdown]
-# 65,536 weights, 16 bytes each for weights, gradients and states: 1 MiB. Together with the activations and the logits,
-# 2,952 KiB. Must the card have that much? Decide before you go on.
+# 65,536 weights take 16 bytes each with their gradients and states: 1 MiB. Together with the activations and the
+# logits it is 2,952 KiB. Must the card have that much? Decide before you go on.
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -199,10 +201,10 @@ assert film.now == 0
 
 
 # %%
-def train(film, rows=B, steps=2, set_to_none=True):
+def train(film, rows=B, steps=2, set_to_none=True, way="fused"):
     torch.manual_seed(0)
     model, batch = Tiny(), torch.randint(V, (2, rows, T))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), **{way: True})
     for tensor in (*model.parameters(), batch, future):
         film.count(tensor)
     with film:
@@ -224,9 +226,9 @@ train(film := Film())
 assert len(peaks(film)) == 2 * 3
 
 # %% [markdown]
-# **Write a bill for each moment.** The five things do not live at the same time. When the loss goes back, no gradient
-# of a weight exists yet. When the optimizer steps, all activations are gone, but AdamW takes the roots of its second
-# state: on a CPU two tensors as large as the largest weight. So two bills, and the card must have the larger one.
+# **Write a bill for each moment.** The five things do not live at the same time. When backpropagation starts, no weight
+# gradients exist yet. When the optimizer steps, all activations are gone. So there are two bills, and the card must
+# have the larger one.
 
 
 # %%
@@ -234,7 +236,7 @@ def bills(rows=B, states=STATES):
     n = rows * T
     always = {"weights": 4 * P, "states": states, "batch": 2 * 8 * n + 4 * T * T}  # 8 bytes a token, and the mask
     kept = {"blocks": blocks_keep(rows), "final norm": 4 * n * (2 * D + 2), "logits": 3 * 4 * n * V}
-    update = {"states": STATES, "gradients": 4 * P, "roots": 2 * 4 * V * D}
+    update = {"states": STATES, "gradients": 4 * P}
     return always | kept | {"scalars": 8}, always | update | {"scalars": 4}
 
 
@@ -247,7 +249,7 @@ assert max(peaks(film)) == max(at_loss, at_update) == at_loss
 def who_lives(theme: Theme):
     """The five things at three moments, in KiB."""
     sketch = course.Sketch(theme, 41, 15.2)
-    for column, when in enumerate(("when the loss goes back", "back at the first block", "in the update")):
+    for column, when in enumerate(("backpropagation starts", "back at the first block", "in the update")):
         sketch.text(13 + 10.5 * column, 0.7, when)
     for row, (name, color, sizes) in enumerate((
         ("weights", 0, ("256", "256", "256")),
@@ -260,17 +262,18 @@ def who_lives(theme: Theme):
         sketch.text(0, top + 0.8, name, align="left")
         for column, size in enumerate(sizes):
             sketch.tensor(8.5 + 10.5 * column, top, 9, 1.6, size, color=color, kept=bool(size))
-    for name, y, sizes in (("all else", 12.7, ("51", "...", "146")), ("together", 14.2, ("2,747", "less", "1,170"))):
+    for name, y, sizes in (("all else", 12.7, ("51", "...", "18")), ("together", 14.2, ("2,747", "less", "1,042"))):
         sketch.text(0, y, name, align="left", quiet=name == "all else")
         for column, size in enumerate(sizes):
             sketch.text(13 + 10.5 * column, y, size, quiet=name == "all else")
     return sketch.figure
 
 
+assert [round(size / KIB) for size in (at_loss, at_update)] == [2747, 1042]  # as drawn
 course.show(
     who_lives,
-    "Figure 1. Filled lives, dashed does not, in KiB: activations and gradients take turns, so the most that lives is "
-    "less than the sum of all.",
+    "Figure 1. Filled is alive, dashed is not, in KiB: activations and gradients take turns, so the peak is less than "
+    "the sum of all.",
 )
 
 # %% [markdown]
@@ -315,14 +318,26 @@ def over_time(theme: Theme):
 
 course.show(
     over_time,
-    "Figure 2. Two steps: the peak is the moment at which the loss goes back, and the second step is higher by the "
-    "optimizer's states.",
+    "Figure 2. Two steps: the peak is where backpropagation starts, and the second step is higher by the optimizer's "
+    "states.",
 )
 
 # %% [markdown]
-# That is the lesson's surprise. **The gradients cost nothing**: by the time they have come, the activations have gone.
-# The peak is a *maximum over moments*, not a sum of everything. Whoever halves the gradients here gains no byte.
+# That is the lesson's surprise. **These gradients cost nothing**: when they have come, the activations have gone. The
+# peak is a *maximum over moments*, not a sum of everything. Halving the gradients would not lower this peak. (It would
+# with short rows. Section 5 says how short.)
 #
+# The optimizer is part of the bill too. `torch.optim.AdamW` without `fused=True` takes *foreach* on a card: it updates
+# all tensors at once, and for that makes the square roots of all second states. Predict what that adds to its moment.
+
+# %%
+train(foreach := Film(), way="foreach")
+roots = peaks(foreach)[-1] - at_update
+print(f"foreach adds {roots:,} bytes to the update, {roots / P:.0f} for each weight; in Llama-3.2-1B 4.6 GiB")
+assert roots == 4 * P
+assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
+
+# %% [markdown]
 # ## 4. What it costs
 # A bill costs a millisecond of arithmetic, so its price is its error. For real models the package walks a block on
 # paper as we did, for every technique of this course. We held 204 such bills against a *dry run*: the real modules,
@@ -386,7 +401,8 @@ by_hand = {
     "logits": 3 * 4 * T1 * V1,
 }
 
-bill = course.bill(course.so_far("00_the_bill"))  # the job with every switch off
+plain = course.so_far("00_the_bill")  # the job with every switch off
+bill = course.bill(plain)
 for row in bill.rows:
     print(f"{row.name:26}{row.bytes / MIB:10,.1f} MiB  {row.why}")
 print(f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = {bill.peak_bytes / GIB:.1f} GiB")
@@ -397,9 +413,23 @@ assert P1 == bill.shape.weights == 1_235_814_400
 
 # %% [markdown]
 # The same from a shell: `cria plan kwanzaa --gpu t4` prints the bill of the finished job, and its last table, the
-# ladder, begins with this 31.3. Read the rows: 1.24 billion weights and their states are 13.8 GiB, the blocks 14.5 (8
-# of them $T \times T$ scores), the logits 2.9. There is no row of gradients, though they are 4.6 GiB: as in the small
-# model, they are not there when most is.
+# ladder, begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the blocks 14.5 (8
+# of them $T \times T$ scores), the logits 2.9. There is no line of gradients, though they take 4.6 GiB: as in the small
+# model, they are not there at the peak.
+#
+# That holds for long rows. Activations and logits shrink with the rows, gradients do not. At which length does the peak
+# move to a moment that has gradients in it?
+
+# %%
+for tokens in (256, 1002, 1003, 2048):
+    short = course.bill(with_settings(plain, [f"data.max_length={tokens}"]))
+    held = sum(row.bytes for row in short.rows if row.name == "gradients")
+    print(f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, at the {short.peak.name}; gradients {held / GIB:.1f}")
+    assert (held, short.peak.name) == ((4 * P1, "embedding") if tokens <= 1002 else (0, "loss"))
+
+# %% [markdown]
+# Up to 1,002 tokens the peak is at the end of the backward pass, at the *embedding*. There all gradients are alive, and
+# each of them costs its 4 bytes. From 1,003 tokens on they cost nothing.
 
 
 # %% tags=["hide-input"]
@@ -410,7 +440,7 @@ def six_moments(theme: Theme):
         "optimizer states": (("optimizer states",), theme.series[3]),
         "blocks, batch": (("block", "batch"), theme.series[1]),
         "logits": (("logits", "final norm"), theme.series[2]),
-        "gradients, roots": (("gradients", "embedding", "optimizer: open"), theme.quiet),
+        "gradients": (("gradients", "embedding"), theme.quiet),
     }
     drawn, axes = course.figure(height=3.6)
     found = moments(bill)
@@ -439,8 +469,8 @@ course.show(
 )
 
 # %% [markdown]
-# Figure 4 also says what a trick can gain. Take all logits away, 2.9 GiB, and you gain 1.1: then the last block is the
-# peak. **A trick shrinks its own row; you gain the distance to the next moment.**
+# Figure 4 also says what a trick can gain. Removing the 2.9 GiB of logits lowers the peak by only 1.1 GiB, because then
+# the last block is the peak. **A trick shrinks its own line; you gain the distance to the next moment.**
 #
 # Why not look the number up? For QLoRA of a model of $x$ billion weights, LLaMA-Factory's README says $x/2$ GB, here
 # 0.6. axolotl's guide says 6 to 8 GB for 1 to 3 billion. A factor of ten, from two good libraries; both say that they
@@ -494,14 +524,14 @@ assert peaks(longer)[1] < peaks(longer)[4] == peaks(longer)[7]
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** `optimizer.zero_grad(set_to_none=False)` fills gradients with zeros instead of dropping them. By how
-#    many bytes does the small model's peak grow?
+#    many bytes does the small model's peak grow? The answer is a number of bytes.
 # 2. **Build.** Let no gradient wait: update each weight as soon as its gradient has come, then drop it.
-#    `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment. Fill in `update_on_the_way`: one AdamW for
-#    each parameter, a hook, and return the optimizers. (About seven lines. Before you check: what does it save at the
-#    peak?)
-# 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How many GiB does the peak of plain fp32 training need
-#    at least, on a card? (`optimizer: open` on a card: one root for each weight, of *all* tensors at
-#    once.)
+#    `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment. Fill in `update_on_the_way(model)`: make one
+#    `torch.optim.AdamW` with default settings for each parameter, register a hook, and return the optimizers in a list
+#    or a dict. (About seven lines. Before you check: what does it save at the peak?)
+# 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How much memory does a step of plain fp32 training
+#    take at least, by our bill? The answer is the peak in GiB, within 1 %. (Which moment of Figure 4 has the most that
+#    does not depend on $T$? `moments(bill)` gives the lines of each.)
 
 # %% tags=["exercise"]
 bytes_more = None
@@ -516,44 +546,75 @@ least_gib = None
 
 # %% tags=["hide-input"]
 def learnt(prepare, every_step):
-    """The weights after two steps."""
+    """The weights before and after two steps."""
     torch.manual_seed(0)
     model, batch = Tiny(), torch.randint(V, (2, B, T))
+    start = [p.detach().clone() for p in model.parameters()]
     if (made := prepare(model)) is None:
         raise NotImplementedError
     for _ in range(2):
         F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()).backward()
         every_step(model, made)
-    return list(model.parameters())
+    return start, [p.detach() for p in model.parameters()]
 
 
 def of_updates(answer):
+    waited = []
+
+    def prepare(model):
+        made = answer(model)
+        for p in model.parameters():  # hooks run in the order in which they were registered, so these come last
+            p.register_post_accumulate_grad_hook(
+                lambda _: waited.append(sum(p.grad is not None for p in model.parameters()))
+            )
+        return made
+
     def nothing_waits(model, made):
         assert all(p.grad is None for p in model.parameters()), "a gradient is left after the backward pass"
+        assert not any(waited), f"during the backward pass {max(waited)} gradients wait together; drop each at once"
+        if not isinstance(made, list | tuple | dict) or len(made) != 4 * L + 1:
+            raise TypeError(f"{type(made).__name__} is not {4 * L + 1} optimizers")
 
     def plainly(model, made):
         made.step()
         made.zero_grad()
 
-    right = learnt(lambda model: torch.optim.AdamW(model.parameters()), plainly)
-    mine = learnt(answer, nothing_waits)
-    same = all(torch.equal(p, q) for p, q in zip(right, mine, strict=True))
-    assert same, "after two steps the weights are not those of plain AdamW; its settings and its states must be, too"
+    start, mine = learnt(prepare, nothing_waits)
+    stuck = sum(torch.equal(p, q) for p, q in zip(start, mine, strict=True))
+    assert not stuck, f"{stuck} of {len(mine)} weights never move: does each hook step the optimizer of its own weight?"
+    rights = [learnt(lambda model, way=way: torch.optim.AdamW(model.parameters(), **way), plainly)[1]
+              for way in ({}, {"fused": True}, {"foreach": True})]  # fmt: skip
+    same = any(all(map(torch.equal, right, mine)) for right in rights)
+    assert same, "after two steps the weights are not those of plain AdamW: same settings, and states that last?"
 
 
-keeps = Film()
-train(keeps, set_to_none=False)
-grown = max(keeps.frames) - max(film.frames)
-hint = "what lives now when the loss goes back that did not before, and at how many bytes a number?"
-course.check(1, bytes_more, course.equal(grown, hint))
-course.check(2, update_on_the_way, of_updates)
-course.check(3, least_gib, course.about(20 * P1 / GIB, "which moment has no T in it? Count all that lives in it"))
+def of_bytes(answer):
+    keeps = Film()
+    train(keeps, set_to_none=False)
+    grown = max(keeps.frames) - max(film.frames)
+    right = course.equal(grown, "which gradients are alive now where backpropagation starts, at 4 bytes a number?")
+    assert answer != 0, "not 0; a gradient of zeros takes as many bytes as any other"
+    assert answer * KIB != grown, f"{answer} is in KiB; in bytes?"
+    right(answer)
+
+
+def of_least(answer):
+    least = course.bill(with_settings(plain, ["data.max_length=8"])).peak_bytes
+    found = float(answer)
+    assert abs(found * 1e9 / least - 1) > 0.01, f"{found:.2f} is in GB of 10^9 bytes; a GiB has 2^30"
+    assert found <= 1.01 * least / GIB, f"not {found:.1f}: too much; our fused AdamW makes no tensor of its own"
+    course.about(least / GIB, "too little; look at all lines of the moment 'embedding'")(answer)
+
+
+course.check(1, bytes_more, of_bytes, "a number of bytes")
+course.check(2, update_on_the_way, of_updates, "a function (model) -> its optimizers in a list or a dict")
+course.check(3, least_gib, of_least, "a number of GiB")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_more = 4 * 65_536  # now gradients do wait at the loss: all rows added up is the peak
+# bytes_more = 4 * 65_536  # now gradients do wait at the loss: all lines added up are the peak
 #
 #
 # def update_on_the_way(model):
@@ -568,7 +629,9 @@ course.check(3, least_gib, course.about(20 * P1 / GIB, "which moment has no T in
 #     return optimizers  # at the peak it saves nothing: no gradient lived there
 #
 #
-# least_gib = 20 * 1_235_814_400 / 2**30  # weights, gradients, two states, roots: 23.0, so no row fits
+# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a gradient of its own, and both
+# # are added into a third
+# least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 2**30  # 20.4, so no row fits a T4
 # ```
 #
 # </details>
@@ -576,15 +639,15 @@ course.check(3, least_gib, course.about(20 * P1 / GIB, "which moment has no T in
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
 # - **Costs** a millisecond, and an error: at most 1.7 % in 204 cases, held against a dry run.
-# - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three logits.
+# - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.
 #
 # ## Sources
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv 1910.02054, section 3 (where the memory goes).
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation*, arXiv 2205.05198, section 4 (what a block keeps).
-# - Kingma and Ba 2015, *Adam*, arXiv 1412.6980, section 2. `torch/optim/adam.py` of torch 2.13: `_single_tensor_adam`
-#   on a CPU, `_multi_tensor_adam` on a card.
+# - Kingma and Ba 2015, *Adam*, arXiv 1412.6980, section 2. `torch/optim/adam.py` of torch 2.13: `_fused_adam`, and
+#   `_multi_tensor_adam`, which is *foreach*. `training_args.py` of transformers 5.23: `adamw_torch_fused`.
 # - Rules: LLaMA-Factory, `README.md`, *Hardware Requirement*; axolotl, `docs/choosing_method.qmd`, *Hardware Mapping*.
 #   A search for the largest batch that forgot the states: rf-detr, pull request 1342.
 # - Ours: `cria_tricks/memory/estimate.py`, `block.py`, `shape.py`, `cria_tricks/measure.py`;

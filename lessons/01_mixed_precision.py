@@ -7,12 +7,12 @@
 
 # %% [markdown]
 # # 1. Mixed precision: multiply in 16 bits, learn in 32
-# > **Promise.** Products get eight times as fast on a T4's data sheet, and gradients too small for 16 bits come back.
-# > And you will see why the bill of full fine-tuning *grows*, by 3.9 GiB.
+# > **Promise.** By a T4's data sheet products become eight times as fast, and gradients too small for 16 bits come
+# > back. And you see why full fine-tuning with eager attention takes 3.9 GiB *more* in 16 bits.
 #
 # > **Card.** saves time now, bytes once the weights are frozen / costs rounding, a loss scale, a skipped step now and
-# > then, and here 3.9 GiB / approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits / 25 minutes /
-# > after lesson 0
+# > then, and with eager attention 3.9 GiB / approximate: products are rounded to 11 (fp16) or 8 (bf16) significant
+# > bits / 25 minutes / after lesson 0
 #
 # Our job is QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4. Lesson 0 ended with the bill of
 # plain training: a peak of 31.3 GiB, where a T4 has 14.74. Nearly every number on it takes 4 bytes. So let us take 2,
@@ -22,6 +22,7 @@
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, mse_loss, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks import course
 from cria_tricks.counting import SavedBytes, flops
@@ -29,6 +30,11 @@ from cria_tricks.errors import BadInput
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
+<<<<<<< HEAD
+=======
+from cria_tricks.memory.estimate import estimate
+from cria_tricks.plan import diff
+>>>>>>> i25-lessons1
 from cria_tricks.recipe import with_settings
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import resolve
@@ -76,7 +82,8 @@ course.show(layouts, "Figure 1. Two ways to spend 16 bits: fp16 is finer, bf16 h
 # %% [markdown]
 # Now a block of Llama, small enough to count: a thirty-second of every width, with all 32 heads. So a MiB of the real
 # block is a KiB of ours. One row of $T$ tokens, $D$ width, $K$ width of the keys and of the values, $F$ inner
-# width of the MLP, $H$ heads. `half` marks what products multiply; for now it does nothing.
+# width of the MLP, $H$ heads. `half` marks what products multiply; for now it does nothing. Attention is *eager*, as in
+# our job until lesson 9: it makes the $T \times T$ matrix of each head in full.
 
 
 # %%
@@ -197,10 +204,12 @@ for name, (_, f, dtype) in FORMATS.items():
 #
 # **Scale the loss.** Gradients are small. The loss is a mean over 2,047 tokens, and each token pushes the right word up
 # and all 128,255 others down, by $p / 2047$, $p$ being a word's probability. Up to $2^{-25}$, half of its smallest
-# number, fp16 rounds to zero. How many of these pushes go there? Take one token, with random logits.
+# number, fp16 rounds to zero. How many of these pushes go there? Take one token with random logits, and with peaked
+# ones, where few words have nearly all probability.
 
 # %%
-logits = (2 * torch.randn(1, V)).half()  # as the head gives them under autocast
+drawn = torch.randn(1, V)
+logits = {"random": (2 * drawn).half(), "peaked": (5 * drawn).half()}  # in fp16, as the head gives them under autocast
 
 
 def pushes(z, scale=1.0):
@@ -210,12 +219,15 @@ def pushes(z, scale=1.0):
     return torch.autograd.grad(loss * scale, z)[0]
 
 
-wide = pushes(logits.float())
-for scale in (1.0, 65536.0):
-    predicted, gone = (wide.abs() * scale <= 2.0**-25).sum(), pushes(logits.clone(), scale) == 0
-    share = wide[gone].sum() / wide[wide > 0].sum()
-    print(f"scale {scale:6.0f}: predicted {predicted:7,} zeros, counted {gone.sum():7,}: {share:.1%} of the push down")
-    assert gone.sum() == predicted
+wide, lost = {name: pushes(z.float()) for name, z in logits.items()}, {}
+for name, exact in wide.items():
+    for scale in (1.0, 65536.0):
+        predicted, gone = (exact.abs() * scale <= 2.0**-25).sum(), pushes(logits[name].clone(), scale) == 0
+        lost[name, scale] = (exact[gone].sum() / exact[exact > 0].sum()).item()
+        share = f"{lost[name, scale]:.1%} of the push down"
+        print(f"{name}, scale {scale:6.0f}: predicted {predicted:7,} zeros, counted {gone.sum():7,}: {share}")
+        assert gone.sum() == predicted
+assert lost["random", 1] > 0.4 > 0.05 > lost["peaked", 1] > 0.01 > lost["random", 65536]
 
 
 # %% tags=["hide-input"]
@@ -223,7 +235,7 @@ def window(theme: Theme):
     """Where the gradients of one token's logits lie, and what fp16 holds."""
     drawn, axes = course.figure(height=2.9)
     for color, scale in enumerate((1.0, 65536.0)):
-        sizes = (wide.abs() * scale).log2().flatten().numpy()
+        sizes = (wide["random"].abs() * scale).log2().flatten().numpy()
         axes.hist(sizes, bins=60, color=theme.series[color], alpha=0.7, label=f"times {scale:,.0f}")
     for border in (-25, -14, 16):
         axes.axvline(border, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
@@ -235,12 +247,15 @@ def window(theme: Theme):
     return drawn
 
 
-course.show(window, "Figure 2. Most pushes lie beneath all that fp16 holds; a scale moves them into its window.")
+course.show(
+    window, "Figure 2. With random logits most pushes are too small for fp16; a scale moves them into its range."
+)
 
 # %% [markdown]
-# 98 % of the words are lost, and with them half of the push down: the model hears "more of this" and only half of
-# "less of that". The chain rule is linear, so the cure is one line: multiply the loss by a scale $S$, and divide the
-# fp32 gradients by it. With a power of two, exponents move and nothing is rounded.
+# With random logits fp16 loses 98 % of the words and half of the push down: the model hears "more of this" and only
+# half of "less of that". Peaked logits lose even more words, but these had little probability: 2 % of the push.
+# SmolLM2-135M lost 4 % on five of our rows. The chain rule is linear, so the cure is one line: multiply the loss by a
+# scale $S$, and divide the fp32 gradients by it. A power of two moves exponents and rounds nothing.
 #
 # How large may $S$ be? Until $S$ times the largest gradient passes 65,504. Nobody knows that beforehand, so the scale
 # finds itself: after an overflow the step is skipped and $S$ halved; after a quiet while it is doubled.
@@ -321,8 +336,8 @@ assert history[scale.skipped][1] == 2.0 ** (65504 / largest).log2().floor()  # t
 # keep a cast of the input that they shared, as do $q$, $k$, $v$). Two things come *on top*:
 #
 # - A product's backward pass needs the weight it multiplied by, so the 16-bit *copy* waits, beside the fp32 weight.
-# - The softmax keeps its result in fp32, the product behind it a copy in 16 bits. The block's largest tensor now waits
-#   twice, in $4 + 2$ bytes.
+# - Eager attention's softmax keeps its result in fp32, and the product behind it keeps a copy in 16 bits. So the
+#   block's largest tensor waits twice, in $4 + 2$ bytes.
 
 # %%
 in_16_bits = keeps(T, D, K, F, H, half=True)
@@ -400,13 +415,34 @@ print({kind: f"{size / MIB:+,.0f} MiB" for kind, size in change.items() if size}
 assert sum(change.values()) == course.bill(after).peak_bytes - course.bill(before).peak_bytes
 
 # %% [markdown]
-# Weights and optimizer states stay in fp32, because they learn. Two rows grew, *blocks: waiting* and *head in 16 bits*.
-# The last line splits them. Smaller activations gave back 2.4 GiB, the copies of weights took 2.3: a draw. Then the
-# attention's matrix waits a second time, 4 GiB. The peak is where it was, at the loss.
+# Weights and optimizer states stay in fp32, because they learn. Two lines of the bill grew, *blocks: waiting* and
+# *head in 16 bits*. The last line splits them: smaller activations save 2.4 GiB, and the copies of weights cost 2.3.
+# Then eager attention's matrix waits a second time: 4 GiB. The peak is still at the loss.
 #
-# So why take it? For the tensor cores, now. And each culprit has its lesson: checkpointing (3) forgets what blocks
-# keep, flash attention never has the matrix, and a frozen base (4) needs no fp32 weights: the same switch stores it
-# in 16 bits, without copies.
+# So the attention makes 16 bits cost memory. transformers' own default is `sdpa`, where torch chooses a kernel by card
+# and format. Predict the change on a T4 and on an L4:
+
+# %%
+changes = []
+for name, attention, card in (
+    ("eager on a T4", "eager", "t4"),
+    ("sdpa on a T4", "sdpa", "t4"),
+    ("sdpa on a T4, keys repeated (lesson 9)", "sdpa tricks.expand_kv=true", "t4"),
+    ("sdpa on an L4", "sdpa", "l4"),
+):
+    recipes = [with_settings(one, f"tricks.attention={attention}".split()) for one in (before, after)]
+    fp32, fp16 = (estimate(one, course.bill(before).shape, CARDS[card].device) for one in recipes)
+    changes.append(round((fp16.peak_bytes - fp32.peak_bytes) / MIB))
+    print(f"{name:38} fp32 {fp32.kernel:16} -> fp16 {fp16.kernel:16} {changes[-1]:+6,} MiB")
+assert changes == [4013, 301, -83, -8463]
+
+# %% [markdown]
+# On a T4 sdpa runs the *math* kernel in both formats. It keeps the matrix once, in fp32. On an L4 only fp32 takes it;
+# in 16 bits torch takes the *flash* kernel, which never has the matrix: 8 GiB less. Where neither format keeps the
+# matrix, the switch saves 83 MiB.
+#
+# Why take it on a T4? For the tensor cores. Later lessons remove what costs bytes: checkpointing (3) drops what blocks
+# keep, and a frozen base (4) needs no copies.
 
 # %%
 lora = course.so_far("04_lora")
@@ -438,7 +474,7 @@ assert cured.grad[0] == 1 / scaler.get_scale()
 # %% [markdown]
 # **`'loss': 0.0, 'grad_norm': nan`** (transformers 5 prints `'0'` and `'nan'`). The loss is NaN; the trainer's filter
 # logs that as 0. A number of the *forward* pass went beyond 65,504. No loss scale heals that; it skips step after step,
-# silently. (Ours stops after ten.) Here $q \cdot k$ is 64 products of about $40 \cdot 40$: 102,400. Cure: divide by
+# silently. Here $q \cdot k$ is 64 products of about $40 \cdot 40$: 102,400. Cure: divide by
 # $\sqrt{64}$ *before* multiplying, or take bf16's range, on a card that has it.
 
 # %%
@@ -458,13 +494,12 @@ for early in (False, True):  # the queries are divided after they met the keys, 
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** A run begins at the usual scale, 65,536. Its largest 16-bit gradient, unscaled, is 3.0 and stays so.
-#    At which scale does it take its first step? (Our job has 42 steps, and torch waits 2,000 before it doubles: a scale
-#    that has fallen stays down.)
-# 2. **Build.** bf16 is the upper half of an fp32. Round an fp32 tensor to bf16 with integers alone: the bits are
-#    `x.view(torch.int32)`. To the nearest, ties to even, the result again in fp32.
+#    At which scale does it take its first step? The answer is that scale.
+# 2. **Build.** bf16 is the upper half of an fp32. Fill in `to_bf16(x)`: round an fp32 tensor to bf16 with integer
+#    operations alone, to the nearest, ties to even. `x.view(torch.int32)` gives the bits. Return fp32, in the shape of
+#    `x`, and leave `x` as it is.
 # 3. **Reach.** Take the MLP alone: what `gate`, `up`, `down` multiply and what lies between, casts and copies
-#    included. At which number of tokens $T$ does it keep as many bytes with autocast as without, with Llama's
-#    $D = 2048$?
+#    included, with Llama's $D$ and $F$. At how many tokens $T$ does it keep as many bytes with autocast as without?
 
 # %% tags=["exercise"]
 first_scale = None
@@ -481,22 +516,51 @@ break_even = None
 anything = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int32).view(torch.float32)  # any 32 bits
 
 
+def of_scale(answer):
+    scale = float(answer)
+    assert 3 * scale <= 65_504, f"3 x {scale:,.0f} is beyond 65,504, so this step is skipped, too"
+    assert scale in 2.0 ** torch.arange(17), f"not {scale:,.0f}; the scale begins at 65,536 and only ever halves"
+    course.equal(16_384, "a larger scale was tried before this one, and it already worked")(answer)
+
+
+def of_break_even(answer):
+    tokens = float(answer)
+    assert tokens <= 1536, f"not {tokens:,.0f}; autocast saves more for each token: list what lies between y and down"
+    course.equal(1536, "autocast adds more: a copy of each weight, and the casts of an input that was shared")(answer)
+
+
+class OnlyIntegers(TorchDispatchMode):
+    """Refuse operations that make 16-bit numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        wide = not isinstance(out, torch.Tensor) or out.dtype not in (torch.bfloat16, torch.float16)
+        assert wide, f"{func} makes 16-bit numbers; shift, add and mask the bits as integers"
+        return out
+
+
 def of_bf16(answer):
     ties = 1 + torch.arange(256) / 256  # every second one is halfway
     for numbers, hint in (
         (anything[~anything.isnan()], "what is nearer to the upper neighbour must go there"),
         (torch.cat([ties, -ties]), "halfway between two, the one whose last bit is 0 wins"),
-        (torch.tensor([torch.inf, -torch.inf, 0.0]), "infinity and zero stay what they are"),
+        (torch.tensor([torch.inf, -torch.inf, 0.0, -0.0]), "infinity and zero stay what they are"),
+        (torch.randn(3, 5), "keep the shape of x"),
     ):
-        if (found := answer(numbers.clone())) is None:
+        given = numbers.clone()
+        with OnlyIntegers():
+            found = answer(given)
+        if found is None:
             raise NotImplementedError
         assert found.dtype == torch.float32, "give fp32 back: view the bits as torch.float32"
-        assert torch.equal(found, numbers.bfloat16().float()), hint
+        assert found.shape == numbers.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(numbers.shape)}"
+        assert torch.equal(found.view(torch.int32), numbers.bfloat16().float().view(torch.int32)), hint
+        assert torch.equal(given, numbers), "x itself was changed"
 
 
-course.check(1, first_scale, course.equal(16_384, "3 times the scale must stay within 65,504, and it only ever halves"))
-course.check(2, to_bf16, of_bf16)
-course.check(3, break_even, course.equal(1536, "what is saved grows with T; the copies of three weights do not"))
+course.check(1, first_scale, of_scale, "a loss scale, one number")
+course.check(2, to_bf16, of_bf16, "a function (x) -> fp32 numbers in the shape of x, an fp32 tensor")
+course.check(3, break_even, of_break_even, "a number of tokens")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -517,17 +581,21 @@ course.check(3, break_even, course.equal(1536, "what is saved grows with T; the 
 # </details>
 #
 # ## In one breath
-# - **Saves** time, on tensor cores; bytes where frozen weights are stored in 2 instead of 4.
-# - **Costs** rounding; in fp16 a loss scale and a few skipped steps; in full fine-tuning 16-bit copies of each weight
-#   and of the attention's matrix.
+# - **Saves** time, on tensor cores; bytes where frozen weights are stored in 2 instead of 4, and where 16 bits let
+#   torch take the flash kernel (compute capability 8.0 on).
+# - **Costs** rounding; in fp16 a loss scale and a few skipped steps; in full fine-tuning a 16-bit copy of each weight,
+#   and with eager attention one of its matrix.
 # - **Approximate**: a number moves by at most $2^{-11}$ of itself in fp16, $2^{-8}$ in bf16. The scale rounds nothing.
 # - **When**: on every card with 16-bit units; fp16 on a T4, bf16 from compute capability 8.0 on.
-# - **When not**: to save bytes while all weights train; with activations beyond 65,504 and no bf16.
+# - **When not**: to save bytes in full fine-tuning on a T4 (on an L4 with sdpa it saves 8,463 MiB); with activations
+#   beyond 65,504 and no bf16.
 #
 # ## Sources
 # - Micikevicius et al. 2018, *Mixed Precision Training*, arXiv 1710.03740, sections 3.1 (master weights), 3.2 (loss
 #   scaling), 3.3 (sums in fp32).
 # - torch 2.13: `torch/amp/grad_scaler.py`, `torch/amp/autocast_mode.py`, `is_bf16_supported` in `torch/cuda`.
+# - Ours, measured on a CPU on 2026-11-22: fp32 logits of SmolLM2-135M-Instruct over five training rows of 1,024 tokens,
+#   the gradient of a mean over 2,047; 99.4 to 99.5 % of the words and 3.9 to 4.5 % of the push lie below $2^{-25}$.
 # - transformers 5.23: `eager_attention_forward` in `modeling_llama.py`, `logging_nan_inf_filter` in `trainer.py`.
 # - NVIDIA's data sheets of T4 and L4, for the rates.
 # - Ours: `cria_tricks/tricks/mixed_precision.py`, `tests/tricks/test_mixed_precision.py`.

@@ -21,6 +21,7 @@
 # %% tags=["hide-input"]
 import random
 import warnings
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -247,8 +248,8 @@ assert abs(accumulate(split(window)) / loss - 1) < 1e-5
 assert off(gradient(), right) < 1e-5
 
 # %% [markdown]
-# **The last window.** 107 rows make 13 windows of 8, and one of 3. Who divides by $k = 8$ there, too, gets $3/8$ of a
-# gradient. We never divide by $k$, so there is nothing to mend: section 3 has all 14 windows.
+# **The last window.** 107 rows make 13 windows of 8, and one of 3. Dividing by 8 there, too, shrinks the gradient to
+# $3/8$ of its correct size. We never divide by $k$, so there is nothing to mend: section 3 has all 14 windows.
 
 # %%
 last = rows[13 * 8 :]
@@ -438,15 +439,16 @@ print(
 assert predicted == eight
 
 # %% [markdown]
-# So 4.6 GiB buy what would have cost 134. And they will not stay: once lesson 3 has taken away what waits at the loss,
-# a step without accumulation peaks in the optimizer, where all gradients exist anyway. Then accumulation costs less
-# than a tenth of this; and lesson 4 leaves few weights to train (exercise 1).
+# So 4.6 GiB buy what would have cost 134. Later the price falls. With lesson 3's checkpointing a step without
+# accumulation peaks at the end of the backward pass, where all gradients exist anyway, so accumulation adds 3,138 MiB.
+# Lesson 4 leaves few weights to train, and little that waits (exercise 1).
 
 # %%
-later = course.so_far("03_gradient_checkpointing")
-plain = with_settings(later, ["tricks.gradient_accumulation=1"])
-print(f"after lesson 3 it costs {(course.bill(later).peak_bytes - course.bill(plain).peak_bytes) / MIB:,.1f} MiB")
-assert course.bill(later).peak_bytes - course.bill(plain).peak_bytes < waits / 10
+later = course.bill(course.so_far("03_gradient_checkpointing"))
+alone = course.bill(with_settings(course.so_far("03_gradient_checkpointing"), ["tricks.gradient_accumulation=1"]))
+print(f"after lesson 3 it costs {(later.peak_bytes - alone.peak_bytes) / MIB:,.0f} MiB")
+assert alone.peak.name == "embedding"  # the end of the backward pass
+assert later.peak_bytes - alone.peak_bytes == 3138 * MIB < waits
 course.show(course.staircase("02_gradient_accumulation"), "Figure 4. The bill so far: a step up, to get down later.")
 
 # %% [markdown]
@@ -507,11 +509,13 @@ assert cured[0] > cured[1] > cured[2] == 0
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** From lesson 4 on only an adapter trains: 11,272,192 weights, in fp32. How many bytes will wait
-#    between micro-batches then?
-# 2. **Build.** Micro-batches come from a stream: you see each once, and cannot count ahead. Fill in `from_a_stream`:
-#    it leaves the right gradient in `.grad` and returns $N$, the trained tokens of all. (About six lines.)
-# 3. **Reach.** Some keep weights in bf16, and so `.grad`, too. Every micro-batch brings a gradient of exactly 1.0.
-#    However many there are, what is the largest number that `.grad` gets to? (Lesson 1: bf16 has 8 significant bits.)
+#    between micro-batches then? The answer is a number of bytes.
+# 2. **Build.** Micro-batches come from a stream: you see each once, you cannot count ahead, and there is no room to
+#    keep them. Fill in `from_a_stream(batches)`: it leaves the gradient of the mean loss in `.grad` of the `model`'s
+#    weights, and returns $N$, the number of trained tokens in all batches. (About six lines.)
+# 3. **Reach.** Some people keep weights in bf16, and so `.grad`, too. Every micro-batch brings a gradient of exactly
+#    1.0. However many there are, what is the largest number that `.grad` gets to? (Lesson 1: bf16 has 8 significant
+#    bits.)
 
 # %% tags=["exercise"]
 bytes_that_wait = None
@@ -525,19 +529,48 @@ largest_sum = None
 
 
 # %% tags=["hide-input"]
+def stream(batches):
+    """Give each batch once, and look whether the ones before it are gone."""
+    given = []
+    for batch in batches:
+        batch = {name: tensor.clone() for name, tensor in batch.items()}
+        given.append(weakref.ref(batch["input_ids"]))
+        yield batch
+        del batch
+        kept = sum(one() is not None for one in given)  # the caller still holds the last one
+        assert kept <= 1, f"{kept} batches are alive at once; finish with each before you ask for the next"
+
+
 def of_a_stream(answer):
-    model.zero_grad()
-    if (found := answer(batch for batch in split(window))) is None:
-        raise NotImplementedError
-    assert all(weight.grad is not None for weight in model.parameters()), "there is no gradient in .grad"
-    wrong = off(gradient(), at_once(window)[1])
-    assert wrong < 1e-5, f"the gradient is off by {wrong:.1%}; what is the same for all rows, and known at the end?"
-    assert found == trained(*split(window)), f"{found} is not the number of trained tokens"
+    for rows, B in ((window, 1), (last, 1), (window, 2)):
+        right, batches = at_once(rows)[1], split(rows, B)
+        if (found := answer(stream(batches))) is None:
+            raise NotImplementedError
+        assert all(weight.grad is not None for weight in model.parameters()), "there is no gradient in .grad"
+        mine = gradient()
+        times = (mine.norm() / right.norm()).item()
+        if off(mine / times, right) < 1e-5 < abs(times - 1):
+            raise AssertionError(f"the gradient points the right way and is {times:,.4g} times as long as it should be")
+        wrong = off(mine, right)
+        assert wrong < 1e-5, f"the gradient is off by {wrong:.1%}: some rows have more to say than their tokens"
+        assert found == trained(*batches), f"{found} is not the number of trained tokens"
 
 
-course.check(1, bytes_that_wait, course.equal(4 * 11_272_192, "gradients of fp32 weights, each once, whatever k is"))
-course.check(2, from_a_stream, of_a_stream)
-course.check(3, largest_sum, course.equal(256, "try it: torch.tensor(0.0, dtype=torch.bfloat16), and add 1 in a loop"))
+course.check(
+    1,
+    bytes_that_wait,
+    course.equal(
+        4 * 11_272_192, "what waits is one sum of gradients, in fp32, for each weight that trains, whatever k is"
+    ),
+    "a number of bytes",
+)
+course.check(2, from_a_stream, of_a_stream, "a function (batches) -> the number of trained tokens")
+course.check(
+    3,
+    largest_sum,
+    course.equal(256, "try it: torch.tensor(0.0, dtype=torch.bfloat16), and add 1 in a loop"),
+    "the largest value of .grad, one number",
+)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>

@@ -28,7 +28,12 @@ from cria_tricks import course
 from cria_tricks.counting import SavedBytes, flops
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
+<<<<<<< HEAD
 from cria_tricks.step_plan import diff
+=======
+from cria_tricks.memory.estimate import moments
+from cria_tricks.plan import diff
+>>>>>>> i25-lessons1
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
@@ -70,7 +75,7 @@ x = torch.randn(B, T, D, requires_grad=True)
 # - the norm: its input $x$ ($BTD$), and a mean and a spread for each token ($2BT$)
 # - `up`: what it multiplied, the normed $x$ ($BTD$)
 # - gelu: its input ($BTH$)
-# - dropout: the mask ($BTH$)
+# - dropout: the mask ($BTH$), on a CPU in fp32 like the rest
 # - `down`: what it multiplied ($BTH$)
 #
 # Call the block's input $s$, and all the rest, its inside, $a$. Plain training keeps $L\,(s + a)$.
@@ -109,6 +114,16 @@ def gradients():
 plain, plain_loss, plain_grads = step(lambda block, x: block(x))
 print(f"counted:   {plain.peak / KIB:,.0f} KiB at the peak; the loss keeps its input too, s more")
 assert plain.peak == L * (s + a) + s
+
+# %% [markdown]
+# On a card one of these is smaller. There dropout is another operation, `native_dropout`, and its mask is a bool: one
+# byte a number instead of four. It runs on a CPU too, so we can count it.
+
+# %%
+with SavedBytes(besides=[x]) as mask:
+    torch.native_dropout(x, 0.1, True)
+assert mask.peak == x.numel()
+print(f"with a mask of one byte a number {L * (s + a - 3 * B * T * H) / KIB:,.0f} KiB would wait")
 
 
 # %% tags=["hide-input"]
@@ -178,21 +193,37 @@ assert wrong > 0
 
 # %% [markdown]
 # No error, a perfect loss, and wrong gradients: the worst kind of bug. The second forward pass drew *another dropout
-# mask*. **Replay the dice:** remember the state of the random numbers with $x$, and set it before computing again.
-
+# mask*. **Replay the random state:** save the states of the random number generators with $x$, and restore them before
+# computing again. There is one generator for the CPU and one for each card, from which dropout on that card draws.
 
 # %%
+if torch.cuda.is_available():
+    torch.cuda.init()  # makes the cards' generators
+generators = [torch.default_generator, *torch.cuda.default_generators]
+
+
+def states():
+    return [generator.get_state() for generator in generators]
+
+
+def restore(saved):
+    for generator, state in zip(generators, saved, strict=True):
+        generator.set_state(state)
+
+
 class Replay(Recompute):
     @staticmethod
     def forward(ctx, block, x, *weights):
-        ctx.dice = torch.get_rng_state()
+        ctx.states = states()
         return Recompute.forward(ctx, block, x, *weights)
 
     @staticmethod
     def backward(ctx, grad):
-        with torch.random.fork_rng(devices=[]):  # leaves no trace behind
-            torch.set_rng_state(ctx.dice)
-            return Recompute.backward(ctx, grad)
+        now = states()
+        restore(ctx.states)
+        found = Recompute.backward(ctx, grad)
+        restore(now)  # what is drawn later does not change
+        return found
 
 
 def ours(block, x):
@@ -215,6 +246,31 @@ assert torch.equal(loss, plain_loss)
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, grads, strict=True))
 print(f"predicted {predicted / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB, plain {plain.peak / KIB:,.0f} KiB")
 assert kept.peak == predicted
+
+# %% [markdown]
+# Replaying the CPU's generator alone would pass this proof and fail on a card. A generator of our own can stand for the
+# card's: with its state left out the bug is back, with its state saved it is gone.
+
+# %%
+of_a_card = torch.Generator()
+
+
+class OnACard(Block):
+    def forward(self, x):
+        return super().forward(x * (torch.rand(x.shape, generator=of_a_card) > 0.1))
+
+
+def gradient_of_x(way):
+    of_a_card.manual_seed(2)
+    return torch.autograd.grad(way(on_a_card, x).square().sum(), x)[0]
+
+
+on_a_card = OnACard().eval()  # its own dropout is off
+plainly = gradient_of_x(lambda block, x: block(x))
+assert not torch.equal(gradient_of_x(ours), plainly)
+generators.append(of_a_card)
+assert torch.equal(gradient_of_x(ours), plainly)
+generators.remove(of_a_card)
 
 
 # %% tags=["hide-input"]
@@ -285,14 +341,16 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 # %%
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes < 0.6 * course.bill(before).peak_bytes
+highest, second, *_ = sorted(moments(course.bill(after)), key=lambda moment: -moment.bytes)
+assert (highest.name, second.name) == ("log-softmax", "loss")
+assert round((highest.bytes - second.bytes) / KIB**2) == 1339
 
 # %% [markdown]
-# Read the two columns slowly. *Blocks: waiting* fell from 18,368 MiB to 256: sixteen inputs. But a row has come, too.
+# Read the two columns slowly. *Blocks: waiting* fell from 18,368 MiB to 256: sixteen inputs. But a line has come, too.
 # Autocast's 16-bit copies of the weights used to wait among what blocks keep. No block keeps them now, yet autocast
-# itself holds them until the forward pass ends. So the peak has *moved*, from where the loss goes back to the last
-# operation of the forward pass. And 428 MiB below it stands the next one: the optimizer's step, where AdamW makes 4.6
-# GiB of roots. A trick shrinks its own row; what you gain is the distance to the next peak. What stands there now,
-# weights, gradients and states, is for lesson 4.
+# itself holds them until the forward pass ends. So the peak has *moved*, from the start of backpropagation to the last
+# operation of the forward pass. The old one is now 1,339 MiB lower. A trick shrinks its own line; what you gain is the
+# distance to the next peak. Most of what is left, weights, gradients and states, is for lesson 4.
 
 # %%
 course.show(course.staircase("03_gradient_checkpointing"), "Figure 3. The bill so far: still beyond a T4.")
@@ -348,7 +406,7 @@ checkpoint(blocks[0], frozen, use_reentrant=False).sum().backward()  # the cure
 # else the second time: it has a side effect, such as filling a cache. Cure: take that out of training
 # (`model.config.use_cache = False`; transformers does so by itself when it notices). Its sibling, `Recomputed values
 # for the following tensors have different metadata`, means other shapes or dtypes: a cache that grew. Values are never
-# compared: dice that are not torch's, such as Python's `random`, roll anew unnoticed.
+# compared, so random numbers that are not torch's, such as those of Python's `random`, are drawn anew unnoticed.
 
 # %%
 cache = {}
@@ -369,11 +427,13 @@ except CheckpointError as error:
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** Rows become twice as long, $T = 128$. How many bytes does our checkpointed stack keep at its peak?
+#    The answer is a number of bytes.
 # 2. **Build.** Checkpoint two blocks at a time: fewer inputs are kept, and two insides are open at once. Fill in
-#    `in_pairs`; it runs all blocks and returns the last output. (About four lines. `nn.Sequential` makes one block of
-#    two, and `ours` takes any block.)
+#    `in_pairs(blocks, x)`: it runs all blocks, an even number of them, and returns the last output, shaped like `x`.
+#    (About four lines. `nn.Sequential` makes one block of two, and `ours` takes any block.)
 # 3. **Reach.** In groups of $k$ blocks the peak is about $\frac{L}{k}\,s + k\,(s + a)$, less the $s$ that is counted
-#    twice. With $L = 64$ and $a = 15\,s$, which whole $k$ keeps least? (The paper's answer is a square root.)
+#    twice. With $L = 64$ and $a = 15\,s$, at which $k$ is it lowest? The answer is a whole number of blocks. (The
+#    paper's answer is a square root.)
 
 # %% tags=["exercise"]
 bytes_at_twice_the_length = None
@@ -387,21 +447,53 @@ best_k = None
 
 
 # %% tags=["hide-input"]
-def of_pairs(answer):
+def run(way, some):
+    """Bytes that autograd keeps at the peak, the output, and all gradients; the same dropout every time."""
     torch.manual_seed(1)
+    blocks.zero_grad()
+    x.grad = None
     with SavedBytes(besides=blocks.parameters()) as kept:
-        if (y := answer(blocks, x)) is None:
+        if (y := way(some, x)) is None:
             raise NotImplementedError
-        loss = y.square().mean()
-        loss.backward()
-    assert torch.equal(loss, plain_loss), "the loss is another one: every block once, in order, dropout replayed"
-    right = L // 2 * s + a + s + a  # the second block of a pair has an input, too
-    assert kept.peak == right, f"{kept.peak:,} bytes at the peak; pairs keep {right:,}"
+        y.square().mean().backward()
+    return kept.peak, y.detach(), [x.grad, *(p.grad for p in some.parameters())]
 
 
-course.check(1, bytes_at_twice_the_length, course.equal(2 * predicted, "every term has a T in it"))
-course.check(2, in_pairs, of_pairs)
-course.check(3, best_k, course.equal(2, "try the formula for k = 1, 2, 3, 4, 8"))
+def one_by_one(some, x):
+    for block in some:
+        x = block(x)
+    return x
+
+
+def of_pairs(answer):
+    for some in (blocks, blocks[:4]):
+        _, y, grads = run(one_by_one, some)
+        peak, found, its_grads = run(answer, some)
+        assert torch.equal(found, y), f"with {len(some)} blocks the output is another one: every block once, in order"
+        same = all(map(torch.equal, grads, its_grads))
+        assert same, "the output is right and the gradients are not: what of dropout?"
+        right = len(some) // 2 * s + a + s + a  # the second block of a pair has an input, too
+        many = "an inside of more than one pair, or every input" if peak > right else "one block at a time"
+        assert peak == right, f"{len(some)} blocks keep {peak:,} bytes at the peak, which is {many}"
+
+
+def of_bytes(answer):
+    course.equal(2 * predicted, "which of the terms of L s + a grow with T, and how fast?")(answer)
+
+
+def of_k(answer):
+    def units(k):
+        return 64 / k + 16 * k - 1
+
+    found = int(answer)
+    assert found == answer, f"not {answer}; a whole number of blocks"
+    best = min(range(1, 65), key=units)
+    assert found == best, f"not {found}; there the formula gives {units(found):g} s, and another k gives less"
+
+
+course.check(1, bytes_at_twice_the_length, of_bytes, "a number of bytes")
+course.check(2, in_pairs, of_pairs, "a function (blocks, x) -> the last block's output, shaped like x")
+course.check(3, best_k, of_k, "a whole number of blocks")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -425,7 +517,7 @@ course.check(3, best_k, course.equal(2, "try the formula for k = 1, 2, 3, 4, 8")
 # - **Saves** the insides of all blocks but one: $L\,(s + a) \to L\,s + a$.
 # - **Costs** one more forward pass: a third of a step's products when all train, half on a frozen base, less with early
 #   stop.
-# - **Exact**, bit for bit, if the dice are replayed.
+# - **Exact**, bit for bit, if the random states are replayed, the card's too.
 # - **When**: one row at a time (lesson 2) still does not fit; on a small card, almost always. Nothing else
 #   takes as much off the activations.
 # - **When not**: when the step fits already, or its peak is elsewhere, in the logits or the optimizer.

@@ -20,13 +20,13 @@
 # guess: with LoRA on, $r$ goes from 16 to 1. By how many per cent does the bill fall?
 
 # %% tags=["hide-input"]
-from bisect import bisect_left
 from collections import OrderedDict
 
 import torch
 from torch import nn
 
 from cria_tricks import course, results, tables
+from cria_tricks.cases import settings_of
 from cria_tricks.counting import flops, peak_bytes
 from cria_tricks.figures import Theme, capacity
 from cria_tricks.hardware import T4
@@ -43,44 +43,44 @@ MIB, GIB = 2**20, 2**30
 
 # %% [markdown]
 # ## 1. The bill
-# What does a weight cost in the optimizer's step, if it learns in fp32? Itself 4 bytes, its gradient 4, AdamW's two
-# states 8, and the roots that AdamW makes of one of them 4: twenty bytes a weight. So at that moment of lesson 3's bill
-# there should be $20\,N$ for $N$ weights, and the batch. (The peak is 428 MiB higher and a little earlier.)
+# What does a weight cost in the optimizer's step, if it learns in fp32? Itself 4 bytes, its gradient 4, and AdamW's two
+# states 8: sixteen bytes a weight. So at that moment of lesson 3's bill there should be $16\,N$ for $N$ weights, and
+# the batch. (The peak comes earlier and is 5 GiB higher, by activations and logits.)
 
 # %%
 before, after = course.so_far("03_gradient_checkpointing"), course.so_far("04_lora")
 shape = find_shape(before.model)
 (step,) = (moment for moment in moments(course.bill(before)) if moment.name == "optimizer step")
 rows = {row.name: row.bytes for row in step.rows}
-print(f"predicted: 20 x {shape.weights:,} bytes = {20 * shape.weights / MIB:,.1f} MiB")
+print(f"predicted: 16 x {shape.weights:,} bytes = {16 * shape.weights / MIB:,.1f} MiB")
 print(f"the bill:  {sum(rows.values()) / MIB:,.1f} MiB, of which the batch is {rows['batch'] / MIB:.1f}")
-assert sum(rows.values()) == 20 * shape.weights + rows["batch"]
+assert sum(rows.values()) == 16 * shape.weights + rows["batch"]
 
 # %% [markdown]
-# A frozen weight has no gradient, no states and no roots. It takes no small steps either, so it can be stored in 16
-# bits: *two bytes*. Something small must learn for it.
+# A frozen weight has no gradient and no states. It takes no small steps either, so it can be stored in 16 bits: *two
+# bytes*. Something small must learn for it.
 
 
 # %% tags=["hide-input"]
-def twenty_bytes(theme: Theme):
+def sixteen_bytes(theme: Theme):
     """What lies beside a matrix, all of it learning, and with an adapter."""
-    sketch = course.Sketch(theme, 45, 16)
-    for n, name in enumerate(("frozen", "learns", "gradient", "state", "state", "roots")):
+    sketch = course.Sketch(theme, 41, 16)
+    for n, name in enumerate(("frozen", "learns", "gradient", "state", "state")):
         sketch.text(11.5 + 6 * n, 0.8, name, quiet=True)
     sketch.text(0, 4.2, "full fine-tuning", align="left")
     sketch.text(0, 11.2, "LoRA", align="left")
-    for n in range(5):
+    for n in range(4):
         left = 15 + 6 * n
         sketch.tensor(left, 2, 5, 5, "W" if n == 0 else "", color=0)
         sketch.tensor(left + 1.3, 9, 3.7, 0.9, "A" if n == 0 else "", color=1)
         sketch.tensor(left, 10.3, 0.9, 3.7, "B" if n == 0 else "", color=1)
     sketch.tensor(10.2, 9, 2.5, 5, "W", color=0, kept=False)
     sketch.text(11.5, 15, "2 bytes each", quiet=True)
-    sketch.text(29.5, 15, "20 bytes each, in thin matrices (in a Llama far thinner than drawn)", quiet=True)
+    sketch.text(27.8, 15, "16 bytes each, in thin matrices (in a Llama far thinner)", quiet=True)
     return sketch.figure
 
 
-course.show(twenty_bytes, "Figure 1. What lies beside a matrix that learns, and beside a frozen one (dashed).")
+course.show(sixteen_bytes, "Figure 1. What lies beside a matrix that learns, and beside a frozen one (dashed).")
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -150,14 +150,14 @@ print(f"{trained:,} of {shape.weights:,}, or {trained / shape.weights:.2%}")
 assert trained == course.bill(after).trained_weights == 11_272_192
 
 # %% [markdown]
-# **Train, and count the twenty bytes.** The same loop for both ways; AdamW with `foreach`, torch's default on a card.
-# (`fused` makes no roots: 16 bytes.)
+# **Train, and count the sixteen bytes.** The same loop for both ways, with fused AdamW. Its step should make no tensor
+# of its own. (`foreach` would: lesson 0.)
 
 
 # %%
 def train(learning, forward, steps=200, rate=0.03):
     """The optimizer after the last step, and the loss."""
-    optimizer = torch.optim.AdamW(learning, weight_decay=0, foreach=True)
+    optimizer = torch.optim.AdamW(learning, weight_decay=0, fused=True)
     for n in range(1, steps + 1):  # the last step, and any after it, moves nothing
         optimizer.param_groups[0]["lr"] = rate * (1 - n / steps)
         optimizer.zero_grad()
@@ -172,10 +172,10 @@ for name, (optimizer, _) in runs.items():
     weights = optimizer.param_groups[0]["params"]
     beside_them = [p.grad for p in weights] + [s for p in weights for s in optimizer.state[p].values()]
     lying = sum(t.nbytes for t in [*weights, *beside_them] if t.numel() > 1)  # a counter of steps is one number
-    roots = peak_bytes(optimizer.step, alive=[*weights, *beside_them])
+    made = peak_bytes(optimizer.step, alive=[*weights, *beside_them])
     n = sum(p.numel() for p in weights)
-    print(f"{name}: {n:,} weights, predicted {20 * n:,} bytes, counted {lying:,} + {roots:,}")
-    assert lying + roots == 20 * n
+    print(f"{name}: {n:,} weights, predicted {16 * n:,} bytes, counted {lying:,}, and {made} more in the step")
+    assert (lying, made) == (16 * n, 0)
 
 # %% [markdown]
 # ## 3. Prove it
@@ -300,11 +300,15 @@ print(f"in Llama-3.2-1B t is {share:.2%} of a unit: a step falls from 3 units to
 # %% [markdown]
 # So where matrices are wide, LoRA *saves* a third of the products with weights (a quarter under checkpointing, where
 # the forward pass counts twice): gradients of frozen weights are not computed. Small kernels and peft's casts take some
-# of that back in seconds, so measure:
+# of that back in seconds, so measure. On a T4 the first case says `oom`: full fine-tuning still needs 20.8 GiB. The
+# comparison takes a larger card.
 
 # %%
 step_of = "attention=best precision=best gradient_checkpointing=true"
 course.on_a_gpu("lora", off=step_of, on=f"{step_of} peft=lora")
+full = course.bill(with_settings(course.so_far("00_the_bill"), settings_of(step_of, T4)))
+assert round(full.needed_bytes / GIB, 1) == 20.8
+assert not full.fits
 
 # %% [markdown]
 # The other price is quality: what cannot be written cannot be learnt. Here is SmolLM2-135M on the Kwanzaa answers, 20
@@ -336,7 +340,7 @@ assert not course.bill(before).fits
 # nobody needs any more, the same again. The peak falls by nearly all of that, and moves to where the loss goes back:
 # there the logits live three times. Now they are the largest row, 3,006 of 5,688. They wait for `chunked_loss`.
 #
-# And your guess? At that moment an adapter's number costs 16 bytes, as no roots are open:
+# And your guess? At that moment, too, a number of the adapter costs 16 bytes:
 
 # %%
 for rank in (1, 16, 64):
@@ -347,7 +351,7 @@ for rank in (1, 16, 64):
 
 # %% [markdown]
 # From 16 to 1 it is 2.8 %. The adapter's size was never the point: *freezing* saves, and a low rank is what is left to
-# learn with. So choose $r$ for quality. Rank 64 costs half a GiB.
+# learn with. So choose $r$ for quality. Rank 64 costs half a GiB more.
 
 # %%
 course.show(course.staircase("04_lora"), "Figure 3. The bill so far: the first one that fits a T4.")
@@ -390,12 +394,12 @@ assert torch.equal(SideBlock(linear(), D)(x), x @ W.T)
 # %% tags=["hide-input"]
 def of_family(theme: Theme):
     """The bill of each, by what its rows are for."""
-    learning = ("weights: added", "gradients", "optimizer states", "optimizer: open")
+    learning = ("weights: added", "weights in 16 bits", "gradients", "optimizer states")
     groups = {
         "the loaded weights": lambda name: name in ("weights: blocks' matrices", "weights: all others"),
         "what learning adds": lambda name: name in learning,
         "logits": lambda name: name == "logits",
-        "all else": lambda name: not name.startswith("weights") and name not in (*learning, "logits"),
+        "all else": lambda name: not name.startswith("weights: ") and name not in (*learning, "logits"),
     }
     drawn, axes = course.figure(height=4.4)
     left = [0.0] * len(bills)
@@ -403,7 +407,8 @@ def of_family(theme: Theme):
         sums = [sum(row.bytes for row in bill.rows if belongs(row.name)) / GIB for bill in bills.values()]
         axes.barh(range(len(bills)), sums, left=left, color=color, height=0.6, label=label)
         left = [a + b for a, b in zip(left, sums, strict=True)]
-    for place, end in enumerate(left):
+    for place, (end, bill) in enumerate(zip(left, bills.values(), strict=True)):
+        assert abs(end - bill.peak_bytes / GIB) < 1e-9, "a line of the bill is not drawn"
         axes.text(end, place, f" {end:.1f} GiB", va="center", color=theme.ink)
     capacity(axes, theme)
     axes.set_yticks(range(len(bills)), [f"{name}\n{bill.trained_weights:,} learn" for name, bill in bills.items()])
@@ -455,11 +460,14 @@ for says, base, predicted in (("its own base", W, reached["LoRA"]), ("another", 
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** A popular setting is $r = 8$ on `q_proj` and `v_proj` alone. How many numbers of Llama-3.2-1B learn?
-# 2. **Build.** Somebody has fine-tuned all of a matrix, and you want an adapter of it. Fill in `extract`: from a
-#    difference and a rank, without training, return $A$ and $B$ such that $BA$ is as near as can be. (About three
-#    lines; the scale is 1. `torch.linalg.svd` gives $U$, the sizes, and $V^T$.)
-# 3. **Reach.** What is the highest rank at which this lesson's run still fits a T4, by our bill? At this lesson's peak
-#    a number costs 16 bytes. Is the peak still there at high ranks? `course.bill(recipe)` knows.
+#    The answer is how many.
+# 2. **Build.** Somebody has fine-tuned all of a matrix, and you want an adapter of it. Fill in `extract(difference,
+#    rank)`: from a difference of shape $(D_{out}, D_{in})$, without training, return the pair $A$ of shape
+#    $(rank, D_{in})$ and $B$ of shape $(D_{out}, rank)$ such that $BA$ is as near as can be. (About three lines; the
+#    scale is 1. `torch.linalg.svd` gives $U$, the singular values, and $V^T$.)
+# 3. **Reach.** What is the highest rank at which this lesson's run still fits a T4, by our bill? The answer is that
+#    rank. At this lesson's peak a number costs 16 bytes. Is the peak still there at high ranks? `course.bill(recipe)`
+#    knows.
 
 # %% tags=["exercise"]
 numbers_at_rank_8 = None
@@ -474,29 +482,36 @@ highest_rank = None
 
 # %% tags=["hide-input"]
 def of_extract(answer):
-    rank = 3
-    if (pair := answer(delta, rank)) is None:
-        raise NotImplementedError
-    A, B = pair
-    assert A.shape == (rank, D), f"A has shape {tuple(A.shape)}, not (rank, D_in)"
-    assert B.shape == (D, rank), f"B has shape {tuple(B.shape)}, not (D_out, rank)"
-    apart, best = (delta - B @ A).square().sum().item(), sizes[rank:].square().sum().item()
-    assert abs(apart - best) < 1e-4, f"squared distance {apart:.3f}; the best of rank {rank} has {best:.3f}"
+    for difference, rank in ((delta, 3), (delta[:40], 5), (delta[:, :24], 1)):  # square, wide, high
+        if (pair := answer(difference.clone(), rank)) is None:
+            raise NotImplementedError
+        A, B = pair
+        outs, ins = difference.shape
+        assert tuple(A.shape) == (rank, ins), f"A has shape {tuple(A.shape)}, not (rank, D_in) = {(rank, ins)}"
+        assert tuple(B.shape) == (outs, rank), f"B has shape {tuple(B.shape)}, not (D_out, rank) = {(outs, rank)}"
+        best = torch.linalg.svdvals(difference)
+        apart = (difference - B @ A).square().sum().item()
+        found, wanted = (
+            [round(size, 2) for size in some[:rank].tolist()] for some in (torch.linalg.svdvals(B @ A), best)
+        )
+        hint = f"singular values of B A: {found}, largest of the difference: {wanted}; squared distance {apart:.3f}"
+        assert apart < best[rank:].square().sum().item() + 1e-4, hint
 
 
-def too_large(rank):
-    return not course.bill(with_settings(after, [f"lora.r={rank}"])).fits
+def of_rank(answer):
+    rank = int(answer)
+    assert rank == answer, f"not {answer}; a rank is a whole number"
+    found, higher = (course.bill(with_settings(after, [f"lora.r={r}"])) for r in (rank, rank + 1))
+    needed = f"{found.needed_bytes / MIB:,.1f} MiB, with the peak at the {found.peak.name}"
+    assert found.fits, f"rank {rank} needs {needed}; a T4 has {T4.memory_bytes / MIB:,.1f}"
+    assert not higher.fits, f"a rank above {rank} still fits"
 
 
 of_q_and_v = sum(shape.layers * 8 * sum(shape.linears[name]) for name in ("q_proj", "v_proj"))
-last_that_fits = bisect_left(range(1, 4096), True, key=too_large)
-course.check(1, numbers_at_rank_8, course.equal(of_q_and_v, "16 blocks; q_proj is 2048 to 2048, v_proj 2048 to 512"))
-course.check(2, extract, of_extract)
-course.check(
-    3,
-    highest_rank,
-    course.equal(last_that_fits, "how many MiB are left, how many does one rank take, and at which moment?"),
-)
+sizes_of = "D_in and D_out of both matrices (shape.linears has them), the rank, and all blocks"
+course.check(1, numbers_at_rank_8, course.equal(of_q_and_v, sizes_of), "how many numbers learn")
+course.check(2, extract, of_extract, "a function (difference, rank) -> a pair of tensors, A and B")
+course.check(3, highest_rank, of_rank, "a rank, a whole number")
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -522,11 +537,11 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** gradients, states and roots of all that is frozen, and half of its weights: 20 bytes a weight become 2.
+# - **Saves** gradients and states of all that is frozen, and half of its weights' bytes: 16 bytes a weight become 2.
 # - **Costs** two thin products beside each matrix; a step has a third fewer products all the same.
 # - **Reparametrised**: the base bit for bit at first, $W + \frac{\alpha}{r} BA$ afterwards, no difference beyond rank
 #   $r$.
-# - **When**: nearly always on a small card. Choose the rank for quality; memory hardly asks.
+# - **When**: nearly always on a small card. Choose the rank for quality; it barely affects memory.
 # - **When not**: when the task needs a difference of high rank, and the card has the bytes.
 #
 # ## Sources
@@ -534,6 +549,6 @@ course.check(
 # - Kalajdzievski 2023, *rsLoRA*, arXiv 2312.03732, section 3. Liu et al. 2024, *DoRA*, arXiv 2402.09353, section 4.
 # - Yosinski et al. 2014, arXiv 1411.1792, section 2 (head). Lester et al. 2021, arXiv 2104.08691, section 2 (prompt).
 #   Zhang et al. 2023, arXiv 2302.05543, section 3.1 (ControlNet).
-# - `peft/tuners/lora/layer.py` of peft 0.21, `Linear.forward`; `torch/optim/adam.py` of torch 2.13, the roots.
+# - `peft/tuners/lora/layer.py` of peft 0.21, `Linear.forward`; `torch/optim/adam.py` of torch 2.13, `_fused_adam`.
 # - Ours: `cria_tricks/tricks/lora.py`, `head_only.py`, `prompt_tuning.py`, `side_network.py`, and
 #   `tests/tricks/test_lora.py` and its neighbours.

@@ -6,10 +6,10 @@ Costs    one more forward through every block. Of its FLOPs, counted on blocks o
          down_proj leaves early stop one thin product to skip: Llama-3.2-1B's blocks, r = 16, T = 2048, +47 % both ways
 Claim    exact: same loss, same gradients, bit for bit, if the random state is replayed
 Needs    nothing; composes with every other trick
-Breaks   blocks with side effects; dropout without a saved random state
+Breaks   blocks with side effects; dropout without the saved random states of the CPU and of the card
 Sources  Chen et al. 2016, arXiv:1604.06174, sec. 4
-Ours     20 lines, one block at a time. torch's non-reentrant checkpoint, the switch, adds early stop, autocast, the
-         card's random state, further arguments; both keep 5,056 bytes of random state a block besides
+Ours     30 lines, one block at a time. torch's non-reentrant checkpoint, the switch, adds early stop, autocast and
+         further arguments; both keep 5,056 bytes of random state a block besides, and those of the card's generator
 
 Shapes: s = B T D elements (a block's input), a = all that the block keeps inside.
 """
@@ -36,13 +36,28 @@ arguments = TrainingArguments(
 """
 
 
+def generators_of(x: torch.Tensor) -> list[torch.Generator]:
+    """List the random number generators that a block may draw from: the CPU's, and that of the card where ``x`` is."""
+    return [torch.default_generator, *([torch.cuda.default_generators[x.get_device()]] if x.is_cuda else [])]
+
+
+def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _restore(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
 class _Recompute(torch.autograd.Function):
     # Sec. 4: of each segment, here one block, only what crosses its border is remembered; its inside is dropped, and
     # computed again when the backward pass comes to it. The weights are arguments so that they get their gradients.
     @staticmethod
     def forward(ctx, block, x_BTD, *weights):
         ctx.block, ctx.weights = block, weights
-        ctx.random_state = torch.get_rng_state()  # before the block draws its dropout mask
+        ctx.generators = generators_of(x_BTD)
+        ctx.random_states = _states(ctx.generators)  # before the block draws its dropout mask
         ctx.save_for_backward(x_BTD)  # the only activation that is kept
         return block(x_BTD)  # inside a Function nothing is recorded, so the block keeps nothing
 
@@ -50,9 +65,11 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, grad_BTD):
         (x_BTD,) = ctx.saved_tensors
         x_BTD = x_BTD.detach().requires_grad_(ctx.needs_input_grad[1])  # the same bytes, cut off from what made them
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(ctx.random_state)  # the same mask again; the fork leaves no trace behind
+        now = _states(ctx.generators)
+        _restore(ctx.generators, ctx.random_states)  # the same mask again
+        with torch.enable_grad():
             y_BTD = ctx.block(x_BTD.view_as(x_BTD))  # a view, because FlopCounterMode cannot watch a leaf here
+        _restore(ctx.generators, now)  # what is drawn later does not change
         wanted = [tensor for tensor in (x_BTD, *ctx.weights) if tensor.requires_grad]
         found = iter(torch.autograd.grad(y_BTD, wanted, grad_BTD, allow_unused=True))
         return None, *(next(found) if tensor.requires_grad else None for tensor in (x_BTD, *ctx.weights))

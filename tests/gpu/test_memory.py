@@ -45,6 +45,17 @@ def test_offloaded_activations_leave_the_card_and_come_back_bit_for_bit(checkpoi
     assert all(map(torch.equal, found["here"], found["offloaded"]))
 
 
+def test_dropout_on_the_card_is_replayed_by_our_checkpoint():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, D)).cuda()
+    x = torch.randn(B, T, D, device="cuda", requires_grad=True)
+    found = []
+    for way in (block, lambda x: checkpointed(block, x)):
+        torch.manual_seed(1)
+        found.append([*torch.autograd.grad(way(x).sum(), [x, *block.parameters()]), torch.cuda.get_rng_state()])
+    assert all(map(torch.equal, *found))
+
+
 def test_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path):
     runs = {}
     for value in ("false", "true"):

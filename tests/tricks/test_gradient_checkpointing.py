@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import cria_tricks.arguments
 from cria_tricks.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.tricks import gradient_checkpointing
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from tests.helpers import prepare, train
 
@@ -80,6 +81,28 @@ def test_math(way, kind):
         assert torch.equal(plain, other)
     blocks, x = stack(kind)
     assert step("plain", blocks.eval(), x) != found["plain"][0], "dropout was on"
+
+
+def test_the_cards_random_state_is_replayed_and_left_as_it_was(monkeypatch):
+    """A generator of our own stands for the card's, from which dropout on a card draws."""
+    of_a_card = torch.Generator()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(x.shape, generator=of_a_card) > 0.5)
+
+    def replayed() -> bool:
+        x = torch.ones(B, T, D, requires_grad=True)
+        y = gradient_checkpointing._Recompute.apply(block, x)
+        of_a_card.seed()  # as after other blocks
+        state = of_a_card.get_state()
+        y.sum().backward()
+        return torch.equal(x.grad, y.detach()) and torch.equal(of_a_card.get_state(), state)
+
+    assert not replayed(), "the CPU's generator alone"
+    monkeypatch.setattr(gradient_checkpointing, "generators_of", lambda x: [torch.default_generator, of_a_card])
+    assert replayed()
+    monkeypatch.undo()
+    assert gradient_checkpointing.generators_of(torch.ones(1)) == [torch.default_generator]
 
 
 def test_an_input_without_gradient_is_passed_by():
