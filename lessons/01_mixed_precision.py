@@ -30,11 +30,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-<<<<<<< HEAD
-=======
 from cria_tricks.memory.estimate import estimate
-from cria_tricks.plan import diff
->>>>>>> i25-lessons1
 from cria_tricks.recipe import with_settings
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import resolve
