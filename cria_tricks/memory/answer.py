@@ -53,12 +53,11 @@ class Rung(_Frozen):
 
 
 class Price(_Frozen):
-    """The time of the run on a rented machine [minutes], and what it costs [USD]."""
+    """The time of training on a rented machine [minutes], and what it costs there [USD]."""
 
     flavor: str
     minutes: float
-    low: float
-    high: float
+    cost: float
 
 
 class PlanAnswer(_Frozen):
@@ -77,6 +76,7 @@ class PlanAnswer(_Frozen):
         peak_bytes: the tensors of a step at its fullest moment; the sum of ``rows``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``rows`` and ``around``.
         fits: whether ``needed_bytes`` are no more than ``capacity_bytes``.
+        context: tokens of the longest row that the model was made for; 0 if it is not known.
         method: ``"closed_form"`` (by hand) or ``"dry_run"``.
         rows: the bill.
         around: what the card holds beside the tensors of a step.
@@ -88,7 +88,8 @@ class PlanAnswer(_Frozen):
         ladder: the toggles added one after the other.
         front: the toggle sets of which none is both smaller and faster; ``None`` when not asked for.
         longest: the most tokens of a row that fit; ``None`` when not asked for.
-        prices: time and price on rented machines that have this card; ``None`` when not asked for.
+        prices: time and price on the rented machines that have this card and room for the run; ``None`` when not asked
+            for.
     """
 
     model: str
@@ -101,6 +102,7 @@ class PlanAnswer(_Frozen):
     peak_bytes: int
     needed_bytes: int
     fits: bool
+    context: int
     method: str
     rows: list[BillRow]
     around: list[BillRow]
