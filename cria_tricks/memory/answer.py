@@ -53,7 +53,7 @@ class Rung(_Frozen):
 
 
 class Price(_Frozen):
-    """The time of the run on a rented machine [minutes], and what it costs [USD]."""
+    """The time of training on a rented machine [minutes], and what it costs there [USD]."""
 
     flavor: str
     minutes: float
@@ -88,7 +88,8 @@ class PlanAnswer(_Frozen):
         ladder: the toggles added one after the other.
         front: the toggle sets of which none is both smaller and faster; ``None`` when not asked for.
         longest: the most tokens of a row that fit; ``None`` when not asked for.
-        prices: time and price on rented machines that have this card; ``None`` when not asked for.
+        prices: time and price on the rented machines that have this card and room for the run; ``None`` when not asked
+            for.
     """
 
     model: str
