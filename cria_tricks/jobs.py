@@ -146,8 +146,8 @@ def prepare(
     if not affordable:
         least = min(jobs, key=lambda job: job.most)
         raise BadInput(
-            f"--budget {budget:g}: {least.flavor.name} for up to {duration(least.timeout)} may cost {money(least.most)};"
-            " give more, or a shorter --timeout"
+            f"--budget {budget:g}: {least.flavor.name} for up to {duration(least.timeout)} may cost "
+            f"{money(least.most)}; give more, or a shorter --timeout"
         )
     return min(affordable, key=lambda job: (not job.finishes, job.most))
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import CARDS, PRICES_DATE
 from cria_tricks.memory.toggles import LADDER
 
 CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "rows", "suggestions"}
@@ -79,6 +81,46 @@ def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
     assert code == 0
     for words in ("toggle sets of which none is both smaller and faster", "longest row that fits: ", "t4-small: "):
         assert words in stdout
+
+
+def test_a_plan_has_no_price_for_what_does_not_fit(run_cria):
+    asked = ("plan", "kwanzaa", "--gpu", "t4", "--rows", "107", "--model", "llama-3.1-70b")
+    assert json.loads(run_cria(*asked, "--json")[1])["prices"] == []
+    code, stdout, _ = run_cria(*asked)
+    assert code == 3
+    assert "no price: of the machines on the list, none has this card and room for this run" in stdout
+    assert "$" not in stdout
+
+
+def test_a_plan_says_how_far_its_numbers_can_be_trusted(run_cria):
+    _, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", "--rows", "107")
+    assert trust.TIME in " ".join(stdout.split())
+    assert "t4-small: 5.5 min, $0.04" in stdout
+    assert f"list of {PRICES_DATE}" in stdout
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.5, False), (0.9, False), (0.901, True), (1.0, True), (1.001, False), (3.0, False)]
+)
+def test_a_run_that_fits_narrowly_may_not_fit_in_practice(share, said):
+    found = trust.may_not_fit(round(share * 10**10), 10**10)
+    assert found == (f"may not fit in practice: {trust.FITS}" if said else "")
+
+
+def test_the_margin_is_where_public_runs_on_a_t4_began_to_fail():
+    t4 = CARDS["t4"].device.memory_bytes
+    assert trust.TIGHT * t4 < 13.4 * 2**30 < 13.75 * 2**30 < t4
+    assert trust.TIGHT * t4 > 13.2 * 2**30, "or runs that are known to fit are doubted"
+
+
+def test_a_narrow_fit_and_the_hosts_memory_are_among_the_warnings(run_cria):
+    asked = ("plan", "kwanzaa", "--gpu", "t4", "--set", "data.max_length=8192", "--json")
+    narrow = json.loads(run_cria(*asked, "--set", "train.batch_size=7")[1])
+    assert 0.9 < narrow["needed_bytes"] / narrow["capacity_bytes"] < 1
+    assert narrow["warnings"] == [f"may not fit in practice: {trust.FITS}"]
+    assert json.loads(run_cria(*asked)[1])["warnings"] == []
+    offloaded = json.loads(run_cria(*asked, "--set", "tricks.activation_offload=true")[1])
+    assert trust.HOST in offloaded["warnings"]
 
 
 def test_a_config_file_and_its_folder_are_models(run_cria, tiny_model):

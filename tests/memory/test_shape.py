@@ -100,6 +100,7 @@ def test_a_field_that_a_config_leaves_out_is_what_transformers_takes(kind, null)
     assert shape.experts == getattr(theirs, "num_local_experts", 1)
     assert shape.experts_per_token == getattr(theirs, "num_experts_per_tok", 1)
     assert shape.window == (getattr(theirs, "sliding_window", None) or 0)
+    assert shape.context == theirs.max_position_embeddings
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,9 @@ def test_a_missing_field_is_named(field):
     assert refusal(lambda: of(**{field: None})) == f"model made-up: its config.json has no {field}"
 
 
-@pytest.mark.parametrize("field", [*REQUIRED, "num_key_value_heads", "head_dim", "sliding_window"])
+@pytest.mark.parametrize(
+    "field", [*REQUIRED, "num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings"]
+)
 @pytest.mark.parametrize("value", [-1, 0, "64", True, 64.0, [64], float("nan")], ids=repr)
 def test_a_number_that_is_none_is_named(field, value):
     said = refusal(lambda: of("mistral", **{field: value}))
