@@ -13,7 +13,7 @@
 # > **Card.** saves nothing itself, and shows what does; its last switch, compile, may save seconds / costs a
 # > compilation / the rule is exact, compile exact within rounding / 35 minutes / after lesson 15
 #
-# The job, once more: QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. The course
+# The job, once more: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course
 # began at a peak of 31.3 GiB, 31.7 with CUDA's own, and every lesson flipped a switch. This one flips them together.
 
 # %% tags=["hide-input"]

@@ -13,7 +13,7 @@
 # > **Card.** saves runs that are dead and do not say so / costs seconds before a run, and no byte in it / exact: a
 # > healthy machine passes, and each failure trips its own check alone / 30 minutes / after lesson 17
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a free T4 with 14.74 GiB. All its toggles
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free T4 with 14.74 GiB. All its toggles
 # are on, its bill stands where lesson 17 left it, and this lesson does not move it by a byte. It asks whether what you
 # paid for was done.
 

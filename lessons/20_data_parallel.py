@@ -13,7 +13,7 @@
 # > **Card.** saves seconds, and not a byte / costs one all-reduce of the gradients a step, 4 bytes a trained weight /
 # > exact within rounding / 35 minutes / after lesson 16
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. It fits a T4 seven times over. So far
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits a T4 seven times over. So far
 # every lesson bought memory; this one has memory to spare, and wants minutes. Kaggle lends two T4s for nothing. What is
 # the second one good for?
 

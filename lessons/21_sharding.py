@@ -13,7 +13,7 @@
 # > **Card.** saves state: 1 / N of weights, gradients and optimizer states in each process / costs the blocks' weights
 # > twice a micro-batch, over the wire / exact within rounding / 40 minutes / after lesson 20
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. In lesson 20 each of two cards held
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. In lesson 20 each of two cards held
 # all of it: the same weights, the same gradients after the all-reduce, the same optimizer states. Bit for bit the same
 # things, twice. Must that be? ZeRO (the *zero redundancy optimizer*) says no; torch calls it FSDP2, *fully sharded data
 # parallel*.

@@ -13,7 +13,7 @@
 # > **Card.** saves the blocks' matrices and what is wide inside a block, of which a process has 1/N / costs sums of
 # > $B\,T\,D$ in every block, for which all wait / exact within rounding / 35 minutes / after lesson 21
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens. Lesson 20 shared the rows. Lesson 21 shared
+# The job: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens. Lesson 20 shared the rows. Lesson 21 shared
 # the bytes at rest; to compute, each process still put whole matrices together. Here the blocks' matrices are never
 # whole. All processes take the *same* rows, and each computes a part of every block.
 
@@ -443,9 +443,9 @@ course.show(
 # A few per cent, with any number: over PCIe our plan's sums take nearly all that is gained. (The estimate is right
 # within a factor of two, so that is no gain.) This holds for our plan only: with two sums back four A100s would take a
 # fifth less. Over Ethernet a step takes more than five times as long. NVLink gains, but two cards on PCIe that share
-# rows beat eight on NVLink that share matrices. So nobody who can share rows cuts matrices. One cuts them when a single
-# row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our switch takes no
-# fp16; fp32 is left:
+# rows are about as fast as eight on NVLink that share matrices. So nobody who can share rows cuts matrices. One cuts
+# them when a single row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our
+# switch takes no fp16; fp32 is left:
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
