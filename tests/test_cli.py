@@ -292,7 +292,7 @@ def estimator(monkeypatch):
     def estimate(recipe, shape, device):
         return SimpleNamespace(needed_bytes=each[recipe.name] * shape.weights)
 
-    monkeypatch.setitem(sys.modules, "cria_tricks.memory.estimate", SimpleNamespace(estimate=estimate))
+    monkeypatch.setattr("cria_tricks.memory.estimate.estimate", estimate)
 
 
 def test_hardware(run_cria, estimator, monkeypatch):
