@@ -15,6 +15,12 @@ SIGNED = pytest.mark.parametrize("signed", [True, False])
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
 
+@pytest.fixture(autouse=True)
+def no_overrides_of_another_test(monkeypatch):
+    """bitsandbytes remembers for the whole process, by place, which tensors a trainer wanted in 32 bits."""
+    monkeypatch.setattr("bitsandbytes.optim.GlobalOptimManager._instance", None)
+
+
 @SIGNED
 def test_levels_are_those_of_bitsandbytes(signed):
     from bitsandbytes.functional import create_dynamic_map
