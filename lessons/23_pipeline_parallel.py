@@ -646,7 +646,7 @@ def of_cut(answer):
         found = list(found)
         assert len(found) == S, f"{S} stages, not {len(found)}"
         fine = sum(found) == many and min(found) > 0
-        assert fine, f"how many layers each stage gets: {many} in all, and none without one; not {found}"
+        assert fine, f"how many layers each stage gets: {many} in all, and one or more for each stage; not {found}"
         ends = list(itertools.accumulate(found))
         slowest = max(sum(layers[end - size : end]) for size, end in zip(found, ends, strict=True))
         best = float("inf")
@@ -655,7 +655,7 @@ def of_cut(answer):
             best = min(best, max(sum(layers[a:b]) for a, b in itertools.pairwise(edges)))
         times = ", ".join(f"{layer:.1f}" for layer in layers)
         said = f"{found} for layers of {times} s: only the slowest stage counts; it takes {slowest:.1f} s"
-        assert slowest < best + 1e-9, f"{said}, and {best:.1f} can be had"
+        assert slowest < best + 1e-9, f"{said}, and {best:.1f} s is possible"
 
 
 of_mib = course.equal(

@@ -166,7 +166,7 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# All pages that were read, until somebody needs the room: the file still has them. A mapped file suits tokens that
+# It keeps the pages that were read until memory runs short: the file has them. A mapped file suits tokens that
 # stay as they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
 # `datasets` maps its own. It costs disk space and a pass beforehand.
 #
@@ -513,7 +513,7 @@ def of_renumbering(answer):
 
 of_rows = course.equal(
     len(chunks(list(range(100_500)), 2048, 256)),
-    "after the first row each brings only what its overlap leaves, and what is left over takes a row, too",
+    "after the first row each row has new tokens only beyond its overlap, and what is left over takes a row, too",
 )
 of_bands = course.equal(
     max(r for r in (4, 8, 16, 32) if 1 - (1 - 0.8**r) ** (128 // r) >= 0.9),
