@@ -166,8 +166,8 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# It keeps the pages that were read until memory runs short: the file has them. A mapped file suits tokens that
-# stay as they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
+# The process keeps what it read until memory runs short: the file still has it. A mapped file suits tokens that stay as
+# they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
 # `datasets` maps its own. It costs disk space and a pass beforehand.
 #
 # A stream begins at once and needs no disk. But each epoch tokenizes again, and what was easy becomes hard: shuffle,

@@ -516,7 +516,8 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12  # 11 %
+# # 11 %. (Lesson 15 says 0.31 of the same run: it counts the time for memory traffic as work, too.)
+# share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
 # def stalls(events):
