@@ -14,7 +14,7 @@
 # > **Card.** saves blocks: $L / S$ of $L$ in each of $S$ stages / costs $(S - 1) / (k + S - 1)$ of each stage's time,
 # > with $k$ micro-batches a step, and rows of one length / exact within rounding / 35 minutes / after lesson 22
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. It fits one T4. A large sister,
+# The job: QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits one T4. A large sister,
 # Llama-3.1-70B, does not fit an A100 of 40 GB, not even in 4 bits. Lesson 21 gathers all weights for every micro-batch,
 # lesson 22 talks in every block, and both want fast links. The simplest cut hardly talks: the first blocks here, the
 # last ones there. Each such piece is a *stage* (nothing to do with ZeRO's).

@@ -14,7 +14,7 @@
 # > **Card.** saves time along one axis, blocks and matrices along the others / costs what each axis sends, over the
 # > link that it gets / exact within rounding / 35 minutes / after lesson 23
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers. It fits one T4, so this lesson needs a larger job, too: LoRA of
+# The job: QLoRA of Llama-3.2-1B on 107 training rows. It fits one T4, so this lesson needs a larger job, too: LoRA of
 # Llama-3.1-70B in bf16, on two machines, each with four A100s of 40 GB. Inside a machine cards talk over NVLink. To the
 # other machine each card has an InfiniBand link, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a
 # step. Which of them, for which cards?

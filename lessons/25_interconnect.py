@@ -14,8 +14,8 @@
 # > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step within a
 # > factor of two, as in lesson 15 / 35 minutes / after lesson 24
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, eight rows a step. Lessons 20 to 24 shared the step in every way, and
-# counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
+# The job: QLoRA of Llama-3.2-1B on 107 training rows, eight rows a step. Lessons 20 to 24 shared the step in every way,
+# and counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
 
 # %% tags=["hide-input"]
 import logging

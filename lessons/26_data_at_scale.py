@@ -403,10 +403,10 @@ assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 # The same fields clean a stream; then the counts are of what was read by the last step. What is longer than 1 MiB is
 # read, and counted, in pieces that end at a blank line.
 #
-# **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
-# always right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order,
-# and the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer.
-# A copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
+# **More rows of what you have.** Answers cite documents by number. An adapter could learn that document 1 is always
+# right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order, and
+# the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer. A
+# copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
 # small rows of our own:
 
 # %%

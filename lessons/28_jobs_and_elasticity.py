@@ -14,7 +14,7 @@
 # > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / 30 minutes
 # > / after lessons 14, 15 and 20
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, 42 steps. So far it ran where you sat. A *job* is a command in a
+# The job: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. So far it ran where you sat. A *job* is a command in a
 # container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
 # when a process dies. You see a log, and what the command has sent elsewhere.
 
