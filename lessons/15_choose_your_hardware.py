@@ -353,7 +353,7 @@ assert EFFICIENCY == 0.5
 assert [round(share, 2) for share in reached.values()] == [0.31, 0.55]
 
 # %% [markdown]
-# One constant cannot say both: on that T4 a minute here was 1.6 minutes, on the A100 0.9. So never rank two cards by it
+# One constant cannot fit both: our minute was 1.6 minutes on that T4, and 0.9 on the A100. So do not rank cards by it
 # that are closer than a factor of two. What the reckoning leaves out: the launch of each kernel (small models, short
 # rows), and the 70 watts that hold a T4 under its peak in a long run. The slope of a roof can be seen on any machine.
 # This one, now, with one matrix of 2,048 x 2,048 in fp32:
@@ -386,7 +386,7 @@ own = {
     f"{card}-{size}": today[f"{card}-{size}"] * EFFICIENCY / reached[card]
     for card, size in (("t4", "small"), ("a100", "large"))
 }
-print("with what each card's own public run reached:", ", ".join(f"{name} ${price:.3f}" for name, price in own.items()))
+print("at the share that its own run reached:", ", ".join(f"{name} ${price:.3f}" for name, price in own.items()))
 assert 1.2 < today["a100-large"] / today["t4-small"] < 1.3 < own["t4-small"] / own["a100-large"] < 1.5
 assert tokens == 657_408
 
@@ -416,9 +416,9 @@ course.show(
 
 # %% [markdown]
 # An hour of A100 costs six times an hour of T4 today, and the run on it, with one constant for both, a quarter more.
-# With what each card's own public run reached it costs over a quarter less: the verdict turns round. So we cannot say
-# which of the two is cheaper. But all of it is cents, and a few minutes of a failed start cost as much. Take the card
-# that you have.
+# With the share of its peaks that each card's public run reached, the A100 costs over a quarter less. So we cannot say
+# which is cheaper. But all of it is cents, and a few minutes of a failed start cost as much. Take the card that you
+# have.
 #
 # **The guide, rule by rule.** Ten rules, each beside what can be computed, with rows of 2,048 tokens, eight a step.
 # Rules 1 and 2: the bill over the rule, for 0.5B, 1B, 7B and 13B. Rule 7: our hours, and the guide's in brackets.
@@ -503,7 +503,7 @@ assert 2.15 < times[0] / times[1] < 2.25
 # ## 6. Where it breaks
 # **`is_bf16_supported()` says True, and the run crawls.** torch counts emulation. We answer its questions as a T4 does
 # (compute capability 7.5, and a tensor in bf16 can be made), and ask it twice. Cause: there are no bf16 units before
-# 8.0. The package reckons such products at fp32's rate, an eighth: 42 seconds a step for 8. Cure: ask without
+# 8.0. The package reckons such products at fp32's rate, an eighth: 42 seconds a step instead of 8. Cure: ask without
 # emulation, or take what the recipe takes.
 
 # %%
@@ -584,7 +584,7 @@ def of_choose(answer):
             assert offer or said == "none", f"{said!r} is no machine of the list"
             assert not offer or offer.fits, f"{said}: the run does not fit it"
             assert not offer or offer.minutes <= minutes, f"{said} takes {offer.minutes:.1f} of {minutes} minutes"
-            assert offer or name == "none", f"there is one within {minutes} minutes, exactly so many included"
+            assert offer or name == "none", f"a machine is done within {minutes} minutes; exactly that many are allowed"
             assert said == name, (
                 f"{said} is not the cheapest by its cost of those that are done within {minutes} minutes"
             )
@@ -596,7 +596,7 @@ t4_job, a100_job = (offer.minutes for offer in ours if offer.flavor in ("t4-smal
 hint = "count 2 operations for each product of two numbers, and 2 bytes for each number of input, matrix and output"
 course.check(1, tokens_at_the_ridge, course.about(at_the_ridge, hint), "a number of tokens")
 course.check(2, choose, of_choose, "a function (found, minutes) -> the name of a machine, or 'none'")
-hint = "a run is billed for its own minutes and ten more, on both; equal bills, so what may an hour cost?"
+hint = "a run is billed for its own minutes and ten more, on both; with equal bills, what may an hour cost?"
 course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job), hint), "USD an hour")
 
 # %% [markdown]
@@ -620,8 +620,8 @@ course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job),
 #
 # ## In one breath
 # - **Saves** a wrong choice: fit first, then minutes, then money; most rules of thumb know neither rows nor vocabulary.
-# - **Costs** arithmetic. Bytes are as good as the bill, seconds right within a factor of two: they rank no cards that
-#   are closer than that.
+# - **Costs** arithmetic. Bytes are as good as the bill, seconds right within a factor of two: do not rank
+#   cards by them that are closer than that.
 # - **A step** is products, which wait for the peak, and all that lies between, which waits for the memory.
 # - **When**: a run of hours, or a model near the edge of a card.
 # - **When not**: a run of minutes. Take the card you have; what costs is the failed attempt.

@@ -554,7 +554,7 @@ def of_fewest(answer):
         hint = "a peak of exactly the limit is allowed"
         assert len(found) == least, f"{limit / MIB:,.0f} MiB can be had with fewer switches than {len(found)}; {hint}"
         lowest = min(peak(one) for on, one in tables.items() if len(on) == least)
-        assert peak(tables[found]) == lowest, "of those with as few switches another has a lower peak"
+        assert peak(tables[found]) == lowest, "another set with as few switches has a lower peak"
 
 
 def of_fair(answer):

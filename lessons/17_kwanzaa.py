@@ -16,8 +16,8 @@
 # > factor of two and not measured by us yet; a public T4 run suggests 9 / without a GPU the same steps run on a toy,
 # > in about a minute.
 #
-# Every technique of the course was one toggle. Here they work together on one real job: 107 rows about Black history,
-# whose replies are JSON with a list of sources. First of all: what machine is this?
+# Every technique of the course was one toggle. Here they work together on one real job: 107 rows about Black history.
+# Each reply is JSON with a list of sources. First of all: what machine is this?
 
 # %% tags=["before-install"]
 import torch
@@ -105,7 +105,8 @@ DATA = "kwanzaa" if GPU else "nguzo_saba"  # without a GPU: 32 small rows of our
 print(sources.find(DATA, "train").description)
 
 # %% [markdown]
-# Look at the rows before you train on them. How many of 107 are answers? And how many ask what an evaluation row asks?
+# Look at the rows before you train on them. How many of the 107 are answers? And how many ask the same as an evaluation
+# row?
 
 # %%
 chats = {part: sources.find(DATA, part).rows for part in ("train", "eval")}
@@ -114,7 +115,7 @@ guard = Guard(chats["eval"])
 near = [leak for row in chats["train"] if (leak := guard.find(row))]
 for part, found in kinds.items():
     print(f"{part}: {len(chats[part])} rows:", *(f"{number} {name}s;" for name, number in found.items()))
-print(f"{len(near)} training rows are near one of evaluation, {sum(leak.similarity == 1 for leak in near)} the same")
+print(f"{len(near)} training rows are near an evaluation row, {sum(leak.similarity == 1 for leak in near)} the same")
 if DATA == "kwanzaa":
     assert kinds["train"] == {"answer": 16, "refusal": 26, "placeholder": 65}
     assert kinds["eval"] == {"answer": 5, "refusal": 8, "placeholder": 14}
@@ -123,9 +124,9 @@ if DATA == "kwanzaa":
 # %% [markdown]
 # The real 107 rows are 16 answers, 26 refusals and 65 placeholders. A placeholder is a text like "[This answer would
 # ...]", which announces an answer and gives none: the program that made the rows never filled it in. The 27 evaluation
-# rows are 5, 8 and 14 of the same. And 15 training rows ask nearly what an evaluation row asks, two of them word for
-# word. So a lower evaluation loss will show that the model has learnt the form of these rows, placeholders included. It
-# cannot show that the model answers well.
+# rows are 5 answers, 8 refusals and 14 placeholders. And 15 training rows ask nearly the same as an evaluation row, two
+# of them word for word. So a lower evaluation loss will show that the model has learnt the form of these rows,
+# placeholders included. It cannot show that the model answers well.
 #
 # ## 1. The bill
 # Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32 fine-tuning
@@ -292,7 +293,7 @@ assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
 # ## 4. What it costs
 # Predicted and measured, side by side. The prediction of bytes is for this very run. The minutes are a T4's at half of
 # its peak rates. That half is one constant for all cards; a public run on a T4 reached 0.31 (lesson 15), which makes 9
-# minutes of the predicted 5.5. Nobody has held ours against a T4 yet: your run is the measurement. A rented T4 is
+# minutes of the predicted 5.5. We have not measured ours on a T4 yet: your run is the measurement. A rented T4 is
 # \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
 
 # %%
@@ -381,12 +382,12 @@ def of_checkpoint(answer):
     for numbers, bits in ((11_272_192, 8), (11_272_192, 32), (4_884_480, 16), (1_000, 8)):
         if (found := answer(numbers, bits)) is None:
             raise NotImplementedError
-        hint = f"{numbers:,} numbers of 4 bytes, and of each two moments of {bits} bits; a byte has 8"
+        hint = f"{numbers:,} numbers of 4 bytes, and for each number two moments of {bits} bits; a byte has 8 bits"
         course.equal(numbers * 4 + numbers * 2 * bits // 8, hint)(found)
 
 
 right = 4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32)
-hint = "every one of the seven matrices of every block has numbers of 4 bytes in proportion to the rank"
+hint = "each of the seven matrices of every block has adapter numbers of 4 bytes, in proportion to the rank"
 course.check(1, bytes_at_rank_32, course.equal(right, hint), "a number of bytes")
 course.check(2, checkpoint_bytes, of_checkpoint, "a function (numbers, bits) -> a number of bytes")
 hint = "time is the limit, not the data: count whole windows in 12 hours, then their rows"

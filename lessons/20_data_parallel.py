@@ -574,7 +574,9 @@ def of_deal(answer):
         if (dealt := answer(list(lengths), cards)) is None:
             raise NotImplementedError
         most = -(-len(lengths) // cards)
-        assert sorted(itertools.chain(*dealt)) == sorted(lengths), "every row of a window once, also of an uneven one"
+        assert sorted(itertools.chain(*dealt)) == sorted(lengths), (
+            "deal every row of a window once, in an uneven window, too"
+        )
         assert len(dealt) == cards, f"a list for each of {cards} cards, also where there are fewer rows than cards"
         assert max(map(len, dealt)) <= most, f"{len(lengths)} rows on {cards} cards: {most} for a card at most"
     for cards, can_be_had in ((2, 1.93), (4, 3.5)):
@@ -584,9 +586,9 @@ def of_deal(answer):
             assert sorted(itertools.chain(*dealt)) == sorted(window), "every row of the window once, and no other"
             assert [len(one) for one in dealt] == [8 // cards] * cards, f"{8 // cards} rows for each of {cards} cards"
         found = sum(speed_up(cards, order, answer) for order in orders) / 100
-        hint = "is each row dealt, from the longest on, to the card with the least?"
+        hint = "deal the rows from the longest on, each to the card that has least so far"
         assert found > can_be_had, (
-            f"{cards} cards are {found:.2f} times as fast as one, and {can_be_had} can be had; {hint}"
+            f"{cards} cards are {found:.2f} times as fast as one, and {can_be_had} is possible; {hint}"
         )
 
 
@@ -602,8 +604,9 @@ def of_seconds(answer):
             now, waiting = now + takes, waiting + size
             if waiting >= bucket_bytes or number == many - 1:
                 free, waiting = max(now, free) + start + waiting / rate, 0
-        case = f"{free} s it is, for {layers}, buckets of {bucket_bytes}, start {start}, rate {rate}"
-        early = "a bucket waits until it is full, or the layers end, and the one before has come; each pays its start"
+        case = f"it should be {free} s, for {layers}, buckets of {bucket_bytes}, start {start}, rate {rate}"
+        early = "a bucket waits until it is full, or the layers end, and until the bucket before has come"
+        early += "; each pays its start"
         late = "a bucket leaves as soon as it has bucket_bytes, and travels while the layers below are computed"
         assert found > free - 1e-9, f"{found} s is too early: {early}; {case}"
         assert found < free + 1e-9, f"{found} s is too late: {late}; {case}"

@@ -106,7 +106,9 @@ assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
 (unsent,) = (row.bytes for row in bill(full, "fsdp").rows if row.name == "gradients")
-print(f"full, stage 3: {unsent / MIB:,.0f} MiB of the peak are whole gradients; half of them could be elsewhere")
+print(
+    f"full, stage 3: {unsent / MIB:,.0f} MiB of the peak are whole gradients; half of them could be on the other card"
+)
 assert unsent == 4 * find_shape("llama-3.2-1b").weights
 
 
@@ -138,9 +140,9 @@ course.show(
 # %% [markdown]
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And its *peak* grows
 # all the same (section 5). Full fine-tuning's peak hardly falls, and that is our choice: we send gradients once a step,
-# so each process keeps whole ones until the window's last micro-batch. Sent after every micro-batch, for more traffic,
-# half of them would be gone: by arithmetic a card then needs 14.1 GiB, and not the 16.4 of section 5. We build stage 3
-# first: with larger blocks it is what lets a model fit at all.
+# so each process keeps whole ones until the window's last micro-batch. If we sent them after every micro-batch, for
+# more traffic, half of them would be gone: by arithmetic a card would then need 14.1 GiB instead of section 5's 16.4.
+# We build stage 3 first: with larger blocks it is what lets a model fit at all.
 #
 # ## 2. From scratch, in three steps
 # Four blocks, two processes, as in lesson 20. A block's weights are one vector of $E$ numbers, so that cutting is easy.
@@ -432,9 +434,9 @@ course.show(
 # %% [markdown]
 # The rule: it pays where blocks are most of the bill. Llama-2 has 32,000 words and large blocks: 28 % less. Llama-3 has
 # 128,256 words, so half of the 1B's frozen bytes are its embedding, which is the head as well. The 8B has two such
-# matrices, and loses too. But that is our wrapping's doing. We leave both in the root, so they are whole from the
-# forward to the end of the backward pass, *beside* the process's own pieces of them. Where they are two matrices, each
-# could be a group of its own, and whole only while it runs. In a toy with two matrices of 16 MiB:
+# matrices, and loses too. But the cause is our wrapping: we leave both in the root, so they are whole from the forward
+# to the end of the backward pass, *beside* the process's own pieces of them. Where they are two matrices, each could be
+# a group of its own, and whole only while it runs. In a toy with two matrices of 16 MiB:
 
 
 # %% tags=["hide-input"]
@@ -622,7 +624,9 @@ def of_stage_1(answer):
             assert [len(moment) for moment in moments] == [12 // N] * N, "a moment is as long as a piece"
             of_mean, m = 0.9 * m + sum(gradients) / N, 0.9 * m + sum(gradients)
             after = torch.cat(moments)
-            assert not torch.allclose(after, of_mean, atol=1e-5), "that is the mean of the gradients, and not their sum"
+            assert not torch.allclose(after, of_mean, atol=1e-5), (
+                "you took the mean of the gradients, and not their sum"
+            )
             assert torch.allclose(after, m, atol=1e-5), "afterwards moments must hold 0.9 m + g, each of its own piece"
             assert torch.allclose(found, weight - 0.1 * m, atol=1e-5), "a piece moves by the rate times its new moment"
             weight = found
@@ -638,7 +642,7 @@ def of_forward(answer):
         for takes, next_gather in zip(computes, [*gathers[1:], 0], strict=True):
             started = max(come, done)
             come, done = started + next_gather, started + takes
-        case = f"{done} s it is, for {computes} and {gathers}"
+        case = f"it should be {done} s, for {computes} and {gathers}"
         assert found > done - 1e-9, f"{found:.3f} s is too fast: weights set off when the block before starts; {case}"
         assert found < done + 1e-9, f"{found:.3f} s is too slow: weights travel while a block runs; {case}"
 

@@ -371,8 +371,8 @@ assert back == 2 * (5 * wide + 5 * thin) - 3 * wide
 
 # %% [markdown]
 # Our switch gives DTensor a plan matrix by matrix, so each of q, k, v, gate and up has an f of its own: 5 sums where
-# Megatron, and our own block, need 2. That is our plan's doing, and DTensor does not ask for it. (The first block's q,
-# k and v have none: nobody asks for the frozen embedding's gradient.)
+# Megatron, and our own block, need 2. Our plan is the cause; DTensor does not require it. (The first block's q, k and v
+# have none: nobody asks for the frozen embedding's gradient.)
 #
 # In our job an optimizer step is 8 rows through 16 blocks, $r = 16$, with checkpointing, which runs every block's
 # forward sums again. How many MiB does a process add up in bf16? Lesson 20 added up 43.
@@ -435,17 +435,17 @@ def over_links(theme: Theme):
 
 course.show(
     over_links,
-    "Figure 3. Over PCIe no number of A100s gains anything to speak of with our plan, which sums five times back. With "
-    "two (dashed) they gain up to a fifth. Over NVLink they gain, less with every doubling, as what is whole stays.",
+    "Figure 3. Over PCIe no number of A100s gains anything to speak of with our plan, which has five sums back. With "
+    "two (dashed) they gain up to a fifth. Over NVLink they gain, less with every doubling, as some parts stay whole.",
 )
 
 # %% [markdown]
 # A few per cent, with any number: over PCIe our plan's sums take nearly all that is gained. (The estimate is right
 # within a factor of two, so that is no gain.) This holds for our plan only: with two sums back four A100s would take a
 # fifth less. Over Ethernet a step takes more than five times as long. NVLink gains, but two cards on PCIe that share
-# rows are about as fast as eight on NVLink that share matrices. So nobody who can share rows cuts matrices. One cuts
-# them when a single row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our
-# switch takes no fp16; fp32 is left:
+# rows are about as fast as eight on NVLink that share matrices. So share rows if you can. Cut matrices when a single
+# row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our switch takes no
+# fp16; fp32 is left:
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
@@ -535,10 +535,10 @@ folder.cleanup()
 assert "is invalid for input of size" in said
 
 # %% [markdown]
-# **Refused, and why.** Half a head is no head: SmolLM2 has 9 heads, and 3 of keys. Packed NF4
-# weights are half bytes in one flat list without rows and columns. (A matrix could be cut first
-# and packed then; our switch does not. Lesson 21 cuts bytes, and takes them.) bitsandbytes' optimizers take
-# no DTensor. fp16's loss scaler cannot look for overflow in a mixture of whole and cut gradients.
+# **Refused, and why.** Half a head is no head: SmolLM2 has 9 heads, and 3 of keys. Packed NF4 weights are half bytes in
+# one flat list without rows and columns. (A matrix could be cut first and packed after that; our switch does not do so.
+# Lesson 21 cuts bytes, and takes them.) bitsandbytes' optimizers take no DTensor. fp16's loss scaler cannot look for
+# overflow in a mixture of whole and cut gradients.
 
 # %%
 tries = [partial(tensor.refuse_undivided, "SmolLM2", 9, 3, 1536, 2)]
@@ -556,11 +556,11 @@ for one_of_them in tries:
 # 1. **Predict.** Llama-3.1-8B: width 4,096, 32 blocks, one row of 4,096 tokens in bf16, no adapter, nothing
 #    checkpointed. With one f and one g around attention, and again around the MLP, how many MiB does a process add up
 #    for a row, forward and back? Your answer is a number of MiB.
-# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`: the mean cross
-#    entropy of whole logits, a tensor of one number, the same in every process, for a few numbers sent a token.
-#    `hidden` is (tokens, D), `my_head` (some words, D) are the words from number `first` on, `labels` (tokens) are
-#    numbers of any words. (About nine lines, forward only. Logits are far beyond 88 here, where fp32's exp overflows;
-#    `dist.all_reduce` also knows `dist.ReduceOp.MAX`.)
+# 2. **Build.** Megatron cuts the head, too: a process has some of the *words*. Fill in `loss_of_parts`. It returns the
+#    mean cross entropy of whole logits: a tensor of one number, the same in every process. Send only a few numbers a
+#    token. `hidden` is (tokens, D), `my_head` (some words, D) are the words from number `first` on, `labels` (tokens)
+#    are numbers of any words. (About nine lines, forward only. Logits are far beyond 88 here, where fp32's exp
+#    overflows; `dist.all_reduce` also knows `dist.ReduceOp.MAX`.)
 # 3. **Reach.** From which rate on, in bytes a second that collectives get, are two A100s faster than one? Leave starts
 #    and hops out. (You need `compute_seconds`, as in `seconds_of`, and `call.sent`, bytes, of each of `calls`.)
 
@@ -618,7 +618,7 @@ course.check(
 )
 computed = [compute_seconds(whole, shape, A100, "tensor", N) for N in (1, 2)]
 rate = sum(call.sent for call in calls) / (computed[0] - computed[1])
-hint = "the seconds that two save in computing must pay for all that a process sends in a step"
+hint = "the seconds that two cards save in computing must pay for all that a process sends in a step"
 course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a second")
 
 # %% [markdown]

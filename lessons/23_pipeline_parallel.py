@@ -14,7 +14,7 @@
 # > **Card.** saves blocks: $L / S$ of $L$ in each of $S$ stages / costs $(S - 1) / (k + S - 1)$ of each stage's time,
 # > with $k$ micro-batches a step, and rows of one length / exact within rounding / 35 minutes / after lesson 22
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens. It fits one T4. A large sister,
+# The job: QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens. It fits one T4. A large sister,
 # Llama-3.1-70B, does not fit an A100 of 40 GB, not even in 4 bits. Lesson 21 gathers all weights for every micro-batch,
 # lesson 22 talks in every block, and both want fast links. The simplest cut hardly talks: the first blocks here, the
 # last ones there. Each such piece is a *stage* (nothing to do with ZeRO's).
@@ -646,7 +646,7 @@ def of_cut(answer):
         found = list(found)
         assert len(found) == S, f"{S} stages, not {len(found)}"
         fine = sum(found) == many and min(found) > 0
-        assert fine, f"how many layers each stage gets: {many} in all, and none without one; not {found}"
+        assert fine, f"how many layers each stage gets: {many} in all, and one or more for each stage; not {found}"
         ends = list(itertools.accumulate(found))
         slowest = max(sum(layers[end - size : end]) for size, end in zip(found, ends, strict=True))
         best = float("inf")
@@ -655,7 +655,7 @@ def of_cut(answer):
             best = min(best, max(sum(layers[a:b]) for a, b in itertools.pairwise(edges)))
         times = ", ".join(f"{layer:.1f}" for layer in layers)
         said = f"{found} for layers of {times} s: only the slowest stage counts; it takes {slowest:.1f} s"
-        assert slowest < best + 1e-9, f"{said}, and {best:.1f} can be had"
+        assert slowest < best + 1e-9, f"{said}, and {best:.1f} s is possible"
 
 
 of_mib = course.equal(

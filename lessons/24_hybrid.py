@@ -14,7 +14,7 @@
 # > **Card.** saves time along one axis, blocks and matrices along the others / costs what each axis sends, over the
 # > link that it gets / exact within rounding / 35 minutes / after lesson 23
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers. It fits one T4, so this lesson needs a larger job, too: LoRA of
+# The job: QLoRA of Llama-3.2-1B on 107 training rows. It fits one T4, so this lesson needs a larger job, too: LoRA of
 # Llama-3.1-70B in bf16, on two machines, each with four A100s of 40 GB. Inside a machine cards talk over NVLink. To the
 # other machine each card has an InfiniBand link, a tenth as fast. Lessons 20, 22 and 23 gave three ways to share a
 # step. Which of them, for which cards?
@@ -539,8 +539,8 @@ except BadInput as refusal:
 #    list of four ranks, in order.
 # 2. **Build.** An all-reduce on two levels, so that little crosses the border: fill in `two_levels(tensor, inside,
 #    across)`, with the groups of a process's machine and of its peers in the other machines. Between machines each
-#    process sends only its own piece. It returns the sum, a tensor shaped like the one it got. (Five lines: a new
-#    piece, `dist.reduce_scatter_tensor`, `all_reduce`, `all_gather_into_tensor`. The length divides.)
+#    process sends only its own piece. It returns the sum, a tensor of the same shape. (Five lines: a new piece,
+#    `dist.reduce_scatter_tensor`, `all_reduce`, `all_gather_into_tensor`. The length divides.)
 # 3. **Reach.** Llama-2-13B (`llama-2-13b`) by the recipe `ours`, on two machines with four L4s (`l4`) each: PCIe 4.0
 #    inside (`pcie4`), 10 Gbit Ethernet between them (`10gbe`). Which grid fits and is fastest? Give $(N, S, M)$, three
 #    numbers in brackets. (`bill` and `seconds` take a card, and links.)
@@ -577,7 +577,7 @@ def of_two_levels(answer):
         added, piece = sent[0]["all_reduce"], 4000 * machines // 4
         assert added == piece, (
             f"with {4 // machines} processes in a machine {added:,} bytes are in all-reduces; a piece has {piece:,}: a "
-            "process's machine shares the tensor, and only pieces go to the other machines"
+            "machine's processes share the tensor, and only pieces go to the other machines"
         )
 
 

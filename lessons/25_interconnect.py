@@ -14,8 +14,8 @@
 # > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step within a
 # > factor of two, as in lesson 15 / 35 minutes / after lesson 24
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, eight rows a step. Lessons 20 to 24 shared the step in every way, and
-# counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
+# The job: QLoRA of Llama-3.2-1B on 107 training rows, eight rows a step. Lessons 20 to 24 shared the step in every way,
+# and counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
 
 # %% tags=["hide-input"]
 import logging
@@ -538,9 +538,9 @@ def of_doubling(answer):
             if found is None:
                 raise NotImplementedError
             same = found.shape == right.shape and torch.equal(found, right)
-            hint = "what you swap is the sum so far" if N == 4 else "how many there are says dist.get_world_size()"
+            hint = "what you swap is the sum so far" if N == 4 else "dist.get_world_size() says how many there are"
             assert same, f"not the sum over all {N}, in every process: {hint}"
-            assert set(sizes) <= {"send"}, "with nothing but exchange"
+            assert set(sizes) <= {"send"}, "use nothing but exchange"
             assert made == needed, f"{made} rounds; {N} processes need {needed}, a round for each bit"
 
 
@@ -552,7 +552,7 @@ of_bandwidth = course.about(
 )
 of_break_even = course.about(
     break_even,
-    "write down for both what they take, rounds times a hop and bytes sent over the rate, and set them equal",
+    "write down the seconds of both, rounds times a hop plus bytes sent over the rate, and set them equal",
 )
 course.check(1, bus_bandwidth, of_bandwidth, "a number of bytes a second")
 course.check(2, doubling, of_doubling, "a function (x) -> the sum over all processes, a tensor shaped like x")

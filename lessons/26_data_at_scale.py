@@ -166,8 +166,8 @@ print(f"read: {read / 2**20:+.0f} MiB, dropped: {dropped / 2**20:+.0f} MiB")
 assert read > 2**25 > 4 * abs(dropped)
 
 # %% [markdown]
-# All pages that were read, until somebody needs the room: the file still has them. A mapped file suits tokens that
-# stay as they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
+# The process keeps what it read until memory runs short: the file still has it. A mapped file suits tokens that stay as
+# they are: any row can be read at any time, and a position is one number. nanoGPT trains from such a file, and
 # `datasets` maps its own. It costs disk space and a pass beforehand.
 #
 # A stream begins at once and needs no disk. But each epoch tokenizes again, and what was easy becomes hard: shuffle,
@@ -403,10 +403,10 @@ assert [counts[step]["rows"] for step in left_out] == [1, 1, 1]
 # The same fields clean a stream; then the counts are of what was read by the last step. What is longer than 1 MiB is
 # read, and counted, in pieces that end at a blank line.
 #
-# **More rows of what you have.** The 107 answers cite documents by number. An adapter could learn that document 1 is
-# always right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order,
-# and the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer.
-# A copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
+# **More rows of what you have.** Answers cite documents by number. An adapter could learn that document 1 is always
+# right. So `data.shuffle_documents=0.5` gives about half of the rows a copy with the documents in another order, and
+# the numbers in the answer follow. `data.drop_cited` takes away what was cited and lets the copy refuse to answer. A
+# copy whose answer breaks the required form, or scores lower than its row's, is not made. Try it on `nguzo_saba`, 40
 # small rows of our own:
 
 # %%
@@ -513,7 +513,7 @@ def of_renumbering(answer):
 
 of_rows = course.equal(
     len(chunks(list(range(100_500)), 2048, 256)),
-    "after the first row each brings only what its overlap leaves, and what is left over takes a row, too",
+    "after the first row each row has new tokens only beyond its overlap, and what is left over takes a row, too",
 )
 of_bands = course.equal(
     max(r for r in (4, 8, 16, 32) if 1 - (1 - 0.8**r) ** (128 // r) >= 0.9),

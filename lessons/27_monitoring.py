@@ -13,8 +13,8 @@
 # > **Card.** saves hours of guessing / costs less than a thousandth of the run, seconds where a trace is written /
 # > exact: no bit of a run changes / 30 minutes / after lesson 14
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, on a T4 with 14.74 GiB. So far you predicted what a step takes. This
-# lesson looks at a step while it runs, and asks of each number first: who counted, and when?
+# The job is QLoRA of Llama-3.2-1B on 107 training rows, on a T4 with 14.74 GiB. So far you predicted what a step takes.
+# This lesson looks at a step while it runs, and asks of each number first: who counted, and when?
 
 # %% tags=["hide-input"]
 import atexit
@@ -516,7 +516,8 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12  # 11 %
+# # 11 %. (Lesson 15 says 0.31 of the same run: it counts the time for memory traffic as work, too.)
+# share_of_the_peak = (6 * 973e6 + 4 * 263e6) * 1060 / 65e12
 #
 #
 # def stalls(events):

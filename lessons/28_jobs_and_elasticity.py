@@ -14,7 +14,7 @@
 # > each job, and a few steps for each restart / exact, on a CPU: a resumed run ends with the same bits / 30 minutes
 # > / after lessons 14, 15 and 20
 #
-# The job: QLoRA of Llama-3.2-1B on 107 answers, 42 steps. So far it ran where you sat. A *job* is a command in a
+# The job: QLoRA of Llama-3.2-1B on 107 training rows, 42 steps. So far it ran where you sat. A *job* is a command in a
 # container on a machine that somebody else starts, bills by the minute, and takes away: at the end, at the timeout, or
 # when a process dies. You see a log, and what the command has sent elsewhere.
 
@@ -404,7 +404,7 @@ assert found[0] == found[1] != found[2] == found[3]
 #    at most, by this lesson's rule for the timeout?
 # 2. **Build.** `grow(left, now, then, restart)` returns the seconds, a number, that a run saves by going from `now` to
 #    `then` seconds a step, less the seconds of the `restart`; zero where it would lose. `left` is how many seconds it
-#    would still take as it is.
+#    would still take at `now` seconds a step.
 # 3. **Reach.** A checkpoint takes 3 s and a machine is lost every 12 hours. Of 100 hours, how many are lost at the best
 #    interval? (A number of hours; restarts themselves not counted.)
 
@@ -436,7 +436,7 @@ def of_growing(answer):
 
 
 of_usd = course.about(
-    0.8 * (2 * 50 + 30) / 60, "it is paid up to its timeout: which two things were added to make that, in hours?"
+    0.8 * (2 * 50 + 30) / 60, "the job is paid up to its timeout: which two things were added to make that, in hours?"
 )
 of_loss = course.about(
     100 * (2 * 3 / 43200) ** 0.5,

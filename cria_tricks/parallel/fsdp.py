@@ -2,8 +2,9 @@ r"""Sharded data parallelism (FSDP2, ZeRO-3): a piece of everything in each proc
 
 Saves    weights, gradients and optimizer states: 1 / N of each in a process          [bytes]
 Costs    the blocks' weights travel twice a micro-batch, to the forward and to the backward pass, embedding and head
-         once, the gradients of what trains once a step; one block is whole while it runs. Our wrapping leaves embedding
-         and head in the root, whole throughout, and keeps whole gradients until the step's last micro-batch
+         once, the gradients of what trains once a step; one block is whole while it runs. Embedding
+         and head are whole all the time, because our wrapping leaves them in the root, and gradients are whole until
+         the step's last micro-batch
 Claim    exact within rounding: the gradients are added up in another order
 Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
 Breaks   8-bit optimizers, whose kernels do not know a DTensor (refused); 4-bit weights under accelerate's wrapper,

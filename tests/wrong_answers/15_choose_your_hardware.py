@@ -32,12 +32,12 @@ def choose(found, minutes):
     possible = [offer for offer in found if offer.fits and offer.minutes <= minutes]
     return min(possible, key=lambda offer: offer.high).flavor if possible else "none"
 
-# %% 2: exactly so many included
+# %% 2: exactly that many are allowed
 def choose(found, minutes):
     possible = [offer for offer in found if offer.fits and offer.minutes < minutes]
     return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
 
-# %% 2: there is one within
+# %% 2: a machine is done within
 def choose(found, minutes):
     offer = min((offer for offer in found if offer.fits), key=lambda offer: offer.cost, default=None)
     return offer.flavor if offer and offer.minutes <= minutes else "none"

@@ -20,7 +20,7 @@ def fewest(limit):
 def fewest(limit):
     return min(tables, key=lambda on: peak(tables[on]))
 
-# %% 2: another has a lower peak
+# %% 2: another set with as few switches
 def fewest(limit):
     return min((on for on in tables if peak(tables[on]) <= limit), key=len)
 
@@ -32,7 +32,7 @@ def fewest(limit):
 def fewest(limit):
     return min(tables, key=lambda on: (len(on), peak(tables[on])))
 
-# %% 2: another has a lower peak|fewer switches
+# %% 2: another set with as few switches|fewer switches
 def fewest(limit):
     for n in range(len(fields) + 1):  # the ladder's sets only
         on = frozenset(fields[:n])

@@ -12,7 +12,7 @@ bytes_at_rank_32 = lora_numbers(CONFIGS["llama-3.2-1b"], r=32)
 # %% 1: in proportion to the rank
 bytes_at_rank_32 = 4 * 45_088_768
 
-# %% 2: of each two moments
+# %% 2: for each number two moments
 def checkpoint_bytes(numbers, bits):
     return 4 * numbers
 

@@ -72,7 +72,7 @@ def seconds(layers, bucket_bytes, start, rate):
             free, waiting = max(now, free) + start + waiting / rate, 0
     return max(now, free)
 
-# %% 3: too early: .* the one before has come
+# %% 3: too early: .* the bucket before has come
 def seconds(layers, bucket_bytes, start, rate):
     now = free = waiting = 0
     for number, (takes, size) in enumerate(layers):

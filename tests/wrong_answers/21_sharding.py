@@ -93,6 +93,6 @@ def forward_seconds(computes, gathers):
         done = max(come, done) + takes
     return done
 
-# %% 3: it is, for
+# %% 3: it should be
 def forward_seconds(computes, gathers):
     return sum(max(pair) for pair in zip(computes, gathers))

@@ -61,10 +61,10 @@ def loss_of_parts(hidden, my_head, labels, first):
     z = hidden @ my_head.T
     return F.cross_entropy(z, z.gather(1, (labels - first)[:, None])[:, 0].long())
 
-# %% 3: the seconds that two save in computing
+# %% 3: the seconds that two cards save in computing
 break_even_rate = sum(call.sent for call in calls) / compute_seconds(whole, shape, A100, "tensor", 1)
 
-# %% 3: the seconds that two save in computing
+# %% 3: the seconds that two cards save in computing
 break_even_rate = 2 * sum(call.sent for call in calls) / compute_seconds(whole, shape, A100, "tensor", 1)
 
 # %% 3: all that a process sends in a step

@@ -21,7 +21,7 @@ def two_levels(tensor, inside, across):
     dist.all_reduce(tensor, group=across)
     return tensor
 
-# %% 2: a process's machine shares the tensor
+# %% 2: a machine's processes share the tensor
 def two_levels(tensor, inside, across):  # the groups have changed places
     piece = tensor.new_empty(len(tensor) // dist.get_world_size(across))
     dist.reduce_scatter_tensor(piece, tensor, group=across)
