@@ -200,8 +200,8 @@ for name, (_, f, dtype) in FORMATS.items():
 #
 # **Scale the loss.** Gradients are small. The loss is a mean over 2,047 tokens, and each token pushes the right word up
 # and all 128,255 others down, by $p / 2047$, $p$ being a word's probability. Up to $2^{-25}$, half of its smallest
-# number, fp16 rounds to zero. How many of these pushes does it round to zero? Take one token with random logits, and
-# with peaked logits, where a few words have nearly all the probability.
+# number, fp16 rounds to zero. How many of these pushes are lost? Take one token with random logits, and with peaked
+# logits, where a few words have nearly all probability.
 
 # %%
 drawn = torch.randn(1, V)
@@ -415,8 +415,8 @@ assert sum(change.values()) == course.bill(after).peak_bytes - course.bill(befor
 # *head in 16 bits*. The last line splits them: smaller activations save 2.4 GiB, and the copies of weights cost 2.3.
 # Then eager attention's matrix waits a second time: 4 GiB. The peak is still at the loss.
 #
-# So it is the eager attention that makes 16 bits cost memory. transformers' own default is `sdpa`, where torch chooses
-# a kernel by card and format. Predict the change on a T4 and on an L4:
+# So 16 bits cost memory because of eager attention. transformers' own default is `sdpa`, where torch chooses a kernel
+# by card and format. Predict the change on a T4 and on an L4:
 
 # %%
 changes = []
@@ -435,10 +435,10 @@ assert changes == [4013, 301, -83, -8463]
 # %% [markdown]
 # On a T4 sdpa runs the *math* kernel in both formats. This kernel keeps the matrix once, in fp32. On an L4 torch runs
 # it in fp32 only; in 16 bits it runs the *flash* kernel, which never has the matrix: 8 GiB less. Where neither format
-# keeps the matrix (the third line), the switch saves 83 MiB.
+# keeps the matrix, the switch saves 83 MiB.
 #
-# Why use 16 bits on a T4? For the tensor cores. Later lessons remove what costs bytes: checkpointing (3) drops the
-# saved activations, and a frozen base (4) needs no copies.
+# Why use 16 bits on a T4? For the tensor cores. Later lessons remove what costs bytes: checkpointing (3) drops saved
+# activations, and a frozen base (4) needs no copies.
 
 # %%
 lora = course.so_far("04_lora")
@@ -522,7 +522,7 @@ def of_scale(answer):
 def of_break_even(answer):
     tokens = float(answer)
     assert tokens <= 1536, f"not {tokens:,.0f}; autocast saves more for each token: list what lies between y and down"
-    course.equal(1536, "autocast adds more: a copy of each weight, and two casts of the input that was shared")(answer)
+    course.equal(1536, "autocast adds more: a copy of each weight, and the casts of an input that was shared")(answer)
 
 
 class OnlyIntegers(TorchDispatchMode):

@@ -55,7 +55,7 @@ break_even = 2048  # three tensors of T F
 # %% 3: a copy of each weight
 break_even = 1024  # two copies
 
-# %% 3: casts of the input that was shared
+# %% 3: casts of an input that was shared
 break_even = 3 * 2048 * 8192 / (4 * 8192 + 2048)  # one cast, shared
 
 # %% 3: saves more for each token
