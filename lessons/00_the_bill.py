@@ -137,7 +137,7 @@ print(f"added up: {sum(predicted.values()) / KIB:,.1f} KiB")
 
 # %% [markdown]
 # 65,536 weights take 16 bytes each with their gradients and states: 1 MiB. Together with the activations and the
-# logits it is 2,952 KiB. Must the card have that much? Decide before you go on.
+# logits, that is 2,952 KiB. Must the card have that much? Decide before you go on.
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -272,8 +272,8 @@ def who_lives(theme: Theme):
 assert [round(size / KIB) for size in (at_loss, at_update)] == [2747, 1042]  # as drawn
 course.show(
     who_lives,
-    "Figure 1. Filled is alive, dashed is not, in KiB: activations and gradients take turns, so the peak is less than "
-    "the sum of all.",
+    "Figure 1. Filled boxes are alive, dashed boxes are not (sizes in KiB). Activations and gradients take turns, so "
+    "the peak is less than the sum of all.",
 )
 
 # %% [markdown]
@@ -323,12 +323,12 @@ course.show(
 )
 
 # %% [markdown]
-# That is the lesson's surprise. **These gradients cost nothing**: when they have come, the activations have gone. The
-# peak is a *maximum over moments*, not a sum of everything. Halving the gradients would not lower this peak. (It would
-# with short rows. Section 5 says how short.)
+# That is the lesson's surprise. **These gradients cost nothing**, because the activations are gone when the gradients
+# are complete. The peak is a *maximum over moments*, not a sum of everything. Halving the gradients would not lower
+# this peak. (With short rows it would. Section 5 says how short.)
 #
-# The optimizer is part of the bill too. `torch.optim.AdamW` without `fused=True` takes *foreach* on a card: it updates
-# all tensors at once, and for that makes the square roots of all second states. Predict what that adds to its moment.
+# The optimizer is part of the bill too. Without `fused=True`, `torch.optim.AdamW` uses *foreach* on a card: it updates
+# all tensors at once, so it makes the square roots of all second states. Predict how much they add to the update.
 
 # %%
 train(foreach := Film(), way="foreach")
@@ -414,11 +414,11 @@ assert P1 == bill.shape.weights == 1_235_814_400
 # %% [markdown]
 # The same from a shell: `cria plan kwanzaa --gpu t4` prints the bill of the finished job, and its last table, the
 # ladder, begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the blocks 14.5 (8
-# of them $T \times T$ scores), the logits 2.9. There is no line of gradients, though they take 4.6 GiB: as in the small
-# model, they are not there at the peak.
+# of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they take 4.6 GiB, because
+# they are not there at the peak. It was the same in the small model.
 #
-# That holds for long rows. Activations and logits shrink with the rows, gradients do not. At which length does the peak
-# move to a moment that has gradients in it?
+# That holds for long rows. Shorter rows have smaller activations and logits, but the gradients stay as large. At which
+# length does the peak move to a moment that has gradients in it?
 
 # %%
 for tokens in (256, 1002, 1003, 2048):
@@ -530,8 +530,8 @@ assert peaks(longer)[1] < peaks(longer)[4] == peaks(longer)[7]
 #    `torch.optim.AdamW` with default settings for each parameter, register a hook, and return the optimizers in a list
 #    or a dict. (About seven lines. Before you check: what does it save at the peak?)
 # 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How much memory does a step of plain fp32 training
-#    take at least, by our bill? The answer is the peak in GiB, within 1 %. (Which moment of Figure 4 has the most that
-#    does not depend on $T$? `moments(bill)` gives the lines of each.)
+#    take at least, by our bill? The answer is the peak in GiB, within 1 %. (Which moment of Figure 4 keeps the most
+#    bytes when $T$ is tiny? `moments(bill)` gives the lines of each moment.)
 
 # %% tags=["exercise"]
 bytes_more = None
@@ -571,7 +571,7 @@ def of_updates(answer):
 
     def nothing_waits(model, made):
         assert all(p.grad is None for p in model.parameters()), "a gradient is left after the backward pass"
-        assert not any(waited), f"during the backward pass {max(waited)} gradients wait together; drop each at once"
+        assert not any(waited), f"during the backward pass {max(waited)} gradients wait together; drop each when used"
         if not isinstance(made, list | tuple | dict) or len(made) != 4 * L + 1:
             raise TypeError(f"{type(made).__name__} is not {4 * L + 1} optimizers")
 
@@ -585,16 +585,17 @@ def of_updates(answer):
     rights = [learnt(lambda model, way=way: torch.optim.AdamW(model.parameters(), **way), plainly)[1]
               for way in ({}, {"fused": True}, {"foreach": True})]  # fmt: skip
     same = any(all(map(torch.equal, right, mine)) for right in rights)
-    assert same, "after two steps the weights are not those of plain AdamW: same settings, and states that last?"
+    hint = "use the same settings, and the same optimizers in each step, because they hold the states"
+    assert same, f"after two steps the weights are not those of plain AdamW: {hint}"
 
 
 def of_bytes(answer):
     keeps = Film()
     train(keeps, set_to_none=False)
     grown = max(keeps.frames) - max(film.frames)
-    right = course.equal(grown, "which gradients are alive now where backpropagation starts, at 4 bytes a number?")
+    right = course.equal(grown, "which gradients are alive now when backpropagation starts? A number takes 4 bytes")
     assert answer != 0, "not 0; a gradient of zeros takes as many bytes as any other"
-    assert answer * KIB != grown, f"{answer} is in KiB; in bytes?"
+    assert answer * KIB != grown, f"{answer} is in KiB; give it in bytes"
     right(answer)
 
 
@@ -614,7 +615,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 # <details><summary>Solutions</summary>
 #
 # ```python
-# bytes_more = 4 * 65_536  # now gradients do wait at the loss: all lines added up are the peak
+# bytes_more = 4 * 65_536  # now gradients do wait at the loss, so the peak is the sum of all lines
 #
 #
 # def update_on_the_way(model):
@@ -629,8 +630,8 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #     return optimizers  # at the peak it saves nothing: no gradient lived there
 #
 #
-# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a gradient of its own, and both
-# # are added into a third
+# # 16 bytes a weight, and two more tensors of the embedding's size: the tied head has a gradient of its own, and torch
+# # adds both gradients into a third tensor
 # least_gib = (16 * 1_235_814_400 + 2 * 4 * 128_256 * 2048) / 2**30  # 20.4, so no row fits a T4
 # ```
 #

@@ -7,8 +7,8 @@
 
 # %% [markdown]
 # # 1. Mixed precision: multiply in 16 bits, learn in 32
-# > **Promise.** By a T4's data sheet products become eight times as fast, and gradients too small for 16 bits come
-# > back. And you see why full fine-tuning with eager attention takes 3.9 GiB *more* in 16 bits.
+# > **Promise.** By a T4's data sheet, products become eight times as fast. Gradients too small for 16 bits come back.
+# > And you see why full fine-tuning with eager attention takes 3.9 GiB *more* in 16 bits.
 #
 # > **Card.** saves time now, bytes once the weights are frozen / costs rounding, a loss scale, a skipped step now and
 # > then, and with eager attention 3.9 GiB / approximate: products are rounded to 11 (fp16) or 8 (bf16) significant
@@ -200,8 +200,8 @@ for name, (_, f, dtype) in FORMATS.items():
 #
 # **Scale the loss.** Gradients are small. The loss is a mean over 2,047 tokens, and each token pushes the right word up
 # and all 128,255 others down, by $p / 2047$, $p$ being a word's probability. Up to $2^{-25}$, half of its smallest
-# number, fp16 rounds to zero. How many of these pushes go there? Take one token with random logits, and with peaked
-# ones, where few words have nearly all probability.
+# number, fp16 rounds to zero. How many of these pushes are lost? Take one token with random logits, and with peaked
+# logits, where a few words have nearly all probability.
 
 # %%
 drawn = torch.randn(1, V)
@@ -249,9 +249,9 @@ course.show(
 
 # %% [markdown]
 # With random logits fp16 loses 98 % of the words and half of the push down: the model hears "more of this" and only
-# half of "less of that". Peaked logits lose even more words, but these had little probability: 2 % of the push.
-# SmolLM2-135M lost 4 % on five of our rows. The chain rule is linear, so the cure is one line: multiply the loss by a
-# scale $S$, and divide the fp32 gradients by it. A power of two moves exponents and rounds nothing.
+# half of "less of that". With peaked logits it loses even more words, but these had little probability: 2 % of the
+# push. SmolLM2-135M lost 4 % on five of our rows. The chain rule is linear, so the cure is one line: multiply the loss
+# by a scale $S$, and divide the fp32 gradients by it. A power of two moves exponents and rounds nothing.
 #
 # How large may $S$ be? Until $S$ times the largest gradient passes 65,504. Nobody knows that beforehand, so the scale
 # finds itself: after an overflow the step is skipped and $S$ halved; after a quiet while it is doubled.
@@ -415,8 +415,8 @@ assert sum(change.values()) == course.bill(after).peak_bytes - course.bill(befor
 # *head in 16 bits*. The last line splits them: smaller activations save 2.4 GiB, and the copies of weights cost 2.3.
 # Then eager attention's matrix waits a second time: 4 GiB. The peak is still at the loss.
 #
-# So the attention makes 16 bits cost memory. transformers' own default is `sdpa`, where torch chooses a kernel by card
-# and format. Predict the change on a T4 and on an L4:
+# So 16 bits cost memory because of eager attention. transformers' own default is `sdpa`, where torch chooses a kernel
+# by card and format. Predict the change on a T4 and on an L4:
 
 # %%
 changes = []
@@ -433,12 +433,12 @@ for name, attention, card in (
 assert changes == [4013, 301, -83, -8463]
 
 # %% [markdown]
-# On a T4 sdpa runs the *math* kernel in both formats. It keeps the matrix once, in fp32. On an L4 only fp32 takes it;
-# in 16 bits torch takes the *flash* kernel, which never has the matrix: 8 GiB less. Where neither format keeps the
-# matrix, the switch saves 83 MiB.
+# On a T4 sdpa runs the *math* kernel in both formats. This kernel keeps the matrix once, in fp32. On an L4 torch runs
+# it in fp32 only; in 16 bits it runs the *flash* kernel, which never has the matrix: 8 GiB less. Where neither format
+# keeps the matrix, the switch saves 83 MiB.
 #
-# Why take it on a T4? For the tensor cores. Later lessons remove what costs bytes: checkpointing (3) drops what blocks
-# keep, and a frozen base (4) needs no copies.
+# Why use 16 bits on a T4? For the tensor cores. Later lessons remove what costs bytes: checkpointing (3) drops saved
+# activations, and a frozen base (4) needs no copies.
 
 # %%
 lora = course.so_far("04_lora")
@@ -538,8 +538,8 @@ class OnlyIntegers(TorchDispatchMode):
 def of_bf16(answer):
     ties = 1 + torch.arange(256) / 256  # every second one is halfway
     for numbers, hint in (
-        (anything[~anything.isnan()], "what is nearer to the upper neighbour must go there"),
-        (torch.cat([ties, -ties]), "halfway between two, the one whose last bit is 0 wins"),
+        (anything[~anything.isnan()], "a number nearer to its upper neighbour must go there"),
+        (torch.cat([ties, -ties]), "halfway between two numbers, take the neighbour whose last bit is 0"),
         (torch.tensor([torch.inf, -torch.inf, 0.0, -0.0]), "infinity and zero stay what they are"),
         (torch.randn(3, 5), "keep the shape of x"),
     ):
@@ -551,7 +551,7 @@ def of_bf16(answer):
         assert found.dtype == torch.float32, "give fp32 back: view the bits as torch.float32"
         assert found.shape == numbers.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(numbers.shape)}"
         assert torch.equal(found.view(torch.int32), numbers.bfloat16().float().view(torch.int32)), hint
-        assert torch.equal(given, numbers), "x itself was changed"
+        assert torch.equal(given, numbers), "your function changed x itself; leave x as it is"
 
 
 course.check(1, first_scale, of_scale, "a loss scale, one number")
@@ -577,10 +577,10 @@ course.check(3, break_even, of_break_even, "a number of tokens")
 # </details>
 #
 # ## In one breath
-# - **Saves** time, on tensor cores; bytes where frozen weights are stored in 2 instead of 4, and where 16 bits let
-#   torch take the flash kernel (compute capability 8.0 on).
+# - **Saves** time, on tensor cores; memory, where frozen weights take 2 bytes instead of 4, and where 16 bits let torch
+#   use the flash kernel (from compute capability 8.0 on).
 # - **Costs** rounding; in fp16 a loss scale and a few skipped steps; in full fine-tuning a 16-bit copy of each weight,
-#   and with eager attention one of its matrix.
+#   and with eager attention a copy of its matrix.
 # - **Approximate**: a number moves by at most $2^{-11}$ of itself in fp16, $2^{-8}$ in bf16. The scale rounds nothing.
 # - **When**: on every card with 16-bit units; fp16 on a T4, bf16 from compute capability 8.0 on.
 # - **When not**: to save bytes in full fine-tuning on a T4 (on an L4 with sdpa it saves 8,463 MiB); with activations

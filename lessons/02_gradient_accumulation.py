@@ -439,9 +439,9 @@ print(
 assert predicted == eight
 
 # %% [markdown]
-# So 4.6 GiB buy what would have cost 134. Later the price falls. With lesson 3's checkpointing a step without
-# accumulation peaks at the end of the backward pass, where all gradients exist anyway, so accumulation adds 3,138 MiB.
-# Lesson 4 leaves few weights to train, and little that waits (exercise 1).
+# So 4.6 GiB buy what would have cost 134. Later the price falls. With lesson 3's checkpointing, a step without
+# accumulation peaks at the end of the backward pass. There all gradients exist anyway, so accumulation adds only 3,138
+# MiB. Lesson 4 leaves few weights to train, so few gradients wait (exercise 1).
 
 # %%
 later = course.bill(course.so_far("03_gradient_checkpointing"))
@@ -530,7 +530,7 @@ largest_sum = None
 
 # %% tags=["hide-input"]
 def stream(batches):
-    """Give each batch once, and look whether the ones before it are gone."""
+    """Give each batch once, and check that the earlier batches are gone."""
     given = []
     for batch in batches:
         batch = {name: tensor.clone() for name, tensor in batch.items()}
@@ -552,7 +552,7 @@ def of_a_stream(answer):
         if off(mine / times, right) < 1e-5 < abs(times - 1):
             raise AssertionError(f"the gradient points the right way and is {times:,.4g} times as long as it should be")
         wrong = off(mine, right)
-        assert wrong < 1e-5, f"the gradient is off by {wrong:.1%}: some rows have more to say than their tokens"
+        assert wrong < 1e-5, f"the gradient is off by {wrong:.1%}: some tokens count for more than others"
         assert found == trained(*batches), f"{found} is not the number of trained tokens"
 
 

@@ -190,7 +190,7 @@ assert wrong > 0
 # %% [markdown]
 # No error, a perfect loss, and wrong gradients: the worst kind of bug. The second forward pass drew *another dropout
 # mask*. **Replay the random state:** save the states of the random number generators with $x$, and restore them before
-# computing again. There is one generator for the CPU and one for each card, from which dropout on that card draws.
+# computing again. There is one generator for the CPU and one for each card; dropout on a card uses the card's.
 
 # %%
 if torch.cuda.is_available():
@@ -244,8 +244,8 @@ print(f"predicted {predicted / KIB:,.0f} KiB, counted {kept.peak / KIB:,.0f} KiB
 assert kept.peak == predicted
 
 # %% [markdown]
-# Replaying the CPU's generator alone would pass this proof and fail on a card. A generator of our own can stand for the
-# card's: with its state left out the bug is back, with its state saved it is gone.
+# If we replayed only the CPU's generator, this proof would still hold, but gradients on a card would be wrong. Let a
+# generator of our own stand for the card's. Without its state the bug is back; with its state the bug is gone.
 
 # %%
 of_a_card = torch.Generator()
@@ -342,11 +342,11 @@ assert (highest.name, second.name) == ("log-softmax", "loss")
 assert round((highest.bytes - second.bytes) / KIB**2) == 1339
 
 # %% [markdown]
-# Read the two columns slowly. *Blocks: waiting* fell from 18,368 MiB to 256: sixteen inputs. But a line has come, too.
+# Read the two columns slowly. *Blocks: waiting* fell from 18,368 MiB to 256: sixteen inputs. But there is a new line.
 # Autocast's 16-bit copies of the weights used to wait among what blocks keep. No block keeps them now, yet autocast
 # itself holds them until the forward pass ends. So the peak has *moved*, from the start of backpropagation to the last
-# operation of the forward pass. The old one is now 1,339 MiB lower. A trick shrinks its own line; what you gain is the
-# distance to the next peak. Most of what is left, weights, gradients and states, is for lesson 4.
+# operation of the forward pass. The old moment is now 1,339 MiB below the new peak. A trick shrinks its own line; what
+# you gain is the distance to the next peak. Most of what is left, weights, gradients and states, is for lesson 4.
 
 # %%
 course.show(course.staircase("03_gradient_checkpointing"), "Figure 3. The bill so far: still beyond a T4.")
@@ -402,7 +402,7 @@ checkpoint(blocks[0], frozen, use_reentrant=False).sum().backward()  # the cure
 # else the second time: it has a side effect, such as filling a cache. Cure: take that out of training
 # (`model.config.use_cache = False`; transformers does so by itself when it notices). Its sibling, `Recomputed values
 # for the following tensors have different metadata`, means other shapes or dtypes: a cache that grew. Values are never
-# compared, so random numbers that are not torch's, such as those of Python's `random`, are drawn anew unnoticed.
+# compared, so there is no error when code draws other random numbers from Python's `random`, which nothing replays.
 
 # %%
 cache = {}
@@ -444,7 +444,7 @@ best_k = None
 
 # %% tags=["hide-input"]
 def run(way, some):
-    """Bytes that autograd keeps at the peak, the output, and all gradients; the same dropout every time."""
+    """Return the bytes that autograd keeps at the peak, the output, and all gradients, with the same dropout always."""
     torch.manual_seed(1)
     blocks.zero_grad()
     x.grad = None
@@ -465,12 +465,12 @@ def of_pairs(answer):
     for some in (blocks, blocks[:4]):
         _, y, grads = run(one_by_one, some)
         peak, found, its_grads = run(answer, some)
-        assert torch.equal(found, y), f"with {len(some)} blocks the output is another one: every block once, in order"
+        assert torch.equal(found, y), f"with {len(some)} blocks the output is wrong: run every block once, in order"
         same = all(map(torch.equal, grads, its_grads))
-        assert same, "the output is right and the gradients are not: what of dropout?"
+        assert same, "the output is right and the gradients are not: is the dropout the same in both forward passes?"
         right = len(some) // 2 * s + a + s + a  # the second block of a pair has an input, too
-        many = "an inside of more than one pair, or every input" if peak > right else "one block at a time"
-        assert peak == right, f"{len(some)} blocks keep {peak:,} bytes at the peak, which is {many}"
+        many = "too many: the insides of more than one pair, or every input" if peak > right else "one block at a time"
+        assert peak == right, f"{len(some)} blocks keep {peak:,} bytes at the peak, {many}"
 
 
 def of_bytes(answer):
@@ -513,7 +513,7 @@ course.check(3, best_k, of_k, "a whole number of blocks")
 # - **Saves** the insides of all blocks but one: $L\,(s + a) \to L\,s + a$.
 # - **Costs** one more forward pass: a third of a step's products when all train, half on a frozen base, less with early
 #   stop.
-# - **Exact**, bit for bit, if the random states are replayed, the card's too.
+# - **Exact**, bit for bit, if all random states are replayed, the card's included.
 # - **When**: one row at a time (lesson 2) still does not fit; on a small card, almost always. Nothing else
 #   takes as much off the activations.
 # - **When not**: when the step fits already, or its peak is elsewhere, in the logits or the optimizer.

@@ -45,7 +45,7 @@ MIB, GIB = 2**20, 2**30
 # ## 1. The bill
 # What does a weight cost in the optimizer's step, if it learns in fp32? Itself 4 bytes, its gradient 4, and AdamW's two
 # states 8: sixteen bytes a weight. So at that moment of lesson 3's bill there should be $16\,N$ for $N$ weights, and
-# the batch. (The peak comes earlier and is 5 GiB higher, by activations and logits.)
+# the batch. (The peak comes earlier. It is 5 GiB higher, because of activations and logits.)
 
 # %%
 before, after = course.so_far("03_gradient_checkpointing"), course.so_far("04_lora")
@@ -300,8 +300,8 @@ print(f"in Llama-3.2-1B t is {share:.2%} of a unit: a step falls from 3 units to
 # %% [markdown]
 # So where matrices are wide, LoRA *saves* a third of the products with weights (a quarter under checkpointing, where
 # the forward pass counts twice): gradients of frozen weights are not computed. Small kernels and peft's casts take some
-# of that back in seconds, so measure. On a T4 the first case says `oom`: full fine-tuning still needs 20.8 GiB. The
-# comparison takes a larger card.
+# of that back in seconds, so measure. On a T4 the first case says `oom`, because full fine-tuning still needs 20.8 GiB.
+# So the comparison needs a larger card.
 
 # %%
 step_of = "attention=best precision=best gradient_checkpointing=true"
@@ -338,9 +338,9 @@ assert not course.bill(before).fits
 # %% [markdown]
 # Gradients and states take 14,014 MiB less, the frozen base, now in 16 bits, 2,357, and autocast's copies of it, which
 # nobody needs any more, the same again. The peak falls by nearly all of that, and moves to where the loss goes back:
-# there the logits live three times. Now they are the largest row, 3,006 of 5,688. They wait for `chunked_loss`.
+# there the logits live three times. Now they are the largest line, 3,006 of 5,688. They wait for `chunked_loss`.
 #
-# And your guess? At that moment, too, a number of the adapter costs 16 bytes:
+# What was your guess? At that moment, too, each number of the adapter costs 16 bytes:
 
 # %%
 for rank in (1, 16, 64):
@@ -459,12 +459,12 @@ for says, base, predicted in (("its own base", W, reached["LoRA"]), ("another", 
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** A popular setting is $r = 8$ on `q_proj` and `v_proj` alone. How many numbers of Llama-3.2-1B learn?
-#    The answer is how many.
+# 1. **Predict.** A popular setting is $r = 8$ on `q_proj` and `v_proj` alone. How many numbers of the adapters of
+#    Llama-3.2-1B learn? The answer is that number.
 # 2. **Build.** Somebody has fine-tuned all of a matrix, and you want an adapter of it. Fill in `extract(difference,
 #    rank)`: from a difference of shape $(D_{out}, D_{in})$, without training, return the pair $A$ of shape
-#    $(rank, D_{in})$ and $B$ of shape $(D_{out}, rank)$ such that $BA$ is as near as can be. (About three lines; the
-#    scale is 1. `torch.linalg.svd` gives $U$, the singular values, and $V^T$.)
+#    $(rank, D_{in})$ and $B$ of shape $(D_{out}, rank)$ such that $BA$ is as near to the difference as possible. (About
+#    three lines; the scale is 1. `torch.linalg.svd` gives $U$, the singular values, and $V^T$.)
 # 3. **Reach.** What is the highest rank at which this lesson's run still fits a T4, by our bill? The answer is that
 #    rank. At this lesson's peak a number costs 16 bytes. Is the peak still there at high ranks? `course.bill(recipe)`
 #    knows.
@@ -508,7 +508,7 @@ def of_rank(answer):
 
 
 of_q_and_v = sum(shape.layers * 8 * sum(shape.linears[name]) for name in ("q_proj", "v_proj"))
-sizes_of = "D_in and D_out of both matrices (shape.linears has them), the rank, and all blocks"
+sizes_of = "you need D_in and D_out of both matrices (shape.linears has them), the rank, and all blocks"
 course.check(1, numbers_at_rank_8, course.equal(of_q_and_v, sizes_of), "how many numbers learn")
 course.check(2, extract, of_extract, "a function (difference, rank) -> a pair of tensors, A and B")
 course.check(3, highest_rank, of_rank, "a rank, a whole number")

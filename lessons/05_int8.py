@@ -259,7 +259,7 @@ if quality:
 # **Time.** A T4 has units for integers, but each product first finds the outliers and rounds its inputs, and then
 # scales its sums back. And the backward pass has no integers: the weight is unpacked to the input's dtype. In the
 # paper's table 5 of 2022, at width 2,048, the bare integer product runs 1.61 times as fast as one in 16 bits, and all
-# of LLM.int8() 0.51 times. Do not quote that any more: version 0.45 of bitsandbytes (December 2024) rebuilt this code
+# of LLM.int8() 0.51 times. These figures are out of date: version 0.45 of bitsandbytes (December 2024) rebuilt the code
 # and made it about 1.8 times as fast. Its own benchmark on a T4 lets Qwen2.5-3B *answer*, in tokens a second:
 
 # %%
@@ -269,8 +269,8 @@ for rows, in_16, old, new in ((1, 25.66, 3.34, 5.98), (8, 189.56, 24.28, 44.15),
     assert 3.1 < in_16 / new < 4.4
 
 # %% [markdown]
-# For *training*, where thousands of tokens share each product, we know of no figure since the rebuild. No T4 has
-# measured it here. Where there is a card, this does:
+# For *training*, where thousands of tokens share each product, we know of no figure since the rebuild. We have not
+# measured it on a T4. If you have a card, this cell measures it:
 
 # %%
 step_of = "peft=lora attention=best precision=best gradient_checkpointing=true chunked_loss=true"
@@ -468,11 +468,11 @@ assert (narrow, heard) == (wide / 2, [])
 # %% [markdown]
 # ## 7. Exercises
 # 1. **Predict.** A token's ordinary features are of size 1 at most, and one outlier is of size $s$; nothing is sent
-#    round. From which $s$ on has every ordinary feature the code 0? The answer is the smallest such $s$.
+#    round. From which $s$ on does every ordinary feature get the code 0? The answer is the smallest such $s$.
 # 2. **Build.** Confine the damage: a scale for every `size` numbers of a row. Fill in `in_blocks(rows, size)`, where
-#    `size` divides the row. It returns a pair: int8 codes of shape (rows, blocks, size), and each block's largest size,
-#    fp32 of shape (rows, blocks). (About two lines, with `to_codes`.) Then ask yourself why an integer product cannot
-#    use it.
+#    `size` divides the row. It returns a pair: int8 codes of shape (rows, blocks, size), and the largest absolute value
+#    of each block, fp32 of shape (rows, blocks). (About two lines, with `to_codes`.) Then ask yourself why an integer
+#    product cannot use it.
 # 3. **Reach.** What is saved does not depend on the tokens; what is pinned does. In the bill of section 5, at how many
 #    tokens does the pinned part eat all that int8 saves on the matrices? The answer is a number of tokens, within 1 %.
 
@@ -491,7 +491,7 @@ tokens_that_eat_it = None
 def of_ruin(answer):
     size = float(answer)
     code = round(127 / size)
-    assert code == 0, f"beside an outlier of {size:g} a feature of 1 still has the code {code}: 127 / s, rounded"
+    assert code == 0, f"beside an outlier of {size:g} a feature of 1 still has the code {code}; it is 127 / s, rounded"
     assert size < 254.5, f"not {size:g}; beside a smaller outlier the codes are 0, too"
 
 
@@ -506,18 +506,17 @@ def of_blocks(answer):
         assert codes.dtype == torch.int8, f"codes are int8, not {codes.dtype}"
         assert scales[:, -1].max() < 100, "the outlier still spoils blocks that it is not in"
         right = rows.reshape(T, -1, size).abs().amax(dim=2)
-        assert torch.allclose(scales, right), "a scale is the largest size of its block, as in to_codes"
+        assert torch.allclose(scales, right), "a scale is the largest absolute value of its block, as in to_codes"
         moved = (codes * (scales / 127)[:, :, None]).reshape(T, D) - rows
-        assert (moved.abs() <= right.repeat_interleave(size, 1) / 254 * 1.001).all(), "more than half a step away"
+        near = (moved.abs() <= right.repeat_interleave(size, 1) / 254 * 1.001).all()
+        assert near, "unpacked, a number is more than half a step away from where it was"
 
 
 def of_tokens(answer):
     tokens = float(answer)
     saved, eaten = (2 * weights - in_8_bits) / MIB, tokens * L * (10 * WIDTH + 4 * INNER) / MIB
-    hint = (
-        f"at {tokens:,.0f} tokens {eaten:,.0f} MiB are pinned and {saved:,.0f} saved; which inputs, of how many bytes?"
-    )
-    assert abs(eaten / saved - 1) <= 0.01, hint
+    found = f"at {tokens:,.0f} tokens {eaten:,.0f} MiB are pinned and {saved:,.0f} saved"
+    assert abs(eaten / saved - 1) <= 0.01, f"{found}; which inputs are pinned, and how many bytes does each take?"
 
 
 course.check(1, smallest_ruinous_outlier, of_ruin, "the size s of an outlier, one number")
@@ -544,7 +543,7 @@ course.check(3, tokens_that_eat_it, of_tokens, "a number of tokens")
 # ## In one breath
 # - **Saves** a byte of every two of a frozen matrix; the scales add 1.4 MiB.
 # - **Costs** 1,664 MiB of pinned inputs that nobody reads, and time: answers on a T4 took 3 to 4 times as long as in
-#   fp16 (bitsandbytes 0.45); training is not measured.
+#   fp16 (bitsandbytes 0.45); for training we have not measured it.
 # - **Approximate**: half a step of the row's ruler; about 1.2 % of a product, if outliers go apart.
 # - **When**: to answer with a model that fits in 8 bits and not in 16, or when rows are short and weights are many.
 # - **When not**: to train a small model on long rows. Read the bill, not the name.

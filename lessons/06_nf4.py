@@ -467,7 +467,7 @@ assert cured < 2 * trained < min(alone, on_published, rounded_again) / 10
 # 1. **Predict.** Take blocks of 32 weights, and double quantization in blocks of 256 scales as before. How many bits
 #    does a weight take, without mean and tables? The answer is a number of bits.
 # 2. **Build.** Fill in `quantile_levels(bits)`: a tensor of $2^{bits}$ rising levels from -1 to 1, zero among them, one
-#    more above zero than below. For 4 bits it gives `nf4`.
+#    level more above zero than below. For 4 bits it gives `nf4`.
 # 3. **Reach.** Find 16 levels, a tensor, whose `error` on normal weights is 3 % below NF4's. (`shares` are the weights
 #    over their block's scale.)
 
@@ -496,8 +496,8 @@ def of_levels(answer):
         assert (found[0], found[-1]) == (-1, 1), f"{bits} bits: the ends are {found[0]:.3f} and {found[-1]:.3f}"
         if right is not None:
             apart = (found - right).abs().max().item()
-            slices = f"{bits} bits: {apart:.3f} away; how many slices has the whole curve upwards, and how many down?"
-            assert apart < (1e-6 if bits == 4 else 1e-3), slices
+            slices = "how many slices has the whole curve for the levels above zero, and for those below?"
+            assert apart < (1e-6 if bits == 4 else 1e-3), f"{bits} bits: {apart:.3f} away; {slices}"
 
 
 def of_better(answer):

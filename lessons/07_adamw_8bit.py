@@ -272,7 +272,7 @@ assert abs(final(eight_losses) - final(exact_losses)) < 0.03
 assert abs(final(theirs_losses) - final(exact_losses)) < 0.03
 
 # %% [markdown]
-# **Which device does what.** On a CUDA card one kernel does it all. We have read its source, and have not run it. It
+# **Which device does what.** On a CUDA card one kernel does it all. We have read its source, but we have not run it. It
 # differs from the CPU in three places:
 #
 # - *Rounding.* The kernel takes the nearest level. But a negative $m$ that would become zero goes to the level below,
@@ -280,7 +280,7 @@ assert abs(final(theirs_losses) - final(exact_losses)) < 0.03
 #   number.
 # - *Weight decay.* The kernel shrinks the weight after the step. A CPU does so before it, like torch and ours.
 # - *A gradient that is not finite.* The kernel sets both moments of that one weight to zero and leaves the weight as it
-#   is. On a CPU the scale of its block becomes infinite, and after the next step all 256 weights are `nan`.
+#   is. On a CPU the scale of its block becomes infinite, and after the next step all 256 weights of it are `nan`.
 
 # %%
 x = torch.zeros(1, 256).index_fill_(1, torch.tensor([1]), -1e-7).index_fill_(1, torch.tensor([2]), 1e-7)
@@ -371,8 +371,9 @@ assert {plain[name] - eight[name] for name in MOMENTS} == {states(full) - states
 
 # %% [markdown]
 # The states fall by 5,539 MiB at every moment, and nothing else changes: transformers' default, the fused AdamW, makes
-# nothing large in its step either. (`torch.optim.AdamW` alone does, by its `foreach` way on a card: the square roots of
-# all $v$ at once, 4 bytes a weight, here another 4,714 MiB.) The peak is at the loss, and its 18.0 GiB are too many.
+# nothing large in its step either. (`torch.optim.AdamW` without `fused=True` does: on a card it uses *foreach*, which
+# makes the square roots of all $v$ at once, 4 bytes a weight, here another 4,714 MiB.) The peak is at the loss, and its
+# 18.0 GiB are too many.
 #
 # And here is who kept 32 bits. transformers asks bitsandbytes to leave every *embedding* alone: rare words make its
 # gradients uneven, and the paper found that unstable. And bitsandbytes leaves alone what has fewer than 4,096 elements,
@@ -471,9 +472,9 @@ for least in (4096, 256):  # the first is the default
 # 2. **Build.** Fill in `pack_above_zero(x, levels)`. It does what `pack` does, but a number above zero never gets
 #    zero's code. It is for $v$ alone, so no number is negative, and `levels[0]` is zero. Return what `pack` returns:
 #    codes (uint8) and scales (fp32), of shapes (blocks, 256) and (blocks, 1).
-# 3. **Reach.** Fill in `pack_by_dice(x, levels)`, with the same inputs and outputs. Each number goes to one of the two
-#    levels beside it by a draw of its own, such that its mean over many draws is the number itself. Then $v$ falls as
-#    it should; what does the randomness cost?
+# 3. **Reach.** Fill in `pack_by_dice(x, levels)`, with the same inputs and outputs. For each number draw at random to
+#    which of the two levels beside it it goes, such that the mean over many draws is the number itself. Then $v$ falls
+#    as it should; what does the randomness cost?
 
 # %% tags=["exercise"]
 bytes_at_rank_1 = None
@@ -492,7 +493,7 @@ PAIR = "a function (x, levels) -> codes, uint8 of shape (blocks, 256), and scale
 
 
 def answered(answer, x, levels):
-    """A reader's codes and scales, if they are of the right kind."""
+    """Return a reader's codes and scales, after a check of their dtypes and shapes."""
     if (found := answer(x.clone(), levels)) is None:
         raise NotImplementedError
     codes, scales = found
@@ -513,7 +514,7 @@ def of_above_zero(answer):
         assert not codes[x == 0].any(), "zero itself must keep zero's code"
         assert codes[x > 0].all(), "some number above zero still has zero's code"
         assert torch.equal(codes[plain > 0], plain[plain > 0]), "all other numbers go to the nearest level, as in pack"
-        assert (codes[(x > 0) & (plain == 0)] == 1).all(), "the smallest take the lowest level above zero"
+        assert (codes[(x > 0) & (plain == 0)] == 1).all(), "the smallest numbers take the lowest level above zero"
 
 
 def of_dice(answer):
@@ -526,7 +527,7 @@ def of_dice(answer):
     assert not tried[:, 2].any(), "a block of zeros stays zero"
     assert ((tried - x).abs() <= 1.001 * gaps).all(), "a number may only go to one of the two levels beside it"
     assert ((tried.mean(0) - x).abs() <= 0.1 * gaps).all(), (
-        "the mean of many draws is not the number; the level that is nearer must be likelier, in proportion"
+        "the mean of many draws is not the number; the nearer a level is, the more often it must be drawn"
     )
     alike = torch.full((1, 256), (levels[200] + levels[201]) / 2)
     alike[0, 0] = 1
@@ -543,10 +544,10 @@ course.check(
         within=1e-9,
         mistakes={
             704_512 * (2 + 8 / 256): "not all states are 8-bit: tensors with fewer than 4,096 elements keep 32 bits",
-            704_512 * 8: "some tensors do have 4,096 elements or more, and theirs are 8-bit",
+            704_512 * 8: "some tensors do have 4,096 elements or more, and their states are 8-bit",
             8 * 311_296 + 2 * 393_216: "8-bit states also need a scale of 4 bytes for every 256 numbers of a moment",
             4 * 311_296 + (2 + 8 / 256) * 393_216: "AdamW keeps two moments, also where they have 32 bits",
-            3_289_088 / 16: "that is one block's, and there are 16",
+            3_289_088 / 16: "that is for one block, and there are 16",
         },
     ),
     "a number of bytes, of all states of all 16 blocks",

@@ -279,12 +279,12 @@ assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 # So thrashing is expensive with one micro-batch a step, and bearable with eight. (And the host must hold what leaves.
 # Colab's has 12.7 GiB.)
 #
-# **Measured by others**, full fine-tuning in torchtune on one card. *Paging alone*: from 8-bit AdamW to paged 8-bit
-# AdamW, Llama-3-8B took about 46 % less peak memory at equal speed. Paged AdamW *in 32 bits* had been far too slow
-# there, more than 6 s an iteration, because the large states of the embedding and the output matrix went out and came
-# back in every step: thrashing (both torchtune, pull request 990). You will also meet "55 % less memory for 18 % fewer
-# tokens a second" (pytorch/ao issue 1213). That compares fused AdamW with paged 8-bit AdamW, so it mixes the saving of
-# 8 bits with that of paging.
+# **Measured by others**, in full fine-tuning with torchtune on a single card. *Paging alone*: paged 8-bit AdamW lowered
+# the peak memory of Llama-3-8B by about 46 % against 8-bit AdamW, at equal speed. Paged AdamW *in 32 bits* was far too
+# slow there. It took more than 6 s an iteration, because the large states of the embedding and the output matrix went
+# out and came back in every step: thrashing (both torchtune, pull request 990). You will also meet "55 % less memory
+# for 18 % fewer tokens a second" (pytorch/ao issue 1213). That compares fused AdamW with paged 8-bit AdamW, so it mixes
+# the saving of 8 bits with that of paging.
 #
 # **Spikes** are what paging was made for. Take Llama-3.1-8B with adapters of rank 64, and rows as long as ours: half of
 # the 107 have fewer than 1,465 tokens (of SmolLM2's), a tenth more than 2,033, and all end at 2,048.
@@ -461,9 +461,9 @@ with mock.patch.multiple(bnb.functional, get_paged=stand_in, fill=lambda *_: Non
 # 2. **Build.** LRU and a fixed order are the worst pair, and any order is allowed. Fill in `order(steps, places)`. It
 #    gets the step's number (from 1) and the list of places, and returns a list of the same places in your order. With
 #    room for $F$ of $P$ pages only $P - F$ may come back in each step after the first.
-# 3. **Reach.** Full fine-tuning of this lesson, 32-bit states, paged: from how many micro-batches a step on do states
-#    out and back take at most a tenth of the seconds of work? Your answer is a whole number. (Use
-#    `step(...).seconds`, `paged_bytes` and `link`.)
+# 3. **Reach.** Take this lesson's full fine-tuning with paged 32-bit states. How many micro-batches must a step have at
+#    least, so that moving the states out and back takes at most a tenth of the seconds of work? Your answer is a whole
+#    number. (Use `step(...).seconds`, `paged_bytes` and `link`.)
 
 # %% tags=["exercise"]
 lowest_rank = None
@@ -499,17 +499,17 @@ def work_of(k):
 
 
 def enough(times):
-    """Micro-batches whose work takes so many times as long as the states' way in one direction."""
+    """Return how many micro-batches work `times` as long as it takes to move the states in one direction."""
     return next(k for k in range(1, 100) if work_of(k) >= times * paged_bytes["adamw"] / link)
 
 
 right = enough(10 * 2)
-hint = "with one micro-batch more the work grows, and the way of the states does not; divide one by the other"
+hint = "each micro-batch adds work, but the time to move the states stays the same; compare these two times"
 mistakes = {
-    enough(10): "states go out, and they come back: that is two ways",
+    enough(10): "the states go out, and they come back, so count two transfers",
     enough(10 / 2): "the link carries half of its data sheet's rate, and states go both ways",
-    right - 1: "just too few: there the way still takes more than a tenth of the work",
-    right + 1: "that is enough, and one micro-batch fewer is enough, too",
+    right - 1: "just too few: there moving the states still takes more than a tenth of the work",
+    right + 1: "that is enough, but one micro-batch fewer is enough, too",
 }
 course.check(
     1,
@@ -523,7 +523,7 @@ course.check(
             100_000 / 2048: "a rank is a whole number",
             25: "the limit is for the elements of the matrix, not of its two moments together",
             13: "the limit counts elements, not bytes",
-            2: "4,096 elements are the limit for 8-bit states; paging has another",
+            2: "4,096 elements are the limit for 8-bit states; paging has another limit",
         },
     ),
     "a whole number, the rank",

@@ -494,10 +494,10 @@ for name, rule in (("update", update), ("careful", careful)):
 #    tokens, than with a kernel that takes groups? Your answer is a number of MiB.
 # 2. **Build.** In a *sliding window* a query sees itself and the `window - 1` tokens before it. Fill in `windowed`,
 #    forward only, heads equal. It returns a tensor shaped like $q$. Go tile by tile, as `Flash` does, but make no tile
-#    in which nobody sees anything. (About ten lines; which of the two update rules?)
+#    in which no query sees a key. (About ten lines; which of the two update rules?)
 # 3. **Reach.** $m$ need only be near the largest score. Fill in `lazy`, which takes and returns what `update` does. But
-#    a row's $m$ moves, to the tile's largest score in that row, only if that is more than 8 above it. Every row decides
-#    for itself. (FlashAttention-4 skips corrections by such a rule.)
+#    it moves a row's $m$ to the tile's largest score in that row only if this score is more than 8 above $m$. Every row
+#    decides for itself. (FlashAttention-4 skips corrections by such a rule.)
 
 # %% tags=["exercise"]
 more_mib = None
@@ -513,7 +513,7 @@ def lazy(m, total, out, s, v):
 
 # %% tags=["hide-input"]
 def no_other_kernel(*given, **named):
-    raise AssertionError("another kernel does it all and skips nothing; make the tiles yourself, as Flash does")
+    raise AssertionError("here another kernel does all the work and skips no tile; make the tiles as Flash does")
 
 
 def of_windows(answer):
@@ -532,14 +532,14 @@ def of_windows(answer):
             f"window {window}: not a softmax over the query itself and the {window - 1} tokens before it"
         )
         tiles = visible.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).any(dim=(1, 3)).sum().item()
-        assert made <= tiles, f"window {window}: {made:.0f} tiles are made, and in {tiles} somebody sees something"
-        assert made * TILE * TILE >= visible.sum(), "two products a tile must be counted, of scores and of values"
+        assert made <= tiles, f"window {window}: {made:.0f} tiles are made, but only in {tiles} does a query see a key"
+        assert made * TILE * TILE >= visible.sum(), "too few products: a tile needs two, of scores and of values"
 
 
 def of_lazy(answer):
     draw = torch.Generator().manual_seed(3)
     s, values = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((6, 4, 64), (64, D)))
-    s -= s.amax(-1, keepdim=True)  # so that 0 is the largest of each row of a tile; then, for each of the four rows:
+    s -= s.amax(-1, keepdim=True)  # 0 is now the largest of each row of a tile; next, each row's largest in each tile:
     highest = [[0, 3, 5, 30, 31, 0], [0, 9, 12, 13, 40, 0], [0, 0, 8, 0, 9, 0], [0, 3, 5, 5, 5, 5]]
     s += torch.tensor(highest).T[..., None]
     state = start(torch.zeros(4, D, dtype=torch.float64))
@@ -549,7 +549,7 @@ def of_lazy(answer):
             raise NotImplementedError
         m, total, out = state
         shapes = [tuple(x.shape) for x in (m, total, out)]
-        assert shapes == [(4, 1), (4, 1), (4, D)], f"the shapes of m, total and out are {shapes}, and change"
+        assert shapes == [(4, 1), (4, 1), (4, D)], f"m, total and out came back in other shapes: {shapes}"
         assert not m.isnan().any(), "nan; what is m before the first tile?"
         far = tops > before + 8
         assert (m == before)[~far].all(), "m moved in a row in which the largest is not more than 8 above it"
@@ -557,7 +557,7 @@ def of_lazy(answer):
         assert torch.equal(m[far], tops[far]), "where m moves, it moves to the tile's largest"
     right = s.transpose(0, 1).flatten(1).softmax(-1) @ values.repeat(6, 1)
     assert torch.allclose(out / total, right, rtol=0, atol=1e-12), (
-        "m is right, and out / total is not the softmax; were both corrected where m moved?"
+        "m is right, but out / total is not the softmax; were both corrected where m moved?"
     )
 
 
@@ -572,8 +572,8 @@ course.check(
             16: "8 of the 32 heads are kept with either kernel; count what is added",
             6: "keys and values are both repeated",
             24: "a number of 16 bits has 2 bytes",
-            192: "that is of all 16 blocks, and one is asked for",
-            12 * 2**20: "that is a number of bytes",
+            192: "that is for all 16 blocks; the question is about one block",
+            12 * 2**20: "that is a number of bytes; give MiB",
         },
     ),
     "a number of MiB, of one block",

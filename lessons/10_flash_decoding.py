@@ -476,15 +476,15 @@ assert torch.allclose(out, attend(q, k[:, 600:], v[:, 600:])[0], atol=1e-6)
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** After how many tokens has the KV cache as many bytes as the weights, both in 16 bits? Your answer is a
-#    number of tokens.
+# 1. **Predict.** After how many tokens does the KV cache take as many bytes as the weights, both in 16 bits? Your
+#    answer is a number of tokens.
 # 2. **Build.** How many splits? $w$ pieces of work in $n$ splits take $r = w\,n / M$ rounds on $M$ SMs. The last may be
 #    nearly empty: the share of the card in use is $r / \lceil r \rceil$. FlashAttention (where each SM counts twice)
 #    does not split if $w \ge 0.8\,M$, else takes the smallest $n \le M$ with at least 85 % of the best share. Fill in
-#    `splits_for(work, sms)`, which returns $n$, a whole number, 1 for no split. (About four lines.)
+#    `splits_for(work, sms)`. It returns $n$, a whole number; 1 means no split. (About four lines.)
 # 3. **Reach.** $B$ questions share a system prompt, whose keys and values, $(K, P, D)$ each, are kept and read once.
-#    Fill in `with_prompt` by `attend` and `merge`: queries $(B, K, G, D)$, own pasts $(B, K, S, D)$. It returns the
-#    outputs, shaped like the queries.
+#    Fill in `with_prompt`, using `attend` and `merge`. The queries are $(B, K, G, D)$, each question's own past $(B, K,
+#    S, D)$. It returns the outputs, shaped like the queries.
 
 # %% tags=["exercise"]
 past_as_large_as_the_weights = None
@@ -509,9 +509,9 @@ def of_splits(answer):
         case = f"{work} pieces on {sms} SMs, {n} splits"
         if not isinstance(n, int):
             raise TypeError(f"this is a {type(n).__name__}, not a whole number")
-        assert 1 <= n <= sms, f"{case}: there is at least 1, and at most one for each SM"
+        assert 1 <= n <= sms, f"{case}: take at least 1 split, and at most one for each SM"
         if work >= 0.8 * sms:
-            assert n == 1, f"{case}: this many pieces are not split at all"
+            assert n == 1, f"{case}: so many pieces are not split at all"
             continue
         enough = 0.85 * max(share(work, sms, other) for other in range(1, sms + 1))
         assert share(work, sms, n) >= enough, f"{case}: only {share(work, sms, n):.0%} of the card are in use"
@@ -519,7 +519,7 @@ def of_splits(answer):
 
 
 class ReadsOf(TorchDispatchMode):
-    """How often operations read one of some tensors, or a view of it."""
+    """Count how often operations read each of some tensors, or a view of it."""
 
     def __init__(self, tensors):
         super().__init__()
@@ -536,7 +536,8 @@ class ReadsOf(TorchDispatchMode):
 def of_prompt(answer):
     made = torch.Generator().manual_seed(3)
     P, own = 512, 32
-    for B, hint in ((1, "who weighs how much?"), (6, "one question is right; which queries belong to one head?")):
+    many = "with one question it is right; which queries share a head?"
+    for B, hint in ((1, "which weight does each part get in the merge?"), (6, many)):
         sizes = ((B, K, G, D), (K, P, D), (K, P, D), (B, K, own, D), (B, K, own, D))
         q, pk, pv, ok, ov = given = [torch.randn(size, generator=made) for size in sizes]
         with ReadsOf((pk, pv)) as reads:
@@ -559,7 +560,7 @@ course.check(
     past_as_large_as_the_weights,
     course.about(
         75_428,
-        "a token's keys and values, in all blocks, 2 bytes a number; how often does that go into the weights' bytes?",
+        "count a token's keys and values in all blocks, 2 bytes each; how often does that go into the weights' bytes?",
         mistakes={
             150_856: "twice too many: the cache has keys and values, and every number here has 2 bytes",
             37_714: "half of it: every weight has 2 bytes",

@@ -573,9 +573,9 @@ for by_count in (False, True):
 #    that transformers makes for them under sdpa? Your answer is a number of bytes.
 # 2. **Build.** A test for your own stack. `call(batch)` gives the logits of a packed row, shape (T, V). Fill in
 #    `leaks(call, batch)`. It returns True if any document sees any other, else False. (About five lines.)
-# 3. **Reach.** Fill in `in_steps(lengths, documents, capacity)`: the documents in the given order, so many in each
-#    optimizer step, packed among themselves. It returns a list of steps; a step is a list of rows, and a row a list of
-#    indices into `lengths`. Then every step trains what it would train unpacked.
+# 3. **Reach.** Fill in `in_steps(lengths, documents, capacity)`. Take the texts in the given order, `documents` of them
+#    for each optimizer step, and pack each step alone. It returns a list of steps; a step is a list of rows, and a row
+#    a list of indices into `lengths`. Then every step trains what it would train unpacked.
 
 # %% tags=["exercise"]
 bytes_of_the_mask = None
@@ -594,13 +594,13 @@ def of_leaks(answer):
     own = block_mask(positions)[0]
     into_three = (number[:, None] == 2) & (number == 1)
     ahead = (number[:, None] == 0) & (number == 1)
-    every = "a token sees what is before it: change which document, and compare whose logits with what they were?"
+    every = "a token sees what is before it: which document must you change, and whose logits must stay as they were?"
     ways = (
         ("positions alone", False, {}, "a document's own logits move when it changes: compare those of all others"),
         ("a mask of ones", True, {"attention_mask": torch.ones_like(positions)}, every),
         ("a cache", True, {"use_cache": True}, every),
         ("document 3 sees 2", True, {"attention_mask": (own | into_three)[None, None]}, "change each document in turn"),
-        ("document 1 sees 2", True, {"attention_mask": (own | ahead)[None, None]}, "compare the ones before it, too"),
+        ("document 1 sees 2", True, {"attention_mask": (own | ahead)[None, None]}, "compare documents before it, too"),
     )
     for name, right, more, hint in ways:
         given = {what: ids.clone() for what, ids in batch.items()}
@@ -613,7 +613,7 @@ def of_leaks(answer):
         if not isinstance(found, bool):
             raise TypeError(f"this is a {type(found).__name__}, not True or False")
         if found != right and not torch.equal(given["input_ids"], batch["input_ids"]):
-            hint = "the words in `batch` itself were changed: did both calls get the same ones?"
+            hint = "your function changed the words in `batch` itself: did both calls get the same words?"
         assert found == right, f"{name}: you say {found}; {hint}"
 
 
@@ -651,7 +651,7 @@ course.check(
             8192**2 / 8: "torch's bool takes a byte, not a bit",
             8192 * 8193 / 2: "the half above the diagonal is stored, too",
             8192**2 / 2: "the half above the diagonal is stored, too",
-            64: "that is a number of MiB",
+            64: "that is a number of MiB; give bytes",
         },
     ),
     "a number of bytes",

@@ -482,7 +482,7 @@ def logsumexp_in_slices(hidden, head, width):
 
 # %% tags=["hide-input"]
 def fitting(found, mistakes, otherwise):
-    """The hint of the mistake that leads to what was found."""
+    """Return the hint for the mistake that gives this result, or else the hint in `otherwise`."""
     return next((hint for hint, wrong in mistakes if apart(found, wrong) < 1e-5), otherwise)
 
 
@@ -508,11 +508,11 @@ def of_capped(answer):
             ("what is inside the tanh is divided by c", summed(c * z.tanh())),
             ("the tanh is multiplied by c", summed(squashed)),
         ]
-        assert apart(loss, right) < 1e-5, f"c = {c}: another loss; {fitting(loss, mistakes, 'cap all logits first')}"
+        assert apart(loss, right) < 1e-5, f"c = {c}: a wrong loss; {fitting(loss, mistakes, 'cap all logits first')}"
         of_z = (c * squashed).softmax(1) - y  # of the capped logits
         twice = "c comes in twice, in c tanh and in z / c; what is left of it?"
         mistakes = [
-            ("the gradient goes through tanh as well, whose slope is missing", of_z),
+            ("the gradient goes through tanh as well, and its slope is missing", of_z),
             ("the label's share is missing: softmax minus one-hot", (of_z + y) * slope),
             ("the slope is 1 - tanh^2 of tanh itself, not of the capped logits", of_z * (1 - (c * squashed) ** 2)),
             (twice, of_z * slope * c),
@@ -549,13 +549,13 @@ course.check(
     times_fewer,
     course.about(
         24,
-        "the bytes of one logit at the peak, times tokens, times words: of plain, over chunked; which factor cancels?",
+        "divide plain's bytes of a logit x tokens x words at the peak by chunked's; which factor cancels?",
         within=1e-6,
         mistakes={
             16: "at the peak plain and chunked differ in the bytes of a logit, too",
             12: "these rows have 4,096 tokens, not 2,048",
             16 * 8 / 12: "which of the two has more bytes a logit?",
-            1 / 24: "how many times fewer, so the larger over the smaller",
+            1 / 24: "the question is how many times fewer, so divide the larger by the smaller",
             24 * 151_936 / 128_256: "both ways have the same words",
         },
     ),

@@ -539,8 +539,8 @@ for dtype in (fp16, torch.float32):
 # 2. **Build.** A script that you cannot change has prepared the model the usual way, and put adapters on. Fill in
 #    `undo(model, dtype)`. It changes the model in place to what lean would have made, with `dtype` as the 16-bit
 #    format, and returns nothing. (About six lines.)
-# 3. **Reach.** 16-bit master weights can learn if rounding is a lottery: up or down to a neighbour, so that the *mean*
-#    is right, with a draw for each number. Fill in `to_bf16_by_lot(x)`. It takes an fp32 tensor and returns a bf16
+# 3. **Reach.** 16-bit master weights can learn if rounding is random: a draw for each number sends it up or down to a
+#    neighbour, so that the *mean* is right. Fill in `to_bf16_by_lot(x)`. It takes an fp32 tensor and returns a bf16
 #    tensor of the same shape. (bf16 is the upper half of an fp32's bits, `x.view(torch.int32)`: what do random lower
 #    halves do?)
 
@@ -571,12 +571,12 @@ def of_undo(answer):
         if at_first == ([p.dtype for p in model.parameters()], flags(model)):
             if not getattr(answer, "__code__", None) or not answer.__code__.co_names:  # it touches nothing
                 raise NotImplementedError
-            raise AssertionError("nothing in the model has changed; `p = p.to(dtype)`, for one, only renames")
+            raise AssertionError("nothing in the model has changed; `p = p.to(dtype)` just names another tensor")
         for (name, p), (_, right) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
             assert p.dtype == right.dtype, f"{name} is {p.dtype}, and lean keeps it in {right.dtype}"
             assert p.requires_grad == right.requires_grad, f"{name}: requires_grad has changed"
-        assert flags(model) == {False}, "adapters over 16-bit matrices would still raise their inputs; find the flag"
-        assert all(map(torch.equal, step(model, dtype), step(wanted, dtype))), "the loss or a gradient is another one"
+        assert flags(model) == {False}, "adapters over 16-bit matrices still cast inputs to fp32; find the flag"
+        assert all(map(torch.equal, step(model, dtype), step(wanted, dtype))), "the loss or a gradient is not lean's"
 
 
 def of_lot(answer):
@@ -607,8 +607,8 @@ course.check(
             1002: "twice too few: the head is a table of its own, and a number goes from 2 bytes to 4",
             4008: "twice too many: a number goes from 2 bytes to 4, so it takes 2 more",
             501: "this model is 4,096 wide, and has two tables",
-            15_317: "packed matrices stay packed; only what is in 16 bits is raised",
-            2004 * 2**20: "that is a number of bytes",
+            15_317: "packed matrices stay packed; only tensors in 16 bits become fp32",
+            2004 * 2**20: "that is a number of bytes; give MiB",
         },
     ),
     "a number of MiB",

@@ -460,8 +460,8 @@ print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
 #
 # Beside it `train.save_steps` (7 in this recipe) and `train.save_minutes` (10). The newest two are kept, `mirror` gets
 # a copy of each. Now the whole story on a toy of two blocks: the budget ends the run after its first step, the machine
-# is lost, the drive is not. (It runs on the CPU, beside a card, too: a card's sums have no fixed order, and this lesson
-# compares bits.)
+# is lost, the drive is not. (It runs on the CPU even if there is a card, because a card's sums have no fixed order and
+# this lesson compares bits.)
 
 # %% tags=["hide-input"]
 toy = ["model=random:tiny", "data.max_length=160", "lora.dropout=0.1", "tricks.optimizer=adamw_8bit"]
@@ -631,7 +631,7 @@ seconds_of_life = None
 
 # %% tags=["hide-input"]
 def alike(one, other):
-    """Whether two parts of a state are equal."""
+    """Tell whether two parts of a state are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -653,10 +653,11 @@ def of_snapshot(answer):
     missing = ", ".join(part for part in state(run) if part not in taken)
     assert not missing, f"not all of the eight parts are in it: {missing}"
     run.train(5)  # while the snapshot is being written
-    assert run.losses == whole.losses[:26], "taking the snapshot changed the run itself: it goes another way after it"
+    assert run.losses == whole.losses[:26], "taking the snapshot changed the run itself: its later losses are different"
     file.seek(0)
     changed = ", ".join(part for part, right in torch.load(file).items() if not alike(right, taken[part]))
-    assert not changed, f"training went on, and then these parts were not what they had been at its step 21: {changed}"
+    hint = "training went on, and changed your snapshot: these parts are not what they had been at step 21"
+    assert not changed, f"{hint}: {changed}"
     again = Run()
     restore(again, taken)
     again.train(STEPS - 21)
@@ -677,8 +678,8 @@ course.check(
             8 * N: two,
             4 * N: "that is one fp32 number for each weight; what does AdamW need to go on?",
             6 * N: "here the moments are in fp32, not in 8 bits",
-            20 * N: "neither gradients nor anything of the optimizer's step itself is alive between two steps",
-            14.8297728: "that is a number of GB",
+            20 * N: "gradients and temporary tensors of the optimizer's step are not alive between two steps",
+            14.8297728: "that is a number of GB; give bytes",
         },
     ),
     "a number of bytes",
@@ -692,8 +693,8 @@ course.check(
         "section 4 has the waste at the best interval; solve it for M",
         mistakes={
             20_000: "the formula has a 2 under the root, beside C",
-            400: "the waste is a root, so its square is what M is found by",
-            10_000: "at the best interval saves and lost work waste time alike, so both count",
+            400: "the waste is a square root, so you need its square to find M",
+            10_000: "at the best interval saves and lost work waste the same time, and both count",
             4: "1 % is 0.01",
             200: "that is the interval for such a waste if only saves cost time; how long must machines live?",
             2 * (2 * 2 / 0.01**2): "the 2 of the formula and the 2 seconds of a save come in once each",

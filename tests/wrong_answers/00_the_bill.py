@@ -1,12 +1,12 @@
 # Wrong answers to the exercises of lesson 0. A cell is one answer: "# %% EXERCISE: words of the hint it must get".
 
-# %% 1: at 4 bytes a number
+# %% 1: A number takes 4 bytes
 bytes_more = 2 * 65_536
 
 # %% 1: a gradient of zeros takes as many bytes
 bytes_more = 0
 
-# %% 1: in KiB; in bytes
+# %% 1: in KiB; give it in bytes
 bytes_more = 256
 
 # %% 1: which gradients are alive now
@@ -47,7 +47,7 @@ def update_on_the_way(model):  # every hook has the last optimizer
         optimizers.append(optimizer)
     return optimizers
 
-# %% 2: states that last
+# %% 2: they hold the states
 def update_on_the_way(model):  # a new optimizer for each step
     def update(p):
         torch.optim.AdamW([p]).step()
@@ -57,7 +57,7 @@ def update_on_the_way(model):  # a new optimizer for each step
         p.register_post_accumulate_grad_hook(update)
     return [update] * 17
 
-# %% 2: same settings
+# %% 2: the same settings
 def update_on_the_way(model):  # Adam decays no weights
     optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
 

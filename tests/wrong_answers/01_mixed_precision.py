@@ -12,15 +12,15 @@ first_scale = 65_504 / 3  # no scale is ever that
 # %% 1: already worked
 first_scale = 8_192
 
-# %% 2: nearer to the upper neighbour
+# %% 2: nearer to its upper neighbour
 def to_bf16(x):  # cut off
     return (x.view(torch.int32) & -65536).view(torch.float32)
 
-# %% 2: whose last bit is 0 wins
+# %% 2: whose last bit is 0
 def to_bf16(x):  # a tie always goes away from zero
     return (x.view(torch.int32) + 0x8000 & -65536).view(torch.float32)
 
-# %% 2: whose last bit is 0 wins
+# %% 2: whose last bit is 0
 def to_bf16(x):  # a tie always goes towards zero
     return (x.view(torch.int32) + 0x7FFF & -65536).view(torch.float32)
 
@@ -43,7 +43,7 @@ def to_bf16(x):
     bits = x.flatten().view(torch.int32)
     return (bits + 0x7FFF + (bits >> 16 & 1) & -65536).view(torch.float32)
 
-# %% 2: x itself was changed
+# %% 2: changed x itself
 def to_bf16(x):
     bits = x.view(torch.int32)
     bits += 0x7FFF + (bits >> 16 & 1)

@@ -12,7 +12,7 @@ bytes_that_wait = 12 * 11_272_192  # with AdamW's states
 # %% 1: for each weight that trains
 bytes_that_wait = 4 * 1_235_814_400  # of all weights
 
-# %% 2: more to say than their tokens
+# %% 2: some tokens count for more
 def from_a_stream(batches):
     tokens, rows = 0, 0
     for batch in batches:
@@ -56,7 +56,7 @@ def from_a_stream(batches):  # one backward pass at the end
     (loss / tokens).backward()
     return tokens
 
-# %% 2: more to say than their tokens
+# %% 2: some tokens count for more
 def from_a_stream(batches):  # divides by the tokens so far
     tokens = 0
     for batch in batches:

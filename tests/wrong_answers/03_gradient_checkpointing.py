@@ -24,7 +24,7 @@ def in_pairs(blocks, x):  # pairs, but nothing is forgotten
         x = nn.Sequential(first, second)(x)
     return x
 
-# %% 2: what of dropout
+# %% 2: is the dropout the same
 def in_pairs(blocks, x):
     for first, second in zip(blocks[::2], blocks[1::2]):
         x = forgetful(nn.Sequential(first, second), x)
@@ -36,7 +36,7 @@ def in_pairs(blocks, x):
         x = ours(nn.Sequential(first, second), x)
     return x
 
-# %% 2: with 4 blocks the output is another one
+# %% 2: with 4 blocks the output is wrong
 def in_pairs(_, x):  # of the lesson's blocks, whatever is given
     for first, second in zip(blocks[::2], blocks[1::2]):
         x = ours(nn.Sequential(first, second), x)

@@ -26,7 +26,7 @@ def in_blocks(rows, size):  # whatever the size
     codes, scales = to_codes(rows.reshape(-1, 64))
     return codes.reshape(len(rows), -1, 64), scales.reshape(len(rows), -1)
 
-# %% 2: largest size of its block
+# %% 2: largest absolute value of its block
 def in_blocks(rows, size):  # the step, not the largest size
     codes, scales = to_codes(rows.reshape(-1, size))
     return codes.reshape(len(rows), -1, size), scales.reshape(len(rows), -1) / 127
@@ -41,7 +41,7 @@ def in_blocks(rows, size):  # cut off
     scales = rows.reshape(len(rows), -1, size).abs().amax(dim=2)
     return (rows.reshape(len(rows), -1, size) / scales[:, :, None] * 127).to(torch.int8), scales
 
-# %% 3: which inputs, of how many bytes
+# %% 3: which inputs are pinned, and how many bytes
 tokens_that_eat_it = (2 * weights - in_8_bits) / (L * 12 * WIDTH + L * 4 * INNER)  # o's input in fp32
 
 # %% 3: which inputs
@@ -50,5 +50,5 @@ tokens_that_eat_it = (2 * weights - in_8_bits) / (L * (22 * WIDTH + 4 * INNER)) 
 # %% 3: are pinned and 927 saved
 tokens_that_eat_it = (2 * weights - in_8_bits) / (10 * WIDTH + 4 * INNER)  # one block
 
-# %% 3: of how many bytes
+# %% 3: how many bytes does each take
 tokens_that_eat_it = (2 * weights - in_8_bits) / (L * (6 * WIDTH + 2 * INNER))  # all in 16 bits

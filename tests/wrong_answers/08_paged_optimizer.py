@@ -53,7 +53,7 @@ def order(steps, places):
 def order(steps, places):  # the weights in turn, their pieces as before
     return sorted(places, key=lambda place: place[0] if steps % 2 else -place[0])
 
-# %% 3: that is two ways
+# %% 3: count two transfers
 micro_batches = next(
     k
     for k in range(1, 99)
@@ -85,7 +85,7 @@ micro_batches = next(
     >= 20 * paged_bytes["adamw"] / link
 ) + 1
 
-# %% 3: divide one by the other
+# %% 3: compare these two times
 micro_batches = next(
     k
     for k in range(1, 99)

@@ -36,13 +36,13 @@ def windowed(q, k, v, window):  # right numbers, and every tile is made
     behind = torch.arange(T)[:, None] - torch.arange(T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < window))
 
-# %% 2: tiles are made, and in
+# %% 2: tiles are made, but only in
 def windowed(q, k, v, window):  # the whole matrix
     behind = torch.arange(T)[:, None] - torch.arange(T)
     s = (q @ k.mT / D**0.5).masked_fill((behind < 0) | (behind >= window), -INF)
     return s.softmax(-1) @ v
 
-# %% 2: tiles are made, and in
+# %% 2: tiles are made, but only in
 def windowed(q, k, v, window):  # all tiles up to the diagonal
     out = torch.empty_like(q)
     for n, rows in enumerate(TILES):
@@ -54,7 +54,7 @@ def windowed(q, k, v, window):  # all tiles up to the diagonal
         out[..., rows, :] = state[2] / state[1]
     return out
 
-# %% 2: tiles are made, and in
+# %% 2: tiles are made, but only in
 def windowed(q, k, v, window):  # off by one: keys.stop is the first key of the next tile
     out = torch.empty_like(q)
     for n, rows in enumerate(TILES):

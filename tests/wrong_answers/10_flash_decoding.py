@@ -60,13 +60,13 @@ def splits_for(work, sms):  # rounds down
 def splits_for(work, sms):
     return max(1.0, 0.85 * sms / work)
 
-# %% 3: who weighs how much
+# %% 3: which weight does each part get
 def with_prompt(q, prompt_k, prompt_v, own_k, own_v):
     rows = q.transpose(0, 1).flatten(1, 2)
     out, _ = attend(rows, prompt_k, prompt_v)
     return (out.unflatten(1, (len(q), -1)).transpose(0, 1) + attend(q, own_k, own_v)[0]) / 2
 
-# %% 3: who weighs how much
+# %% 3: which weight does each part get
 def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # by the number of keys
     rows = q.transpose(0, 1).flatten(1, 2)
     shared = attend(rows, prompt_k, prompt_v)[0].unflatten(1, (len(q), -1)).transpose(0, 1)
@@ -95,7 +95,7 @@ def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # the heads first
     own = [x.transpose(0, 1) for x in attend(q, own_k, own_v)]
     return merge(shared, own)[0]
 
-# %% 3: which queries belong to one head
+# %% 3: which queries share a head
 def with_prompt(q, prompt_k, prompt_v, own_k, own_v):  # rows of one head beside another's
     rows = q.reshape(q.shape[1], -1, q.shape[3])
     shared = [x.reshape(*q.shape[:3], -1) for x in attend(rows, prompt_k, prompt_v)]

@@ -18,7 +18,7 @@ bytes_of_the_mask = 64
 # %% 1: how many pairs
 bytes_of_the_mask = 2 * 2048
 
-# %% 2: change which document
+# %% 2: which document must you change
 def leaks(call, batch):  # the last document, which nobody sees
     number = (batch["position_ids"] == 0).cumsum(dim=-1)[0]
     last = number == number[-1]
@@ -35,7 +35,7 @@ def leaks(call, batch):  # compares all tokens
 def leaks(call, batch):
     return True
 
-# %% 2: change which document
+# %% 2: which document must you change
 def leaks(call, batch):  # looks at the batch
     return "attention_mask" in batch
 
@@ -45,7 +45,7 @@ def leaks(call, batch):  # only what the first one gives away
     other = {**batch, "input_ids": torch.where(first, 9, batch["input_ids"])}
     return not torch.equal(call(batch)[~first], call(other)[~first])
 
-# %% 2: the ones before it
+# %% 2: compare documents before it
 def leaks(call, batch):  # only what is behind the changed one
     number, before = (batch["position_ids"] == 0).cumsum(dim=-1)[0], call(batch)
     for j in number.unique():

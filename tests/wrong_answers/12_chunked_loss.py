@@ -9,7 +9,7 @@ times_fewer = 12 * 2048 / (8 * 256)
 # %% 1: more bytes a logit
 times_fewer = 8 * 4096 / (12 * 256)
 
-# %% 1: larger over the smaller
+# %% 1: larger by the smaller
 times_fewer = 8 * 256 / (12 * 4096)
 
 # %% 1: same words
@@ -18,7 +18,7 @@ times_fewer = 12 * 4096 * 151_936 / (8 * 256 * 128_256)
 # %% 1: which factor cancels
 times_fewer = 12 * 4096 * 151_936 / (8 * 256)
 
-# %% 2: whose slope is missing
+# %% 2: its slope is missing
 def capped(hidden, head, labels, c):
     logits = c * (hidden @ head.T / c).tanh()
     total = logits.logsumexp(1, keepdim=True)

@@ -39,7 +39,7 @@ def undo(model, dtype):  # unpacked, too
         if not p.requires_grad:
             p.data = p.data.to(dtype)
 
-# %% 2: only renames
+# %% 2: just names another tensor
 def undo(model, dtype):
     for p in model.parameters():
         if not p.requires_grad and p.dtype == torch.float32:
