@@ -17,6 +17,7 @@ from cria_tricks import models, recipes
 from cria_tricks.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor, find_flavor
 from cria_tricks.hardware.cost import run_tokens
+from cria_tricks.hardware.trust import may_not_fit
 from cria_tricks.memory.bill import on_machine
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.publish import TAG
@@ -88,6 +89,11 @@ class Job:
         return None if self.training_seconds is None else self.price * self.training_seconds / 3600
 
     @property
+    def narrow(self) -> bool:
+        """Whether it fits so narrowly that it may not fit in practice."""
+        return bool(may_not_fit(self.needed_bytes, CARDS[self.flavor.card].device.memory_bytes))
+
+    @property
     def finishes(self) -> bool:
         """Whether the training ends before its budget, by the estimate."""
         return self.training_seconds is None or self.training_seconds <= self.time_budget
@@ -109,7 +115,8 @@ def prepare(
         repo: OWNER/NAME on the hub for what is trained.
         settings: as for ``cria train``.
         flavor: a machine of :data:`FLAVORS`; ``auto`` takes, of those that the recipe fits on, the one on which the
-            job costs least, and of these before all others one that finishes in time.
+            job costs least. Before all others come those on which it fits with some room, then those on which it
+            finishes in time.
         timeout: such as ``90m``; twice the estimated training and half an hour when left out.
         budget: USD that the job may cost at most.
         prices: USD an hour by machine, of those that can be had; the list kept here when left out.
@@ -149,7 +156,7 @@ def prepare(
             f"--budget {budget:g}: {least.flavor.name} for up to {duration(least.timeout)} may cost "
             f"{money(least.most)}; give more, or a shorter --timeout"
         )
-    return min(affordable, key=lambda job: (not job.finishes, job.most))
+    return min(affordable, key=lambda job: (job.narrow, not job.finishes, job.most))
 
 
 def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> Job:

@@ -15,6 +15,8 @@ import torch
 from cria_tricks import cli, models
 from cria_tricks.errors import BadInput
 from cria_tricks.folders import Folders
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.recipe import Recipe
 
 ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
@@ -290,7 +292,7 @@ def estimator(monkeypatch):
     def estimate(recipe, shape, device):
         return SimpleNamespace(needed_bytes=each[recipe.name] * shape.weights)
 
-    monkeypatch.setitem(sys.modules, "cria_tricks.memory.estimate", SimpleNamespace(estimate=estimate))
+    monkeypatch.setattr("cria_tricks.memory.estimate.estimate", estimate)
 
 
 def test_hardware(run_cria, estimator, monkeypatch):
@@ -300,13 +302,15 @@ def test_hardware(run_cria, estimator, monkeypatch):
     assert code == 0, stderr
     found = json.loads(stdout)
     assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
-    assert found["cheapest"] == {"full": None, "lora": "l4x1", "qlora": "t4-small"}
+    assert found["cheapest"] == {"full": None, "lora": "a100-large", "qlora": "t4-small"}
     assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
     monkeypatch.setattr(cli.screen, "_width", 120)
     code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
     assert code == 0
     assert "needs 149.6 GiB of 14.7 GiB" in stdout
     assert "The guide recommends" in stdout
+    assert trust.TIME in " ".join(stdout.split())
+    assert f"list of {PRICES_DATE}" in " ".join(stdout.split())
     for option in found["options"]:
         assert option["flavor"] in stdout
 

@@ -59,6 +59,17 @@ def test_a_machine_that_does_not_finish_in_time_is_passed_over():
     assert (cheap.flavor.name, cheap.timeout, cheap.time_budget, cheap.most) == ("t4-small", 3600, 2700, 0.4)
 
 
+def test_a_machine_on_which_it_fits_narrowly_comes_last():
+    narrow = ["data.max_length=8192", "train.batch_size=7"]  # 13.9 of a T4's 14.7 GiB
+    on_a_t4 = prepare("kwanzaa", *narrow, flavor="t4-small")
+    assert on_a_t4.narrow
+    assert "may not fit in practice" in "\n".join(jobs_hub.shown(on_a_t4))
+    job = prepare("kwanzaa", *narrow)
+    assert (job.flavor.name, job.narrow) == ("l4x1", False)
+    assert job.most > on_a_t4.most, "though it costs more"
+    assert "may not fit in practice" not in "\n".join(jobs_hub.shown(job))
+
+
 def test_several_cards_are_processes_of_a_launcher():
     job = prepare("smoke", flavor="l4x4")
     assert "cria launch smoke --on torchrun --nproc 4 --set" in job.script
@@ -101,7 +112,8 @@ def test_the_list_of_prices_is_that_of_the_page():
         ([f"name={TOKEN}"], {}, "holds a token, and a job's command can be read by others"),
     ],
 )
-def test_what_would_end_the_job_is_not_sent(settings, more, why):
+def test_what_would_end_the_job_is_not_sent(settings, more, why, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])  # one of the names is a folder there
     with pytest.raises(BadInput, match=why) as caught:
         prepare("kwanzaa", *settings, **more)
     assert "\n" not in str(caught.value)

@@ -267,7 +267,7 @@ def test_notes_stand_beside_the_answer(page):
     page.execute_async_script(GO, "model=tinyllama-1.1b&card=a100&tokens=4096&batch=1")
     assert "ows of up to 4096 tokens are longer than the model's context of 2048 " in page.execute_script(notes)
     assert page.execute_script(verdict).endswith("Rows are longer than the model's context.")
-    page.execute_async_script(GO, "packing=true&tokens=4096")
+    page.execute_async_script(GO, "model=tinyllama-1.1b&card=a100&tokens=4096&batch=1&packing=true")
     shown = page.execute_script(notes)
     assert fit.PACKING[1:] in shown
     assert "context" not in shown, "packed rows are many short ones"
