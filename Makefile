@@ -56,8 +56,8 @@ drill-dump: $(READY)
 fuzz: $(READY)
 	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
 
-# Does the suite notice? 300 small changes of the package, drawn by SEED, one at a time, each under the tests that concern
-# it: hours on two cores. A second call goes on; results are in build/mutants.
+# Do the tests notice a broken package? 300 small changes of it, drawn by SEED, one at a time, each with the tests that
+# concern it: hours on two cores. A second call continues; results are in build/mutants.
 mutants: $(READY)
 	$(PIP) --editable '.[mutants]'
 	$(VENV)/bin/python -m tools.mutants --seed $(or $(SEED),1) --count $(or $(COUNT),300)

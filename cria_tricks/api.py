@@ -58,7 +58,7 @@ def train(
         True
     """
     wanted = with_settings(recipes.get(recipe), _several(settings))
-    with importing():  # torch comes with it: what was wrong so far need not wait for that
+    with importing():  # this imports torch, which takes seconds; an error in the recipe was raised before that
         from cria_tricks.run import train as run
     return run(wanted, out, resume=resume, console=console)
 
@@ -84,7 +84,7 @@ def plan(
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
         rows: training rows; then ``prices`` are given.
-        nproc: processes, of one card each; by ``ddp`` where the recipe names no strategy.
+        nproc: number of processes, with one card each; they share the run by ``ddp`` if the recipe names no strategy.
         dry_run: count the step of the real modules on tensors without data [seconds], instead of by hand.
         advise: try all toggle sets; then ``front`` is given.
         longest: find the longest row that fits.
@@ -130,8 +130,8 @@ def estimate(
 ) -> "MemoryEstimate":
     """Estimate the memory of one training step in one process, by hand.
 
-    :func:`plan` gives the same bytes with an explanation, comparisons and times; this is the object that it counts
-    with, which the tricks fill in one after the other.
+    :func:`plan` gives the same bytes with an explanation, comparisons and times. This function returns the object that
+    :func:`plan` counts with; each trick fills in its part.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
@@ -166,5 +166,5 @@ def _device(gpu: str | Device | None) -> Device:
 
 
 def _several(settings: Iterable[str]) -> list[str]:
-    """A text alone is one setting, not a list of letters."""
+    """Return the settings as a list; a single text is one setting, not a list of letters."""
     return [settings] if isinstance(settings, str) else list(settings)

@@ -135,7 +135,8 @@ def short_name(model: str) -> str:
         model: a short name in any letter case, or any other name of a model.
 
     Returns:
-        The catalogue's spelling; the name itself where it is none of ours, or a file or folder here has that very name.
+        The catalogue's spelling; the name unchanged if the catalogue does not have it, or if a file or folder here has
+        exactly that name.
 
     Examples:
         >>> short_name("SmolLM2")

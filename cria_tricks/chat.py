@@ -60,7 +60,7 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
             load_side_network(model, folder)
         elif base:
             model = PeftModel.from_pretrained(model, str(folder))
-        # Not model.to(dtype): it rounds the rotary frequencies too, and with them the places of distant tokens.
+        # Not model.to(dtype): it rounds the rotary frequencies too, which shifts the positions of distant tokens.
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -44,7 +44,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def cria(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options that come before a command."""

@@ -169,11 +169,11 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str 
 def about(
     right: float, hint: str, within: float = 0.01, mistakes: dict[float, str] | None = None
 ) -> Callable[[Any], None]:
-    """A grade for a number: right within a share of it.
+    """Make a grade for a number: an answer is right within a share of it.
 
     Args:
         right: the answer.
-        hint: what a wrong number is answered with.
+        hint: what is printed for a wrong number.
         within: the share.
         mistakes: wrong numbers that a known mistake leads to, each with the hint that fits it better.
     """
@@ -190,7 +190,7 @@ def about(
 
 
 def equal(right: Any, hint: str = "") -> Callable[[Any], None]:
-    """A grade for what is right or is not; a right number may come as any kind of number."""
+    """Make a grade for an answer that is right or wrong, with nothing between; a number may be of any numeric type."""
 
     def grade(answer: Any) -> None:
         value = _number(answer) if isinstance(right, int | float) and not isinstance(right, bool) else answer
@@ -202,7 +202,7 @@ def equal(right: Any, hint: str = "") -> Callable[[Any], None]:
 
 
 def _number(answer: Any) -> int | float:
-    """A reader's number: an int, a float, or one element of torch's or numpy's."""
+    """Return a reader's number as an int or a float; it may also be an element of a torch or numpy array."""
     value = answer.item() if hasattr(answer, "item") else answer
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"this is a {type(answer).__name__}, not a number")

@@ -36,8 +36,8 @@ ALIASES: dict[str, str] = {
 }
 """Other names of fields, as TRL, peft and transformers call them or as people shorten them.
 
-``--set`` takes them, alone or behind the field's own group (``lr`` and ``train.lr``). A recipe file takes only the
-field's own name, so that every file reads the same.
+``--set`` takes them, alone or after the field's own group (``lr`` and ``train.lr``). A recipe file takes only the
+field's own name, so that all files use the same names.
 """
 
 
@@ -89,7 +89,7 @@ def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> 
 def _nearest_field(key: str, known: Sequence[str]) -> str | None:
     group, _, last = plain(key).rpartition(".")
     if found := find_field(key, known) or ALIASES.get(last) or _only(last, known):
-        return found  # the group was left out, or is another one
+        return found  # the group was left out, or is the wrong one
     if group and group not in _groups(known):
         return nearest(key, known)
     # Only the last parts are compared: all names of a group begin alike, so train.lr would be like train.mirror.
@@ -99,7 +99,7 @@ def _nearest_field(key: str, known: Sequence[str]) -> str | None:
 
 
 def _only(last: str, known: Sequence[str]) -> str | None:
-    """The one field that has this name behind the dot."""
+    """Find the only field whose last part is this name; ``None`` if several fields have it, or none."""
     found = [name for name in known if _last(name) == plain(last)]
     return found[0] if len(found) == 1 else None
 

@@ -1,7 +1,7 @@
-"""How near a model's activations come to the largest number of fp16.
+"""Find how near a model's activations come to the largest number of fp16.
 
 A model that was trained in bf16 may have activations that fp16 cannot hold: bf16 reaches 3e38, fp16 ends at 65,504.
-With the usual preparation the residual stream is in fp32; with lean preparation it is in fp16, so somebody must look.
+With the usual preparation the residual stream is in fp32. With lean preparation it is in fp16, so it must be checked.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from cria_tricks.errors import BadInput
 LARGEST = torch.finfo(torch.float16).max
 """65,504: the next number up is infinite."""
 ENOUGH = 4.0
-"""Times that the largest activation of one batch may grow before it overflows; other rows, and training, change it."""
+"""A batch's largest activation must have room to grow this many times, because other rows and training change it."""
 
 
 class LargestActivation:
@@ -42,7 +42,7 @@ class LargestActivation:
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._hooks.close()
-        for name, largest in self._found:  # only now: a card would be waited for at every module
+        for name, largest in self._found:  # not in the hook, where item() would wait for the card at every module
             value = largest.item()
             value = value if math.isfinite(value) else math.inf
             self.by_module[name] = max(value, self.by_module.get(name, 0.0))
@@ -64,7 +64,7 @@ def too_little_room(found: LargestActivation) -> str:
         found: the largest activation of a batch that ran with its residual stream in fp16.
 
     Returns:
-        A warning in one sentence or two; nothing where there is room enough.
+        A warning in one or two sentences; an empty text if there is enough room.
 
     Raises:
         BadInput: if an activation was too large for fp16 already.

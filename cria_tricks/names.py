@@ -1,11 +1,11 @@
-"""Find the name that a user means: letter case, spaces, ``-`` and ``_`` do not matter, a wrong name gets a hint."""
+"""Find the name that a user means: letter case, spaces, ``-`` and ``_`` do not matter, and a wrong name gets a hint."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def plain(name: str) -> str:
-    """Reduce a name to what is compared.
+    """Reduce a name to the form in which names are compared.
 
     Examples:
         >>> plain("Flash-Attention")

@@ -86,8 +86,8 @@ def base(weights: Weights) -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     """Find the git commit that this package's files come from, and whether they were changed since.
 
-    In a checkout git knows. Beside an installed package pip and uv leave a note of where it was installed from
-    (PEP 610): a commit of a repository, or a folder, and then git is asked there.
+    In a checkout git knows the commit. For an installed package pip and uv leave a note that says where it came from
+    (PEP 610): a commit of a repository, or a folder, where git is asked.
 
     Returns:
         ``commit`` and ``changed``, each ``None`` where nothing tells.
@@ -105,7 +105,7 @@ def _of_checkout() -> dict[str, Any] | None:
 
 
 def _of_installed() -> dict[str, Any] | None:
-    """What the installer wrote into ``direct_url.json``."""
+    """Read the commit from what the installer wrote into ``direct_url.json``."""
     try:
         installed = importlib.metadata.distribution("cria_tricks")
         note = json.loads(installed.read_text("direct_url.json") or "{}")
@@ -122,7 +122,7 @@ def _of_installed() -> dict[str, Any] | None:
 
 
 def _tracked(folder: Path) -> bool:
-    """Whether git has this package in this folder."""
+    """Tell whether git tracks this package in this folder."""
     try:
         return bool(_git(folder, "ls-files", "--error-unmatch", "provenance.py"))
     except subprocess.CalledProcessError:
@@ -130,7 +130,7 @@ def _tracked(folder: Path) -> bool:
 
 
 def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | None:
-    """Whether a file of the package is not the one that was installed; ``None`` where no hashes were kept."""
+    """Tell whether a file of the package differs from the installed one; ``None`` if no hashes were kept."""
     compared = False
     for file in installed.files or ():
         if file.hash is None or file.parts[0] != "cria_tricks":
@@ -144,7 +144,7 @@ def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | N
 
 
 def _differs_from_head(folder: Path) -> bool:
-    """Whether a file of this package is not the one in the last commit of the folder that it was installed from."""
+    """Tell whether a file of this package differs from the last commit of the folder that it was installed from."""
     committed = {}
     for line in _git(folder, "ls-tree", "-r", "HEAD", ".").splitlines():
         about, _, name = line.partition("\t")

@@ -261,7 +261,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _choice(field: str, text: str) -> str:
-    """Of a field that is one of a few words, the word that was meant: ``"NF4"`` -> "nf4"."""
+    """Find the word that was meant, for a field that takes one of a few words: ``"NF4"`` -> "nf4"."""
     group, _, name = field.rpartition(".")
     model = Recipe.model_fields[group].annotation if group else Recipe
     annotation = model.model_fields[name].annotation  # type: ignore[union-attr]

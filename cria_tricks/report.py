@@ -160,7 +160,7 @@ def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, contex
 
 
 def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context: int) -> list[str]:
-    """Warn about rows that are longer than the model's context; of a stream nobody knows yet how long they are."""
+    """Warn about rows that are longer than the model's context; how long a stream's rows are is not known yet."""
     if isinstance(part, Stream):
         return beyond_context(context, recipe.data.max_length)
     longer = sum(len(row["input_ids"]) > context for row in part.rows)

@@ -4,7 +4,7 @@ What is ours, and why:
 
 - the loss is a sum over trained tokens, divided once: so a window of ragged micro-batches, a partial last
   window and the evaluation are all true means over tokens;
-- where the residual stream is in fp16, the first batch's activations are looked at before anything is trained;
+- where the residual stream is in fp16, the first batch's activations are checked before anything is trained;
 - a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
 - the loss scaler works on a CPU too, and its skipped steps are counted;
 - a second run in one process does not inherit bitsandbytes' settings from the first;
@@ -66,7 +66,7 @@ class Run:
         planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
         train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.kernels.WatchAttention` names it.
-        warnings: what was found in the first batch, in sentences.
+        warnings: sentences about what was found in the first batch.
     """
 
     history: list[dict[str, Any]]
@@ -184,7 +184,7 @@ class SharedTrainer(ResumableTrainer):
         self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
         self.attention_kernel = ""
         self.warnings: list[str] = []
-        # Lean preparation in fp16 is the one way to train in which the residual stream itself is in fp16.
+        # Only with lean preparation in fp16 is the residual stream itself in fp16.
         self.stream_may_overflow = self.args.fp16 and "adapter_inputs_uncast" in plan.after_load
         self.step = StepMeter(self)
         self.add_callback(self.step)
@@ -356,9 +356,10 @@ class SharedTrainer(ResumableTrainer):
         return self.spread.total(inputs)
 
     def _look_at_the_first_batch(self, inputs: Any) -> None:
-        """Once a process, and only where the residual stream is in fp16: refuse activations that it cannot hold.
+        """Refuse activations that fp16 cannot hold, once in each process and only if the residual stream is in fp16.
 
-        A forward pass of its own, without gradients: it takes less memory than the step, and moves no random number.
+        It runs a forward pass of its own, without gradients. This takes less memory than the step, and it leaves the
+        random state as it was.
         """
         if not self.stream_may_overflow:
             return

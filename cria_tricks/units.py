@@ -61,7 +61,7 @@ def money(usd: float) -> str:
 
 
 def _short(number: float, unit: str) -> str:
-    """With one decimal below ten."""
+    """Write a number with one decimal if it is below ten, and with none above."""
     tenths = _rounded(10 * number)
     return f"{tenths // 10}.{tenths % 10} {unit}" if tenths < 100 else f"{_rounded(number)} {unit}"
 

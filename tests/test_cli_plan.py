@@ -88,7 +88,7 @@ def test_a_plan_has_no_price_for_what_does_not_fit(run_cria):
     assert json.loads(run_cria(*asked, "--json")[1])["prices"] == []
     code, stdout, _ = run_cria(*asked)
     assert code == 3
-    assert "no price: of the machines on the list, none has this card and room for this run" in stdout
+    assert "no price: no machine on the list has this card and room for this run" in stdout
     assert "$" not in stdout
 
 

@@ -26,7 +26,7 @@ ROOT = notebooks.ROOT
 KEPT = ROOT / "build" / "lessons"
 WRONG = ROOT / "tests" / "wrong_answers"
 SECONDS = 900
-"""After which a cell is stopped: one that hangs, and none that a busy machine slows down."""
+"""After which a cell is stopped: long enough that this stops a cell that hangs, and no slow cell on a busy machine."""
 FOUND, JSON = "exercises", "application/json"
 """Where in a notebook's metadata is what ``exercises.answer`` found, beside the files left, and how it comes there."""
 
@@ -96,14 +96,14 @@ def _call(code: str) -> str:
 
 
 def wrong_answers(lesson: Path) -> list[tuple[int, str, str]]:
-    """The wrong answers that its checks must refuse: number of the exercise, words of the hint it must get, code."""
+    """Read the wrong answers that a lesson's checks must refuse: number of the exercise, words of its hint, code."""
     cells = re.split(r"^# %% ", (WRONG / lesson.name).read_text(encoding="utf-8"), flags=re.M)[1:]
     heads = [cell.partition("\n") for cell in cells]
     return [(int(head.partition(":")[0]), head.partition(":")[2].strip(), code) for head, _, code in heads]
 
 
 def exercises_of(lesson: Path) -> dict[str, Any]:
-    """The lesson's checks, its own solutions, and wrong answers."""
+    """Read a lesson's checks, its own solutions, and wrong answers to its exercises."""
     cells = jupytext.read(lesson).cells
     solutions = [block for cell in cells if "<summary>Solution" in cell.source
                  for block in re.findall(r"```python\n(.*?)```", cell.source, re.S)]  # fmt: skip
@@ -115,5 +115,5 @@ def exercises_of(lesson: Path) -> dict[str, Any]:
 
 
 def _asked(lesson: Path) -> dict[str, Any]:
-    """What is tried after a lesson's last cell; of the capstone nothing, whose cells train."""
+    """Say what is tried after a lesson's last cell; nothing for the capstone, because its cells train."""
     return {"checks": []} if lesson.stem.startswith("17_") else exercises_of(lesson)

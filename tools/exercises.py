@@ -21,7 +21,7 @@ FUNCTIONS = (
     lambda *given, **named: object(),
     lambda *given: 1 / 0,
 )
-"""The same where a function is."""
+"""Answers that are of the wrong kind where a function is asked for."""
 
 
 def begin() -> None:
@@ -46,18 +46,18 @@ def answer(shell: Any, asked: dict[str, Any]) -> None:
 
 
 def try_answers(names: dict[str, Any], checks: list[str], solutions: str, wrong: list[list[Any]]) -> dict[str, Any]:
-    """What a lesson's checks say of its solutions, of wrong answers, and of answers of the wrong kind.
+    """Find what a lesson's checks say of its solutions, of wrong answers, and of answers of the wrong kind.
 
     Args:
-        names: the lesson's, after its last cell; each answer is taken out of it again.
+        names: the lesson's variables after its last cell; each answer is removed from them again.
         checks: the cells that call ``course.check``.
         solutions: code that answers all exercises rightly.
         wrong: number of an exercise and code that answers it wrongly.
 
     Returns:
-        ``solutions``: what was found of each exercise; ``wrong``: the same of each wrong answer, in its order;
-        ``kinds``: of each exercise, the words that a right answer is described with and what was found of each answer
-        of the wrong kind.
+        ``solutions``: what was found for each exercise; ``wrong``: the same for each wrong answer, in its order;
+        ``kinds``: for each exercise, the words that describe a right answer and what was found for each answer of the
+        wrong kind.
     """
     kinds: dict[int, dict[str, Any]] = {}
 
@@ -77,7 +77,7 @@ def try_answers(names: dict[str, Any], checks: list[str], solutions: str, wrong:
 def _found(
     names: dict[str, Any], checks: list[str], code: str, only: int | None = None, instead: Any = None
 ) -> list[list[Any]]:
-    """What the checks say of the answers in a piece of code: of ``only`` one exercise, or ``instead`` is called."""
+    """Find what the checks say of a piece of code, for exercise ``only`` or for all; ``instead`` replaces the check."""
     before, check = dict(names), course.check
 
     def chosen(exercise: int, *rest: Any, **more: Any) -> None:

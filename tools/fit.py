@@ -49,7 +49,7 @@ STORED = ("precision", "peft", "quantization", "lean_preparation")
 ATTENTION = ("precision", "attention", "expand_kv", "packing")
 PACKING = (
     'packing saves time where rows are shorter than "Tokens of a row": it fills each packed row with several of them. '
-    "This page takes every row as full, so here packing changes attention's mask at most"
+    "This page takes every row as full, so here packing changes the attention mask at most"
 )
 """What the page says while packing is on."""
 Row = tuple[str, Formula]
@@ -394,12 +394,12 @@ def index() -> dict[str, Any]:
 
 
 def machines() -> list[dict[str, Any]]:
-    """The rented machines of one card, at the prices that the commands bill by."""
+    """List the rented machines of one card, at the prices that the commands bill by."""
     return [{"name": one.name, "card": one.card, "price": one.price} for one in FLAVORS.values() if one.cards == 1]
 
 
 def _about(shape: Shape) -> dict[str, Any]:
-    """What the page says of a model: parameters, context, and how much of "all others" are experts."""
+    """Say what the page shows of a model: parameters, context, and which share of "all others" are experts."""
     dense = sum(d_in * d_out for d_in, d_out in shape.packable.values())
     experts = shape.block_linear_weights - dense
     others = shape.weights - shape.layers * dense

@@ -1,8 +1,9 @@
-"""Does the suite notice? Change one operator, number or word of the package, and run the tests that concern it.
+"""Change one operator, number or word of the package at a time, and see whether its tests notice.
 
 The changes are cosmic-ray's. A seed draws the sample: places first, then one of the changes possible there, so that a
-place with twelve possible operators counts no more than one with a single number. Left out are type hints, where a
-change is a failed import, and not a wrong number. Results are kept in ``build/mutants``, and a second call goes on.
+place with twelve possible operators counts no more than a place with a single number. Type hints are left out, because
+a change there is a failed import and not a wrong number. Results are kept in ``build/mutants``, and a second call
+continues with them.
 
 Use:
     python -m tools.mutants --seed 1 --count 300
@@ -28,13 +29,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "mutants"
 SETTINGS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf-8"))
 SECONDS = 600
-"""After which the tests of a mutant are stopped; a mutant that never ends is noticed."""
+"""After which the tests of a mutant are stopped; a mutant that never ends counts as noticed."""
 HINTS = "BitOr"
 """The operator of type hints, which nothing else in the package uses but sets and flags."""
 
 
 def tests_of(module: str) -> list[str]:
-    """The tests that concern a module of the package, as ``tests/mutants.toml`` has them; none if it is left out."""
+    """List the tests that concern a module of the package, by ``tests/mutants.toml``; none if it is left out."""
     for pattern, tests in SETTINGS["tests"].items():
         if fnmatch.fnmatch(module, pattern):
             named = [test.format(name=Path(module).stem) for test in tests]
@@ -43,7 +44,7 @@ def tests_of(module: str) -> list[str]:
 
 
 def draw(seed: int, count: int) -> list[MutationSpec]:
-    """A sample of the possible changes; the same for the same seed and the same package."""
+    """Draw a sample of the possible changes; it is the same for the same seed and the same package."""
     package = ROOT / "cria_tricks"
     modules = sorted(path for path in package.rglob("*.py") if tests_of(path.relative_to(package).as_posix()))
     possible: dict[tuple[str, tuple[int, int]], list[MutationSpec]] = defaultdict(list)
@@ -59,7 +60,7 @@ def draw(seed: int, count: int) -> list[MutationSpec]:
 
 
 def session(seed: int, count: int) -> Path:
-    """The database of a sample, made when it is not there yet."""
+    """Find the database of a sample, or make it if it is not there yet."""
     found = FOLDER / f"seed-{seed}-{count}.sqlite"
     if not found.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def session(seed: int, count: int) -> Path:
 
 
 def copy_to(place: Path) -> Path:
-    """The files of the checkout that git knows, for one worker to change."""
+    """Copy the files that git tracks into a folder in which one worker may change them."""
     shutil.rmtree(place, ignore_errors=True)
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, names.split("\0")):
@@ -81,17 +82,17 @@ def copy_to(place: Path) -> Path:
 
 
 def command(place: Path, tests: list[str]) -> str:
-    """A shell command that runs tests in a copy; it stops at the first that fails."""
+    """Return a shell command that runs tests in a copy and stops at the first failure."""
     run = f"{sys.executable} -m pytest -x -n0 -q -p no:cacheprovider {' '.join(tests)}"
     return f"env -C {place} PYTHONPATH={place} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= {run}"
 
 
 def refuse_red_tests(place: Path, modules: set[str]) -> None:
-    """Stop where a test fails without any change: it would notice everything."""
+    """Stop if a test fails without any change, because it would seem to notice every mutant."""
     for tests in sorted({tuple(tests_of(module)) for module in modules}):
         done = subprocess.run(command(place, list(tests)).split(), capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"red without a mutant: {' '.join(tests)}\n{done.stdout[-2000:]}")
+            sys.exit(f"these tests fail without a mutant: {' '.join(tests)}\n{done.stdout[-2000:]}")
 
 
 def work(place: Path, items: list[WorkItem], database: WorkDB) -> None:
@@ -109,7 +110,7 @@ def work(place: Path, items: list[WorkItem], database: WorkDB) -> None:
 
 
 def reason_of(module: str, result: WorkResult) -> str:
-    """Why a mutant is the same program, if ``tests/mutants.toml`` says so."""
+    """Give the reason why a mutant is the same program, if ``tests/mutants.toml`` has one."""
     added = {line[1:].strip() for line in (result.diff or "").splitlines() if line[:1] == "+" and line[:3] != "+++"}
     for entry in SETTINGS.get("equivalent", ()):
         if entry["module"] == module and entry["change"].strip() in added:
@@ -118,7 +119,7 @@ def reason_of(module: str, result: WorkResult) -> str:
 
 
 def report(database: WorkDB) -> str:
-    """How many were noticed, and the others one by one."""
+    """Write which mutants were not noticed, and how many were."""
     done = sorted(database.completed_work_items, key=lambda pair: pair[0].job_id)
     survivors: list[str] = []
     equivalent: list[str] = []
@@ -137,12 +138,12 @@ def report(database: WorkDB) -> str:
 
 
 def main() -> None:
-    """Draw, try what has not been tried, tell."""
+    """Draw a sample, try the mutants that were not tried yet, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=300, help="mutants")
     parser.add_argument("--workers", type=int, default=2, help="side by side")
-    parser.add_argument("--show", action="store_true", help="tell what was found, and try nothing")
+    parser.add_argument("--show", action="store_true", help="print what was found, and try nothing")
     chosen = parser.parse_args()
     with use_db(session(chosen.seed, chosen.count)) as database:
         pending = sorted(database.pending_work_items, key=lambda item: item.job_id)

@@ -1,4 +1,4 @@
-"""Runs the tests that compare numbers as other processors would compute them: ``make test-processors``.
+"""Run the tests that compare numbers as other processors would compute them: ``make test-processors``.
 
 oneDNN multiplies bf16, fp16 and int8 matrices with the widest instructions that a processor has, and PyTorch's own
 loops choose theirs likewise, so sums run in another order on another processor. Two environment variables hold the
@@ -21,7 +21,7 @@ TESTS = [
     *(f"tests/test_{name}.py" for name in ("trajectories", "trainer", "as_trained", "merge", "load", "selftest")),
     *(f"tests/kwanzaa/test_{name}.py" for name in ("generate", "eval_cli")),
 ]
-"""What compares numbers; the rest of the suite compares bytes, words and refusals."""
+"""The tests that compare numbers; the rest of the suite compares bytes, words and refusals."""
 ONEDNN = {
     "AVX2": "avx2",
     "AVX512_CORE": "avx512_vl",
@@ -30,15 +30,15 @@ ONEDNN = {
 }
 """oneDNN's levels from the lowest up, each with the name of what a processor must have for it."""
 ATEN = {"default": "", "avx2": "avx2", "avx512": "avx512_vl"}
-"""The same of PyTorch's own loops."""
+"""The same for PyTorch's own loops."""
 THREADS = (1, 2)
 
 
 def settings(has: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Environments to run under: every level of both libraries that a processor has, with one thread and with two.
+    """List the environments to run under: all levels of both libraries that a processor has, with one and two threads.
 
-    The levels go up together, as they would from one processor to the next, and the library with fewer stays at its
-    highest.
+    The levels of both go up together, as they would from one processor to the next. The library with fewer levels then
+    stays at its highest.
 
     Args:
         has: ``torch.cpu.get_capabilities()``.
@@ -59,7 +59,7 @@ def settings(has: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def run(setting: Mapping[str, str], tests: list[str]) -> bool:
-    """Run tests under one setting, print a line, and what failed."""
+    """Run tests under one setting, and print one line and the tests that failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "--numprocesses", "2", "--dist", "worksteal", "-rfE", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment | dict(setting), capture_output=True, text=True)

@@ -31,8 +31,8 @@ EFFICIENCY = 0.5
 A round number, chosen between two public runs and fitted to neither: Llama-3.2-1B by QLoRA on a free T4 (1,060 tokens
 a second, evaluations and checkpoints included) comes out 1.6 times as fast as it was, Llama-2-7B by LoRA on an A100
 (2,954; LLaMA-Factory's wiki) 0.9 times. In other words, the T4 reached 0.31 of its peaks, the A100 0.55. One constant
-cannot say both, so times are right within a factor of two only, and two cards that are closer than that must not be
-ranked by them: with 0.31 and 0.55 the A100 would be the cheaper one for the Kwanzaa run, with 0.5 for both the T4 is.
+cannot fit both runs. So times are right only within a factor of two, and they must not rank two cards that are closer
+than that: with 0.31 and 0.55 the A100 would be cheaper for the Kwanzaa run, with 0.5 for both the T4 is cheaper.
 ``trust.py`` holds the sentence that says so wherever minutes are shown. What it does not know: the launch
 of a kernel, so small models with short rows take longer than it says; and the power limit, 70 watts on a T4 and 72 on
 an L4, which holds them under their peak in a long run. We have measured on neither.

@@ -1,6 +1,6 @@
 """How far estimated times and "it fits" can be trusted, in the words that every command and the site use.
 
-Neither has been held against a card by us. Until that is done, these sentences stand beside the numbers.
+We have not checked either on a card. Until that is done, these sentences stand beside the numbers.
 """
 
 TIME = (
@@ -23,5 +23,5 @@ TIGHT = 0.9
 
 
 def may_not_fit(needed: int, capacity: int) -> str:
-    """Say that a run fits only narrowly, and why that may not be enough; nothing if it fits with room or not at all."""
+    """Say that a run fits only narrowly, and why that may not be enough; nothing if it fits well or does not fit."""
     return f"may not fit in practice: {FITS}" if TIGHT * capacity < needed <= capacity else ""

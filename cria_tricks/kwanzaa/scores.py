@@ -159,7 +159,7 @@ def should_refuse(row: Row) -> bool:
 
 
 def kind(row: Row) -> str:
-    """What the data's own answer is: ``placeholder``, ``refusal`` or ``answer``.
+    """Say what the data's own answer is: ``placeholder``, ``refusal`` or ``answer``.
 
     A placeholder announces an answer in brackets and gives none, as in "[This answer would ...]". A refusal is marked
     as one in its own fields (see :func:`should_refuse`); everything else is an answer.

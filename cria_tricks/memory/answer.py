@@ -86,7 +86,7 @@ class PlanAnswer(_Frozen):
         alone: what each toggle saves without the others.
         removed: what would be lost by switching one off.
         ladder: the toggles added one after the other.
-        front: the toggle sets of which none is both smaller and faster; ``None`` when not asked for.
+        front: the toggle sets that no other set beats in both bytes and time; ``None`` when not asked for.
         longest: the most tokens of a row that fit; ``None`` when not asked for.
         prices: time and price on the rented machines that have this card and room for the run; ``None`` when not asked
             for.
@@ -122,7 +122,7 @@ class PlanAnswer(_Frozen):
 
     def show(self, screen: "Console") -> None:
         """Print the answer as ``cria plan`` does."""
-        from cria_tricks.memory import bill  # torch comes with it
+        from cria_tricks.memory import bill  # here, because it imports torch
 
         bill.show(self.to_dict(), screen)
 
@@ -140,5 +140,6 @@ def _as_text(found: dict[str, Any]) -> str:
     from cria_tricks.memory import bill
 
     page = io.StringIO()
-    bill.show(found, Console(file=page, force_jupyter=False))  # or in a notebook rich displays it, and writes nothing
+    # Without force_jupyter=False rich displays the text in a notebook and writes nothing to the page.
+    bill.show(found, Console(file=page, force_jupyter=False))
     return page.getvalue().rstrip()

@@ -93,8 +93,8 @@ def front(bench: Bench, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
-    """Say what speaks against a plan though no toggle is refused: the context, the margin, the host's memory."""
-    # Packed rows are made of documents, whose positions start again: only the data know how long those are.
+    """Warn of what may go wrong although no toggle is refused: the context, the margin, the host's memory."""
+    # A packed row holds several documents, and positions start again in each; only the data show how long they are.
     found = [] if recipe.tricks.packing else beyond_context(bench.shape.context, recipe.data.max_length)
     if narrow := trust.may_not_fit(needed, bench.device.memory_bytes):
         found.append(narrow)
@@ -104,7 +104,7 @@ def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
 
 
 def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
-    """Minutes and price of the run on the rented machines that have this card, and on which it fits.
+    """Compute minutes and price of the run on the rented machines that have this card, and on which it fits.
 
     Args:
         bench: the model and the card.
@@ -128,7 +128,7 @@ def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
 
 
 def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
-    """What a recipe takes on a rented machine: bytes on each of its cards, and seconds of a token on all of them.
+    """Compute what a recipe takes on a rented machine: bytes on each of its cards, seconds of a token on all of them.
 
     Raises:
         BadInput: for a toggle that cannot work there, or a run that its cards cannot share.
@@ -187,7 +187,7 @@ def _show_prices(entries: Iterable[dict[str, Any]], screen: Console) -> None:
     said = [f"{price['flavor']}: {duration(60 * price['minutes'])}, {money(price['cost'])}" for price in entries]
     if said:
         said[0] = f"training alone, at the prices of Hugging Face Jobs' list of {PRICES_DATE}:\n{said[0]}"
-    screen.print("\n".join(said) or "no price: of the machines on the list, none has this card and room for this run",
+    screen.print("\n".join(said) or "no price: no machine on the list has this card and room for this run",
                  highlight=False)  # fmt: skip
 
 

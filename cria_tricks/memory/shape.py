@@ -291,12 +291,12 @@ LONGER_THAN_CONTEXT = (
 
 
 def beyond_context(context: int, tokens: int) -> list[str]:
-    """Warn if rows of so many tokens are longer than the model's context; a context of 0 is not known."""
+    """Warn if rows of this many tokens are longer than the model's context; 0 stands for a context that is unknown."""
     return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)] if 0 < context < tokens else []
 
 
 def context_of(model: str) -> int:
-    """Find the context of a model of any kind, in tokens; 0 where there is no config that says it."""
+    """Find the context of a model of any kind, in tokens; 0 if no config says it."""
     try:
         config = find_config(model)
     except BadInput:

@@ -48,7 +48,7 @@ def states(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def group_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Give weights in pieces and whole weights groups of their own: an optimizer's kernel takes no mixture.
+    """Put weights in pieces and whole weights into separate groups, because an optimizer's kernel takes no mixture.
 
     transformers does this too from 5.18 on.
     """

@@ -81,8 +81,8 @@ def quantize_blocks(x: torch.Tensor, levels: torch.Tensor, block: int = BLOCK) -
 def keep_signs(codes_N: torch.Tensor, x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Move the codes of negative numbers that became zero to the level below, as bitsandbytes' CUDA kernel does.
 
-    Its step would forget in which direction such a weight was moving. A positive number that becomes zero stays there,
-    because the kernel compares sign bits, and zero's is a positive number's.
+    Otherwise the step would forget in which direction such a weight was moving. A positive number that becomes zero
+    stays there, because the kernel compares sign bits, and zero has the sign bit of a positive number.
 
     Args:
         codes_N: of the nearest levels, uint8 of shape (N,).
