@@ -14,7 +14,7 @@
 # > then, and with eager attention 3.9 GiB / approximate: products are rounded to 11 (fp16) or 8 (bf16) significant
 # > bits / 25 minutes / after lesson 0
 #
-# Our job is QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4. Lesson 0 ended with the bill of
+# Our job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4. Lesson 0 ended with the bill of
 # plain training: a peak of 31.3 GiB, where a T4 has 14.74. Nearly every number on it takes 4 bytes. So let us take 2,
 # and halve it. Will it halve? Write your guess down.
 

@@ -13,7 +13,7 @@
 # > **Card.** saves activations and logits of all rows but one / costs one gradient that waits, 4 bytes a trained
 # > weight / exact, but for the order of sums / 20 minutes / after lesson 1
 #
-# Our job is QLoRA of Llama-3.2-1B on 107 answers, in rows of up to 2,048 tokens, on a T4 with 14.74 GiB. Lesson 1
+# Our job is QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, on a T4 with 14.74 GiB. Lesson 1
 # ended with a peak of 35.2 GiB for a step on *one* row. But the gradient of one row is a noisy guide, and this run's
 # learning rate comes from steps on eight. So: eight rows a step. Before you read on, guess: does the bill fall, stay,
 # or rise?

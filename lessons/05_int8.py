@@ -13,7 +13,7 @@
 # > **Card.** saves a byte of two for each frozen weight / costs rounded inputs in every product, and inputs that
 # > bitsandbytes pins / approximate: half a step of a row's scale / 30 minutes / after lesson 4
 #
-# The course has one job: train Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 4
+# The course has one job: train Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 4
 # froze the model and put adapters beside it; a step now peaks at 5,688 MiB. The largest row of that bill is logits,
 # for lesson 12. The next is the frozen matrices. Nobody will ever update them. Must each weight take two bytes?
 

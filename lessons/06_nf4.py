@@ -13,7 +13,7 @@
 # > **Card.** saves three quarters of the frozen matrices / costs unpacking before every product, and some quality /
 # > approximate: each weight moves to the nearest of 16 levels / 35 minutes / after lesson 5
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. It does not
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. It does not
 # use lesson 5's int8, so its bill stands where lesson 4 left it: 5,688 MiB, of which 1,856 are matrices that are only
 # read. Why keep 16 bits of something that never changes?
 

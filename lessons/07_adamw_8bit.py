@@ -13,7 +13,7 @@
 # > **Card.** saves three quarters of the optimizer's states / costs a rounding of both moments in every step /
 # > approximate: each moment moves to the nearest of 256 levels of its block / 35 minutes / after lesson 6
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 6 left
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 6 left
 # its bill at 5,449 MiB. AdamW remembers two numbers of 32 bits for each trained weight. Must they be so exact?
 
 # %% tags=["hide-input"]

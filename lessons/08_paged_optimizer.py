@@ -13,7 +13,7 @@
 # > **Card.** saves optimizer states, while something else needs the room / costs their way over PCIe and back, only
 # > then / exact, bit for bit / 35 minutes / after lesson 7
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 7 left
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 7 left
 # its bill at 5,385 MiB, and of that 22 are optimizer states. There is next to nothing to page, so this lesson borrows
 # two larger runs.
 

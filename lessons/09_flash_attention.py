@@ -13,7 +13,7 @@
 # > **Card.** saves the T x T scores: B H T^2 numbers a block become B H T / costs 5 products a tile in the backward
 # > pass for plain attention's 4 / exact within rounding / 40 minutes / after lesson 8
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 8 left
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 8 left
 # the bill at 5,373 MiB. Now the largest thing inside every block goes: the matrix of every token against every other.
 # By how many MiB will the bill fall? Write a guess down for section 5.
 

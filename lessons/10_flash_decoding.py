@@ -14,7 +14,7 @@
 # > **Card.** saves time, where one token leaves most of a card idle / costs one output more for each piece / exact
 # > within rounding / 30 minutes / after lesson 9
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 cited answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Its
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Its
 # bill stands where lesson 9 left it, and this lesson does not move it by one byte. It is about what comes afterwards:
 # the trained model answers, one token at a time.
 

@@ -14,7 +14,7 @@
 # > **Card.** saves padding: a batch of B rows costs B times its longest / costs attention that keeps documents apart,
 # > and a new count of steps / exact per document / 30 minutes / after lesson 10
 #
-# Our job: QLoRA of Llama-3.2-1B on 107 answers, rows of up to 2,048 tokens, a T4 with 14.74 GiB. Lesson 10 was about
+# Our job: QLoRA of Llama-3.2-1B on 107 training rows of up to 2,048 tokens, a T4 with 14.74 GiB. Lesson 10 was about
 # generating, so a training step still takes 5,357 MiB, as after lesson 9. Guess now: how much of that will packing
 # save?
 

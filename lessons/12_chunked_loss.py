@@ -13,7 +13,7 @@
 # > **Card.** saves the logits of all tokens but 256 / costs reading the head once a chunk; no product more / exact
 # > within rounding / 30 minutes / after lesson 11
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB. Its bill
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Its bill
 # stands at 5,357 MiB. All weights, states and gradients together are 1,577 of them. The model's last product, on the
 # way to one single number, takes nearly twice that.
 

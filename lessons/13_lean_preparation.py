@@ -14,7 +14,7 @@
 # > 16 bits / approximate: a sum between blocks is off by half a step of its 16-bit format at most / 30 minutes / after
 # > lesson 12
 #
-# The job is still QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a T4 with 14.74 GiB; its bill
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB; its bill
 # stands at 2,655 MiB. In lesson 6 NF4 saved 1,377 MiB of weights, and the peak fell by 239. The rest was given back by
 # peft's `prepare_model_for_kbit_training`. What is it for?
 

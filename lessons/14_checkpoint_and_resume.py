@@ -13,7 +13,7 @@
 # > **Card.** saves the work that was done when the machine went / costs 6 bytes of disk a trained number, and seconds
 # > a save / exact, bit for bit, on a CPU / 30 minutes / after lesson 13
 #
-# The job is QLoRA of Llama-3.2-1B on 107 answers, in rows of 2,048 tokens, on a free T4 with 14.74 GiB. Lesson 13 left
+# The job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free T4 with 14.74 GiB. Lesson 13 left
 # a bill of 1.9 GiB, and this lesson does not move it by a byte. It pays in another currency: bytes on a disk, and
 # seconds. Colab's machines go away, and take what they know with them.
 
