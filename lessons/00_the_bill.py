@@ -13,8 +13,8 @@
 # > **Card.** saves nothing / costs a millisecond / exact for the small model, within 1.7 % of a dry run for real ones /
 # > 25 minutes / the first lesson
 #
-# This course does one real job on one small card: QLoRA (lessons 4 and 6 say what that is) of Llama-3.2-1B on 107 training
-# rows of 2,048 tokens, on a free Colab T4, which has 14.74 GiB. Every lesson adds one technique: you write
+# This course does one real job on one small card: QLoRA (lessons 4 and 6 say what that is) of Llama-3.2-1B on 107
+# training rows of 2,048 tokens, on a free Colab T4, which has 14.74 GiB. Every lesson adds one technique: you write
 # it from scratch, prove what it claims, and see what it saves and what it costs. Read them in one way, *predict, then
 # run*: where a number is predicted write down your own first; an `assert` holds prediction and count together.
 #
