@@ -60,14 +60,14 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
 
     from cria_tricks.chat import open_folder
 
-    ours, _ = open_folder(report["adapter"])
+    ours, _ = open_folder(report["adapter"], dtype=torch.float32)  # a CPU with real bf16 would take that
     base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=ours.dtype).to(ours.device)
     ids = torch.arange(3, 40, device=ours.device)[None]
     with torch.no_grad():
         before = base(ids).logits.clone()
         plain = PeftModel.from_pretrained(base, report["adapter"]).to(ours.dtype)(ids).logits
         assert (plain - before).abs().max() > 1e-3, "it was trained"
-        assert (plain - ours(ids).logits).abs().max() < 1e-3
+        assert (plain - ours(ids).logits).abs().max() < 1e-5
 
     code, stdout, _ = run_cria("verify", out / "adapter", "--json")
     assert (code, json.loads(stdout)["ok"]) == (0, True)

@@ -1,7 +1,5 @@
 """LLM.int8(): the integers of bitsandbytes, an error within the stated bound, and what the outlier path is for."""
 
-import os
-
 import pytest
 import torch
 
@@ -20,19 +18,6 @@ def inputs(outliers: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x[:, 7] *= 40
         x[:, 100] *= 20
     return x.half(), w.half()
-
-
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
-    """Multiply integers as real processors do, where oneDNN is held to less than this one has.
-
-    Without VNNI oneDNN's sums of int8 products overflow 16 bits, so torch takes a loop of its own on a processor
-    without it. It does not ask oneDNN: with ``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` a newer processor gives wrong numbers.
-    """
-    largest = torch.full((32, 64), 127, dtype=torch.int8)
-    if not (torch._int_mm(largest, largest.t()) == 64 * 127**2).all():
-        assert "ONEDNN_MAX_CPU_ISA" in os.environ, "torch._int_mm is wrong on this processor"
-        monkeypatch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
 
 
 @pytest.mark.parametrize("outliers", [False, True])
