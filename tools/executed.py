@@ -97,7 +97,10 @@ def _call(code: str) -> str:
 
 def wrong_answers(lesson: Path) -> list[tuple[int, str, str]]:
     """Read the wrong answers that a lesson's checks must refuse: number of the exercise, words of its hint, code."""
-    cells = re.split(r"^# %% ", (WRONG / lesson.name).read_text(encoding="utf-8"), flags=re.M)[1:]
+    path = WRONG / lesson.name
+    if not path.exists():  # a lesson without exercises
+        return []
+    cells = re.split(r"^# %% ", path.read_text(encoding="utf-8"), flags=re.M)[1:]
     heads = [cell.partition("\n") for cell in cells]
     return [(int(head.partition(":")[0]), head.partition(":")[2].strip(), code) for head, _, code in heads]
 

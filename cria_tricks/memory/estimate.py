@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory import block
 from cria_tricks.memory.block import FP32
-from cria_tricks.memory.formula import at_most
+from cria_tricks.memory.formula import at_most, largest
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 
@@ -371,9 +371,21 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     return (
         Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
         Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
-        Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
+        Row("logits", _logits(memory), "n V: log-softmax, and two gradients"),
         Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
     )
+
+
+def _logits(memory: MemoryEstimate) -> int:
+    """Bytes of the logits when the loss goes back; or, if that is more, of the gradient of a head that trains alone.
+
+    With few tokens a head is larger than its logits. Its gradient comes in 16 bits, and is raised to fp32.
+    """
+    logits, a, head = memory.all_tokens * memory.shape.vocabulary, memory.operand, memory.shape.embedding_weights
+    if memory.learning_blocks or a == FP32:
+        return 3 * logits * FP32
+    given = memory.all_tokens * memory.shape.width * a
+    return largest(3 * logits * FP32, 2 * head * a + logits * a + given, head * (a + FP32) + given)
 
 
 def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:

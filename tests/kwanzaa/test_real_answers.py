@@ -126,10 +126,10 @@ def test_what_the_lesson_and_the_readme_say_of_the_rows_is_so(rows, real_data, m
     pages = {name: " ".join((notebooks.ROOT / name).read_text(encoding="utf-8").split())
              for name in ("README.md", "docs/guide/colab.md", "docs/glossary.md")}  # fmt: skip
     assert all(of_training in text for text in (lesson, *pages.values()))
-    assert f"rows are {held_out['answer']}, {held_out['refusal']} and {held_out['placeholder']} of the same" in lesson
+    assert f"rows are {of_evaluation}" in lesson
     assert of_evaluation in pages["README.md"]
     assert of_evaluation in pages["docs/guide/colab.md"]
-    near = f"{len(names['near'])} training rows ask nearly what"
+    near = f"{len(names['near'])} training rows ask nearly the same as"
     assert all(near in text for text in (lesson, pages["README.md"], pages["docs/guide/colab.md"]))
     assert not any("never trained on" in text for text in (lesson, *pages.values()))
 
