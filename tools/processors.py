@@ -61,7 +61,9 @@ def settings(has: Mapping[str, Any]) -> list[dict[str, str]]:
 def run(setting: Mapping[str, str], tests: list[str]) -> bool:
     """Run tests under one setting, and print one line and the tests that failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "--numprocesses", "2", "--dist", "worksteal", "-rfE", *tests]
+    workers = max(1, 2 // int(setting.get("OMP_NUM_THREADS", 1)))  # two threads each on two cores wait for one another
+    side_by_side = ["--numprocesses", str(workers), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *side_by_side, "-rfE", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment | dict(setting), capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr]
     print(f"{' '.join(f'{name}={value}' for name, value in setting.items())}: {lines[-1].strip('= ')}", flush=True)
