@@ -6,6 +6,7 @@ switches only. The page looks its parts up, puts its numbers into their polynomi
 It knows no formula of ours. One script a model, under ``docs/assets/fit/``, made anew when the package has changed.
 """
 
+import functools
 import itertools
 import json
 import typing
@@ -125,10 +126,10 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     table("gradients before", by, over(by, lambda memory: _rows(memory, ("gradients",), "loss")))
     table("gradients", ("stored",), over(("stored",), lambda memory: _rows(memory, ("gradients",), "optimizer step")))
     ends = ("final norm", "head in 16 bits", "weights in 16 bits", "hidden states of trained tokens", "logits",
-            "capped logits")  # fmt: skip
-    by = ("stored", "gradient_checkpointing", "chunked_loss")
-    table("loss", by, over(by, lambda memory: _rows(memory, ends, "loss")))
-    table("log-softmax", by, over(by, lambda memory: _rows(memory, ends, "log-softmax")))
+            "capped logits", "head's gradient")  # fmt: skip
+    by = ("stored", "gradient_checkpointing", "activation_offload", "chunked_loss")
+    for moment in ("loss", "log-softmax", "head", "last norm"):
+        table(moment, by, over(by, functools.partial(_rows, names=ends, moment=moment)))
     by = ("stored", "accumulates")
     table("embedding", by, over(by, lambda memory: _rows(memory, ("embedding's gradient",), "embedding")))
     _blocks(shape, stored, of_kernel, table)
@@ -137,10 +138,13 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
 
 FIXED = ("weights: blocks' matrices", "weights: all others", "weights: added", "optimizer states", "batch")
 ALWAYS = ("matrices", "others", "states", "batch")
-INSIDE = ("gradients", "block: kept", "block: open")
+INSIDE = ("gradients", "weights in 16 bits", "block: kept", "block: open")
 MOMENTS = {
     "loss": ("gradients before", "waiting: loss", "loss"),
     "log-softmax": ("gradients before", "waiting: loss", "log-softmax"),
+    "head": ("gradients before", "waiting: loss", "head"),
+    "last norm": ("gradients before", "waiting: loss", "last norm"),
+    "forward": ("waiting: forward", "forward"),
     "last block": ("waiting: last block", "last block"),
     "first block": ("waiting: first block", "first block"),
     "frozen block": ("waiting: frozen block", "frozen block"),
@@ -161,7 +165,8 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         memory = estimate(recipe, shape, card.device)
         kernel, masked = attention_kernel(recipe, shape, card, recipe.train.batch_size, recipe.data.max_length)
         name = "/".join([memory.kernel, *(word for word, holds in (
-            ("repeated", memory.repeats_keys), ("maskless", memory.maskless), (kernel, True), ("masked", masked),
+            ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
+            ("joined", memory.joins_documents), (kernel, True), ("masked", masked),
         ) if holds)])  # fmt: skip
         classes[key(chosen.values())] = name
         of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card})
@@ -184,7 +189,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
                 memory = estimate(recipe, shape, attention["card"].device)
                 where = (number, kernel, checkpointed, offloaded, accumulates)
                 found["batch"][number, kernel] = _rows(memory, FIXED[4:])
-                for moment in list(MOMENTS)[:1] + list(MOMENTS)[2:5]:
+                for moment in ("loss", "forward", "last block", "first block", "frozen block"):
                     waits = found.setdefault(f"waiting: {moment}", {})
                     waits[where[:-1]] = _rows(memory, ("blocks: waiting",), moment)
                     if moment != "loss":

@@ -23,7 +23,8 @@ BLOCK = 64
 FIRST_NORM = "first norm's input"
 JOINED = ("join's input", "join in 16 bits")
 """What the matrix keeps that joins a trained copy to its block."""
-GATED, ATTENDED = "gated product", "attention's output"
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+GATED, ATTENDED, JOINED_DOCUMENTS = "gated product", "attention's output", "documents' outputs, joined"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Operation:
         forward: bytes open while it computes, its result included.
         backward: bytes open in its backward pass: the gradients that come, go and wait, and what is made again.
         learns: bytes of its weights' gradients, which stay.
+        reads: tensors of earlier operations that its forward pass needs, where nothing is kept on the device.
+        fetched: bytes that its backward pass has back from the host at once, where that is not all of its own.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Operation:
     forward: int = 0
     backward: int = 0
     learns: int = 0
+    reads: Mapping[str, int] = field(default_factory=dict)
+    fetched: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,14 @@ class Point:
         kept: bytes that the operations up to there keep.
         opened: bytes open around it.
         learnt: bytes of gradients that this block's weights have by then.
+        backward: whether it is in the backward pass.
     """
 
     operation: str
     kept: int
     opened: int
     learnt: int = 0
+    backward: bool = False
 
     @property
     def bytes(self) -> int:
@@ -82,6 +89,24 @@ def pinned_bytes(operations: list[Operation]) -> int:
     return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
 
 
+def keeps_nothing(memory: "MemoryEstimate") -> bool:
+    """Whether blocks keep nothing on the device from their forward pass: none learns, or all is sent away."""
+    return not memory.learning_blocks or (memory.offloaded and not memory.checkpointed)
+
+
+def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int:
+    """Bytes that the operations before the first adapted matrix would keep, if a gradient went through them."""
+    first = next(i for i, operation in enumerate(operations) if operation.name in memory.adapted)
+    above = kept(operations[first:])
+    alike = next(names for names in _SAME_INPUT if operations[first].name in names)
+    spared = sum(above.get(f"{name} whole", 0) for name in alike)
+    if "v_proj" not in memory.adapted:
+        spared += above.get("probabilities in 16 bits", 0)
+    if not {"q_proj", "k_proj"} & set(memory.adapted):
+        spared += above.get("probabilities", 0) * (memory.operand < FP32)
+    return spared + sum(size for name, size in kept(operations[:first]).items() if name not in above)
+
+
 def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> list[Point]:
     """Walk a block, and see what is alive around each operation, forward and backward.
 
@@ -93,18 +118,39 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
     # Beside the forward pass of an operation live the residual stream, unless a norm keeps it as it is; the norm's
     # output, unless int8 keeps it; and, where a block is made again, two gradients.
     many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
+    if keeps_nothing(memory):
+        many = 4  # what the embedding gave, the block's input, the stream behind its attention, the norm's output
     beside = many * memory.all_tokens * memory.shape.width * memory.stream
+    # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
+    # block is made again, up to the one before, while the gradient of what that one gave waits.
+    late = (
+        memory.checkpointed
+        and memory.quantised
+        and any(operation.name == "down_proj" and not operation.learns for operation in operations)
+    )
+    beside += memory.all_tokens * memory.shape.inner * memory.product * late
+    if memory.checkpointed and memory.dora and "down_proj" in memory.adapted:
+        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x.
+        beside += memory.all_tokens * memory.shape.width * FP32 * (1 + (memory.product < FP32))
     found, tensors, pins = [], dict[str, int](), dict[str, int]()
     learnt = sum(operation.learns for operation in operations) if learns else 0
+    pinned = {name: size for operation in operations for name, size in operation.pins.items()}
     for operation in operations:
-        if memory.offloaded and not memory.checkpointed:
+        if late and operation.name == "down_proj":
+            continue
+        if keeps_nothing(memory):
             tensors = {}  # each operation's own are fetched when their turn comes
         tensors |= operation.keeps
-        pins |= operation.pins
-        with_pins = sum((pins | tensors).values())
+        pins |= operation.pins if memory.learning_blocks else {}
+        read = dict(operation.reads) if keeps_nothing(memory) else {}
+        with_pins = sum((pins | read | tensors).values())
         found.append(Point(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
-        alive = sum(tensors.values()) if memory.checkpointed else with_pins
-        found.append(Point(f"backward pass of {operation.name}", alive, operation.backward, learnt))
+        # What is pinned stays until the whole backward pass has run.
+        alive = sum(tensors.values()) if memory.checkpointed else sum((pinned | tensors).values())
+        if keeps_nothing(memory) and operation.fetched is not None:
+            alive = sum(pinned.values()) + operation.fetched
+        made = operation.learns * memory.accumulates  # a new gradient, which is added to an earlier one
+        found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
         learnt -= operation.learns if learns else 0  # those of the operations after it are there already
     return found
 
@@ -122,19 +168,21 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
         *_query_and_key_norms(memory),
         Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
         *_attention(memory, residual),
-        _linear(memory, "o_proj", ATTENDED, memory.operand, residual),
+        _linear(memory, "o_proj", JOINED_DOCUMENTS if memory.joins_documents else ATTENDED, memory.operand, residual),
         *([_norm(memory, "norm of what was attended")] if shape.norms == 4 else []),
         _norm(memory, "second norm"),
     ]
     if shape.experts > 1:
-        return [*attention, _experts(memory, residual)]
+        return [*attention, *_experts(memory, residual)]
     gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
     return [
         *attention,
         gate,
         Operation("gate's activation", {"gate": inner, "activated gate": inner}, {}, inner, residual + 3 * inner),
-        up,
-        Operation(GATED, {"up": inner}, {}, inner, residual + 3 * inner),
+        replace(up, reads={"activated gate": inner}),
+        Operation(
+            GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads={"activated gate": inner}, fetched=2 * inner
+        ),
         _linear(memory, "down_proj", GATED, product, residual),
         *([_norm(memory, "norm of the MLP's output")] if shape.norms == 4 else []),
     ]
@@ -151,7 +199,12 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     join = dict(zip(JOINED, (joined, width * width * a if a < FP32 else 0), strict=True))
     # The gradient of the sum of both waits for the frozen block, whose turn comes after the copy's.
     waits = memory.all_tokens * width * memory.stream
-    copied = [replace(operation, backward=operation.backward + waits) for operation in operations(beside)]
+    copied = []
+    for operation in operations(beside):
+        # A norm normalises in the dtype of its input.
+        keeps = {name: size * memory.stream // FP32 if name.endswith("normalised") else size
+                 for name, size in operation.keeps.items()}  # fmt: skip
+        copied.append(replace(operation, keeps=keeps, backward=operation.backward + waits))
     return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
@@ -200,8 +253,9 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The input in the operand's dtype, the unpacked weight, the result.
     forward = (given * a if x != a else 0) + unpacked + made * o
     if memory.pins_inputs and memory.device.kind == "cuda":
-        # The input's codes; sums in int32, which become 16 bits before they are the result.
-        forward = given + given * a * (x != a) + made * (4 + 2 + (o if o > 2 else 0))
+        # The input in 16 bits, its sizes, which of them are large; then its codes, sums in int32, these in 16 bits, and
+        # these as the result.
+        forward = largest(given * (2 * (x != 2) + 2 + 1), given + made * (4 + 2), given + made * (2 + o * (o > 2)))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if name in memory.adapted:
@@ -211,7 +265,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
         if memory.dropout:
             # CUDA's says in a byte what stays, a CPU's is multiplied by.
-            keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32)
+            keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32 if raised else x)
             raised *= 2  # before and after
         keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
@@ -225,45 +279,61 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         gone = 0 if shared and source != GATED else given * a
         backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
         if memory.dora:  # both results, for the magnitudes' gradient
-            keeps |= {f"{name}'s W x": made * o, f"{name}'s B A x": made * a}
-            forward = largest(forward, made * o + raised + _dora_weight(memory, d_in, d_out, FP32 if raised else x))
-            backward += made * (o + a)
+            own = made * a if memory.dropout else made * o  # of the dropped input a product of its own
+            keeps |= {f"{name}'s W x": own, f"{name}'s B A x": made * a}
+            wide = FP32 if raised else x
+            whole = weight * a * (memory.dropout and (memory.quantised or wide != a))
+            keeps[f"{name} whole"] = whole
+            first, then = _dora_weight(memory, d_in, d_out, wide)
+            beside = raised + made * o * memory.dropout
+            first += beside - own * memory.dropout - made * a - whole  # of what is kept, this comes later
+            if not shared and not (memory.dropout and wide == a):
+                first -= given * a
+            scaled = made * FP32 * (1 if ends else 3)
+            forward = largest(forward, first, beside + then + scaled - whole * (wide == a))
+            # The result's gradient, in fp32, and those of both parts and of the magnitudes.
+            backward = largest(backward + made * (o + a), made * FP32 * 4)
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
 
 
-def _experts(memory: "MemoryEstimate", residual: int) -> Operation:
-    """All experts of a block: each token goes through a few of them, in products of all that go through one."""
-    shape, a = memory.shape, memory.operand
+def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
+    """All experts of a block: each token goes through a few of them, in products of all that go through one.
+
+    They compute in the dtype of their weights, whatever autocast says.
+    """
+    shape, size = memory.shape, memory.others
     pairs = memory.all_tokens * shape.experts_per_token
-    given, inner = pairs * shape.width * a, pairs * shape.inner * a
-    keeps = {
-        "experts' inputs": given,
-        "gate and up": 2 * inner,
-        "activated gate": inner,
-        GATED: inner,
-        "outputs": given,
-    }
-    # Without torch's kernel for many products at once, which is for bf16 only, transformers makes the gradient of all
-    # experts' weights, frozen or not, and leaves it.
+    given, inner = pairs * shape.width * size, pairs * shape.inner * size
+    matrix = shape.experts * shape.width * shape.inner
+    # Without torch's kernel for many products at once, which is for bf16 weights only, transformers makes the gradient
+    # of all experts' weights, frozen or not.
     card = memory.device
-    at_once = memory.bf16 and (card.kind == "cpu" or card.capability >= (8, 0))
-    wasted = 0 if at_once else 2 * shape.experts * shape.width * shape.inner * memory.others
-    return Operation("experts", keeps, {}, inner, residual + 2 * inner + given + wasted)
+    at_once = memory.bf16 and size < FP32 and (card.kind == "cpu" or card.capability >= (8, 0))
+    opened = 0 if memory.trains_all or at_once else matrix * size
+    learns = matrix * FP32 * memory.trains_all
+    kept = memory.trains_all or not at_once  # what is multiplied by frozen weights
+    inputs, product = ({"experts' inputs": given}, {GATED: inner}) if kept else ({}, {})
+    inputs_read = {"experts' inputs": given}
+    gates = {"gate and up": 2 * inner, "activated gate": inner}
+    return [
+        Operation("experts' gate and up", inputs, {}, 2 * inner, residual + 2 * inner + given + 2 * opened, 2 * learns),
+        Operation("experts' activation", gates, {}, inner, residual + 3 * inner, 0, inputs_read, 2 * inner),
+        Operation("experts' down", product, {}, given + inner * (not kept), residual + given + inner + opened, learns),
+        Operation("experts' sum", {"experts' outputs": given}, {}, 2 * given, residual + 3 * given),
+    ]
 
 
-def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> int:
-    """What peft's DoRA holds to take the norms of W + B A.
+def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> tuple[int, int]:
+    """What peft's DoRA holds to take the norms of W + B A, and what of it stays while it uses them.
 
-    B A is made by multiplying an identity, D_in x D_in, which lives as long as the product. Then come W and B A in the
-    input's dtype, B A scaled, and the sum.
+    B A is made by multiplying an identity, D_in x D_in, which autograd keeps as long as the product. Then come W and
+    B A in the input's dtype, B A scaled, and the sum.
     """
     a, identity, weight = memory.operand, d_in * d_in, d_in * d_out
-    cast = 2 * x if x != a else x * memory.unpacks
-    return max(
-        identity * (FP32 + (a if a < FP32 else 0)) + weight * a,
-        identity * a + weight * (a + cast + 2 * x),
-    )
+    kept = identity * a * (not memory.offloaded or memory.checkpointed)
+    stays = kept + weight * x * (2 if memory.quantised or x != a else 1)
+    return max(identity * (FP32 + (a if a < FP32 else 0)) + weight * a, stays + 2 * weight * x), stays
 
 
 def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
@@ -292,11 +362,16 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
         halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
         if shape.caps_scores:
             kept["capped scores"] = scores * a
+        # A mask in fp32 makes the scores so, and else the softmax does.
+        forward = scores * (FP32 if max(a, memory.stream) == FP32 else a + FP32)
+        reads = {"values": keys, "probabilities": scores * FP32}
         return [
-            Operation("scores and softmax", kept, {}, scores * a, back + 2 * scores * FP32),
-            Operation("weighted values", halves, {}, queries, back + scores * a),
+            Operation("scores and softmax", kept, {}, forward, residual + 2 * scores * FP32, fetched=scores * FP32),
+            Operation("weighted values", halves, {}, queries, back + scores * a, 0, reads, scores * a + keys),
         ]
     if not memory.maskless:
-        operands["mask"] = n * memory.tokens * a
+        # For each row, or, where it comes back from the host, for each head.
+        fetched = keeps_nothing(memory) and memory.learning_blocks
+        operands["mask"] = n * memory.tokens * a * (shape.heads if fetched else 1)
     result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
     return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]

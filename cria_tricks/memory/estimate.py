@@ -97,6 +97,7 @@ class MemoryEstimate:
         kernel: the attention's: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
         repeats_keys: whether keys and values are repeated for every query head.
         maskless: whether attention runs without a mask.
+        joins_documents: whether attention's results are joined from those of each document.
         checkpointed: whether blocks keep their input only.
         offloaded: whether what blocks keep waits on the host.
         chunk: tokens whose logits are alive at once; 0 for all.
@@ -131,12 +132,18 @@ class MemoryEstimate:
     kernel: str = "eager"
     repeats_keys: bool = True
     maskless: bool = False
+    joins_documents: bool = False
     checkpointed: bool = False
     offloaded: bool = False
     chunk: int = 0
     accumulates: bool = False
     state_bits: int = 32
     paged: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether matrices are stored in 8 bits or 4."""
+        return self.unpacks or self.pins_inputs
 
     @property
     def all_tokens(self) -> int:
@@ -235,37 +242,62 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
     """
     operations = block.learning(memory)
     fixed, gradients = _fixed(memory), _gradients(memory)
-    head = memory.shape.embedding_weights * FP32 if memory.trains_all else 0
-    all_blocks, others, one = _waiting(memory, operations)
+    waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
-    found = [Moment("loss", (*fixed, before, all_blocks, *_loss(memory)))]
-    if not memory.chunk:
-        found.append(Moment("log-softmax", (*fixed, before, all_blocks, *_log_softmax(memory))))
-    if memory.learning_blocks:
-        points = block.points(memory, operations, learns=not memory.accumulates)
-        for point in points if every_point else [_deepest(points)]:
-            behind = nearly = gradients
-            if not memory.accumulates:
-                to_come = sum(operation.learns for operation in operations) - point.learnt
-                learnt = "fp32, of the head and of what is behind the point"
-                behind = replace(gradients, bytes=head + point.learnt, why=learnt)
-                nearly = replace(
-                    gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point"
-                )
-            found.append(Moment("last block", (*fixed, behind, others, *_inside(point))))
-            found.append(Moment("first block", (*fixed, nearly, one, *_inside(point))))
+    at_the_end = {"loss": _loss(memory)}
+    if memory.chunk:
+        at_the_end["last norm"] = (_last_norm(memory),)
+    else:
+        at_the_end["log-softmax"] = _log_softmax(memory)
+    if memory.trains_head:
+        at_the_end["head"] = _head_gradient(memory)
+    found = [Moment(name, (*fixed, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
+    pick = _all_of if every_point else _deepest
+    points = block.points(memory, operations, learns=not memory.accumulates)
+    if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
+        copies = _copies(memory, kept=memory.offloaded)
+        for point in pick([point for point in points if not point.backward]):
+            found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
+        points = [point for point in points if point.backward]
+    for point in pick(points) if memory.learning_blocks else []:
+        behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
+        found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
+        found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
-        points = block.points(memory, block.operations(memory))
-        for point in points if every_point else [_deepest(points)]:
-            found.append(Moment("frozen block", (*fixed, gradients, one, *_inside(point))))
+        for point in pick(block.points(memory, block.operations(memory))):
+            found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
     return [*found, Moment("optimizer step", (*fixed, gradients))]  # every kernel updates in place
 
 
-def _deepest(points: list[block.Point]) -> block.Point:
-    return max(points, key=lambda point: point.bytes)
+def _deepest(points: list[block.Point]) -> list[block.Point]:
+    return [max(points, key=lambda point: point.bytes)]
+
+
+def _all_of(points: list[block.Point]) -> list[block.Point]:
+    return points
+
+
+def _gradients_at(memory: MemoryEstimate, point: block.Point, of_a_block: int) -> tuple[Row, Row]:
+    """The gradients that are there while the last block's backward pass is at a point, and while the first block's is.
+
+    Args:
+        memory: what is known about the step.
+        point: of a block.
+        of_a_block: bytes of the gradients of all its weights.
+    """
+    gradients, embedding = _gradients(memory), memory.shape.embedding_weights * FP32 * memory.trains_all
+    if memory.accumulates:
+        # Of an embedding that is the head too, the first part of the new gradient waits to be added to the second.
+        with_head = replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
+        return with_head, with_head
+    to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
+    return (
+        replace(gradients, bytes=embedding + point.learnt, why="fp32, of the head and of what is behind the point"),
+        replace(gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point"),
+    )
 
 
 def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
@@ -296,12 +328,17 @@ def _inside(point: block.Point) -> tuple[Row, Row]:
     )
 
 
-def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> tuple[Row, Row, Row]:
+class _Waiting(NamedTuple):
     """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
+
+    all: Row
+    others: Row
+    one: Row
+
+
+def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Waiting:
     tensors, pinned = block.kept(operations), block.pinned_bytes(operations)
-    each, why, open_too, spared = sum(tensors.values()), "all that their operations keep", 0, 0
-    if memory.adapted and not memory.trains_all:
-        spared = tensors[block.FIRST_NORM]  # of the first block: no gradient goes below the lowest adapters
+    each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
     if memory.checkpointed:
         joined = sum(tensors.get(name, 0) for name in block.JOINED)  # the join is outside of what is made again
         each, why = _block_input(memory) + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
@@ -309,15 +346,28 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> tuple
         open_too = pinned + (_block_input(memory) if memory.stream < FP32 else 0)
     if memory.offloaded:
         each, why = pinned, "what int8 keeps; the rest is on the host"
-    if memory.checkpointed or memory.offloaded:
-        spared = 0
     frozen = _frozen_beside(memory)
-    each, through, blocks = each + frozen.each, frozen.between + frozen.below - spared, memory.learning_blocks
+    each, below, blocks = each + frozen.each, frozen.below, memory.learning_blocks
+    prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
+    if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
+        below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
+    through = below + frozen.between
+    if memory.adapted and not memory.checkpointed and not memory.offloaded:
+        through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     why += frozen.why
-    return (
+    return _Waiting(
         Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
-        Row("blocks: waiting", (blocks - 1) * each + open_too + through, f"{blocks - 1} blocks x {why}"),
-        Row("blocks: waiting", open_too + frozen.below, f"1 block x {why}"),
+        Row(
+            "blocks: waiting",
+            max(blocks - 1, 0) * each + open_too + through + frozen.pinned,
+            f"{blocks - 1} blocks x {why}",
+        ),
+        # What is pinned goes when the whole backward pass has run.
+        Row(
+            "blocks: waiting",
+            open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned,
+            f"1 block x {why}",
+        ),
     )
 
 
@@ -327,6 +377,7 @@ class _Frozen(NamedTuple):
     each: int = 0
     between: int = 0
     below: int = 0
+    pinned: int = 0
     why: str = ""
 
 
@@ -339,11 +390,21 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
         # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
         held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks
         one = held + (0 if memory.offloaded else _block_input(memory))
-        return _Frozen(each=held, below=below * one, why=f", and {below} x the frozen ones'")
-    if memory.offloaded:
-        return _Frozen()
+        return _Frozen(each=held, pinned=held, below=below * one, why=f", and {below} x the frozen ones'")
     between = memory.learning_blocks - 1
-    return _Frozen(between=between * sum(block.kept(operations).values()), why=f", and {between} x the frozen ones'")
+    each = block.pinned_bytes(operations) if memory.offloaded else sum(block.kept(operations).values())
+    return _Frozen(between=between * each, why=f", and {between} x the frozen ones'")
+
+
+def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
+    """Autocast's copies of what trains in blocks, which live until the forward pass ends, whoever keeps them."""
+    copied, matrices = memory.trained_weights, sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
+    if memory.trains_all:
+        copied = memory.shape.layers * matrices
+    elif memory.learns_beside:
+        copied = memory.learning_blocks * (matrices + memory.shape.width**2)
+    size = copied * memory.operand if memory.operand < FP32 and memory.learning_blocks and kept else 0
+    return Row("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
 
 
 def _block_input(memory: MemoryEstimate) -> int:
@@ -354,53 +415,70 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     """The end of the forward pass and the beginning of the backward pass."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     norm = n * shape.width * FP32 + n * FP32
-    copies = memory.trained_weights * a if a < FP32 and (memory.checkpointed or memory.chunk) else 0
     head = shape.embedding_weights * a if a != memory.others and memory.learning_blocks else 0
+    on_host = memory.offloaded and not memory.chunk  # of what was kept nothing is back before its turn
     if memory.chunk:
         chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
         hidden = memory.trained_tokens * shape.width * a
         return (
             Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
             Row("head in 16 bits", head, "cast once for all chunks"),
-            Row("weights in 16 bits", copies, "autocast's copies of what trains, until the forward pass ends"),
+            _copies(memory, kept=memory.checkpointed or memory.offloaded),
             Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
             Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
     if memory.trains_head:
-        norm += n * shape.width * (a + (memory.stream if memory.trains_all else 0))
+        norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.stream * memory.trains_all)
     return (
-        Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
-        Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
-        Row("logits", _logits(memory), "n V: log-softmax, and two gradients"),
+        Row(
+            "final norm", 0 if on_host else norm, "its input, and what a trained head and norm need for their gradients"
+        ),
+        Row("head in 16 bits", 0 if on_host else head, "autocast's copy, kept for the gradient of what it multiplied"),
+        Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
         Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
     )
-
-
-def _logits(memory: MemoryEstimate) -> int:
-    """Bytes of the logits when the loss goes back; or, if that is more, of the gradient of a head that trains alone.
-
-    With few tokens a head is larger than its logits. Its gradient comes in 16 bits, and is raised to fp32.
-    """
-    logits, a, head = memory.all_tokens * memory.shape.vocabulary, memory.operand, memory.shape.embedding_weights
-    if memory.learning_blocks or a == FP32:
-        return 3 * logits * FP32
-    given = memory.all_tokens * memory.shape.width * a
-    return largest(3 * logits * FP32, 2 * head * a + logits * a + given, head * (a + FP32) + given)
 
 
 def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:
     """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
-    cast = a < FP32 and (a != memory.others or memory.trains_head)
-    logits = 2 * FP32 + (a if a < FP32 else 0)
-    copied = shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
-    copied = copied if memory.trains_all else memory.trained_weights
-    copies = copied * a if a < FP32 and memory.checkpointed else 0  # else they are among what blocks keep
+    head = shape.embedding_weights * a * (a < FP32 and (a != memory.others or memory.trains_head))
+    logits = n * shape.vocabulary * (2 * FP32 + (a if a < FP32 else 0))
+    if memory.offloaded and not memory.trains_head:  # then its copy has gone to the host when the next operation runs
+        head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
-        Row("final norm", n * shape.width * (FP32 + a), "its input and output"),
-        Row("head in 16 bits", shape.embedding_weights * a * cast, "autocast's copy"),
-        Row("weights in 16 bits", copies, "autocast's copies of what trains, until the forward pass ends"),
-        Row("logits", n * shape.vocabulary * logits, "n V: as the head gave them, in fp32, log-softmax"),
+        Row("final norm", _final_norm(memory), "its input and output"),
+        Row("head in 16 bits", head, "autocast's copy"),
+        _copies(memory, kept=memory.checkpointed or memory.offloaded),  # else they are among what blocks keep
+        Row("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
+    )
+
+
+def _final_norm(memory: MemoryEstimate) -> int:
+    """Bytes around the last norm when the head has just run."""
+    a, stream = memory.operand, memory.stream
+    kept = (FP32 + stream * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
+    return memory.all_tokens * memory.shape.width * (kept + stream + (a if a != stream else 0))
+
+
+def _last_norm(memory: MemoryEstimate) -> Row:
+    """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
+    elements = memory.all_tokens * memory.shape.width
+    return Row("final norm", elements * (5 * FP32 + memory.stream), "its input, and results and gradients around it")
+
+
+def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:
+    """Backward through a trained head: its gradient comes in the operand's dtype, then in fp32."""
+    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    weights, logits = shape.embedding_weights, n * shape.vocabulary
+    given = n * shape.width * a
+    opened = weights * a + logits * a + given * (2 if memory.learning_blocks else 1)
+    if a < FP32:
+        opened = largest(opened + weights * a, weights * (a + FP32) + given)
+    kept = n * shape.width * (FP32 + (memory.stream if memory.trains_all else 0)) + n * FP32
+    return (
+        Row("final norm", 0 if memory.offloaded or not memory.learning_blocks else kept, "its input and output"),
+        Row("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
     )
 
 
@@ -410,8 +488,11 @@ def _gradients(memory: MemoryEstimate) -> Row:
 
 def _embedding_gradient(memory: MemoryEstimate) -> Row:
     many = 2 * memory.shape.tied + memory.accumulates  # and the one that is added to
+    came = memory.all_tokens * memory.shape.width * memory.stream
     return Row(
-        "embedding's gradient", many * memory.shape.embedding_weights * FP32, "the head's, its own, and their sum"
+        "embedding's gradient",
+        many * memory.shape.embedding_weights * FP32 + came,
+        "the head's, its own, and their sum, and what they are made from",
     )
 
 

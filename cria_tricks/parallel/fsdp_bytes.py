@@ -24,6 +24,9 @@ STATE = ("weights: blocks' matrices", "weights: all others", "weights: added", "
 _WHOLE = {
     "loss": (1, 0, 0),
     "log-softmax": (1, 0, 0),
+    "head": (1, 0, 0),
+    "last norm": (1, 0, 0),
+    "forward": (2, 0, 0),
     "last block": (2, 0, 1),
     "first block": (2, 1, 2),
     "frozen block": (2, 1, 2),

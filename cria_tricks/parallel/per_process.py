@@ -198,7 +198,7 @@ def _stage(
     part = replace(shape, layers=blocks, vocabulary=shape.vocabulary * (first or head), tied=True)
     memory = estimate(recipe, part, device, tokens)
     steps = moments(memory)
-    logits = {"loss", "log-softmax"} if not head else set()
+    at_the_end = {"loss", "log-softmax", "head", "last norm"} if not head else set()
     waiting = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
     k, hidden = recipe.tricks.gradient_accumulation, memory.all_tokens * part.width * memory.stream
     under_way = min(stages - number, k) if piped else 1
@@ -210,6 +210,6 @@ def _stage(
     found = [
         Moment(moment.name, tuple(replace(row, bytes=row.bytes + no_norm.get(row.name, 0)) for row in moment.rows)
                + (more if moment.name != "optimizer step" else more[1:]))
-        for moment in steps if moment.name not in logits
+        for moment in steps if moment.name not in at_the_end
     ]  # fmt: skip
     return PerProcess(strategy, stages, memory, tuple(found))

@@ -17,6 +17,7 @@ Shapes: R packed rows of at most T tokens, from N documents. Position ids count 
 
 import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -179,5 +180,5 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     if not recipe.tricks.packing:
         return memory
     if recipe.tricks.attention == "sdpa":
-        memory = with_kernel(memory, masked=False, repeats=True)
+        memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
