@@ -4,6 +4,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks.estimate_random import outside
 from cria_tricks.errors import BadInput
 from cria_tricks.memory import block
 from cria_tricks.memory.estimate import CONTEXT, WORKSPACES, MemoryEstimate, moments
@@ -131,13 +132,13 @@ SAMPLE = [
     ids=lambda value: getattr(value, "name", None) or str(value) or "nothing",
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):
-    """Never more than 1 % under, at most 5 % over. All of it: ``make bench-estimate``."""
+    """Within what is promised. All of it: ``make bench-estimate``, and ``make bench-estimate-random``."""
     skip_experts_shaped_by_numbers(model)
     case = {"model": model, "device": device, "num_hidden_layers": blocks}
     by_hand, by_dry_run = bill(toggles, batch, tokens, **case).peak_bytes, counted(toggles, batch, tokens, **case)
     error = by_hand / by_dry_run - 1
     print(f"{error:+.2%}: {by_hand:,} by hand, {by_dry_run:,} counted")
-    assert -0.01 <= error <= 0.05
+    assert not outside([error])
 
 
 def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
@@ -145,7 +146,7 @@ def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
     assert bill("lora fp16 sdpa", 1, 512, **case).maskless
     assert not bill("lora fp16 sdpa", 1, 2048, **case).maskless
     by_hand = bill("lora fp16 sdpa chunked checkpoint", 1, 2048, **case).peak_bytes
-    assert -0.01 <= by_hand / counted("lora fp16 sdpa chunked checkpoint", 1, 2048, **case) - 1 <= 0.05
+    assert not outside([by_hand / counted("lora fp16 sdpa chunked checkpoint", 1, 2048, **case) - 1])
 
 
 # What each trick changes, by numbers that can be checked on paper. B 1, T 2048, D 2048, L 16, V 128,256.
@@ -164,7 +165,8 @@ def test_plain_training_holds_all_weights_four_times():
     step = next(moment for moment in moments(memory) if moment.name == "optimizer step")
     assert step.bytes == 16 * weights + row(memory, "batch"), "the optimizer updates in place"
     assert memory.peak.name == "embedding", "of which the gradient comes from both of its ends"
-    assert memory.peak_bytes - step.bytes == 2 * 4 * V * D
+    what_it_is_made_from = 8 * D * 4
+    assert memory.peak_bytes - step.bytes == 2 * 4 * V * D + what_it_is_made_from
 
 
 def test_mixed_precision_stores_what_is_frozen_in_two_bytes():
@@ -202,7 +204,7 @@ def test_a_head_alone_is_a_copy_and_blocks_keep_nothing():
     assert memory.trained_weights == V * D
     assert row(memory, "blocks: waiting") == 0
     assert not memory.checkpointed, "there is nothing to make again"
-    assert [moment.name for moment in moments(memory)] == ["loss", "log-softmax", "optimizer step"]
+    assert [moment.name for moment in moments(memory)] == ["loss", "log-softmax", "head", "forward", "optimizer step"]
 
 
 def test_a_prompt_is_sixteen_vectors_and_rows_that_are_longer():
@@ -278,7 +280,8 @@ def test_checkpointing_keeps_the_inputs_of_blocks():
 
 def test_offloaded_activations_wait_on_the_host_of_a_card_only():
     assert row(bill("lora fp16 sdpa offload"), "blocks: waiting", "loss") == 0
-    assert row(bill("lora fp16 sdpa offload checkpoint"), "blocks: waiting", "loss") == 0
+    embedded = N * D * 2  # checkpointing asks for a gradient of what the embedding gave, and so that stays
+    assert row(bill("lora fp16 sdpa offload checkpoint"), "blocks: waiting", "loss") == embedded
     assert row(bill("lora fp16 sdpa offload", device=CPU), "blocks: waiting", "loss") > 0
 
 
