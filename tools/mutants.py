@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,18 +82,18 @@ def copy_to(place: Path) -> Path:
     return place
 
 
-def command(place: Path, tests: list[str]) -> str:
+def command(place: Path, tests: Iterable[str], workers: int = 0) -> str:
     """Return a shell command that runs tests in a copy and stops at the first failure."""
-    run = f"{sys.executable} -m pytest -x -n0 -q -p no:cacheprovider {' '.join(tests)}"
+    run = f"{sys.executable} -m pytest -x -n{workers} -q -p no:cacheprovider {' '.join(tests)}"
     return f"env -C {place} PYTHONPATH={place} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= {run}"
 
 
-def refuse_red_tests(place: Path, modules: set[str]) -> None:
+def refuse_red_tests(place: Path, modules: set[str], workers: int) -> None:
     """Stop if a test fails without any change, because it would seem to notice every mutant."""
-    for tests in sorted({tuple(tests_of(module)) for module in modules}):
-        done = subprocess.run(command(place, list(tests)).split(), capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"these tests fail without a mutant: {' '.join(tests)}\n{done.stdout[-2000:]}")
+    tests = sorted({test for module in modules for test in tests_of(module)})
+    done = subprocess.run(command(place, tests, workers).split(), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"these tests fail without a mutant:\n{done.stdout[-2000:]}")
 
 
 def work(place: Path, items: list[WorkItem], database: WorkDB) -> None:
@@ -149,7 +150,7 @@ def main() -> None:
         pending = sorted(database.pending_work_items, key=lambda item: item.job_id)
         if pending and not chosen.show:
             places = [copy_to(FOLDER / f"copy-{n}") for n in range(chosen.workers)]
-            refuse_red_tests(places[0], {_module(item) for item in pending})
+            refuse_red_tests(places[0], {_module(item) for item in pending}, chosen.workers)
             with ThreadPoolExecutor(len(places)) as threads:
                 parts = [pending[n :: len(places)] for n in range(len(places))]
                 list(threads.map(lambda part: work(part[0], part[1], database), zip(places, parts, strict=True)))
