@@ -1,6 +1,6 @@
 """How near SmolLM2's activations come to the end of fp16: the largest absolute number of each module, in fp32.
 
-    python -m benchmarks.activations --data ../shared/data/kwanzaa     # minutes on two cores
+    python -m benchmarks.activations --data ../shared/data/kwanzaa     # 20 minutes on one core
     python -m benchmarks.activations                                  # on our own rows
 
 Rows are cut at 2,048 tokens. Writes ``benchmarks/results/DEVICE/activations.json``.
@@ -47,7 +47,7 @@ def main() -> None:
     top = max(rows, key=lambda row: row["largest"])
     write("activations", stamp(recipe) | {"data": Path(files[0]).name, "rows": rows, "blocks": blocks}, chosen.results)
     said = f"largest of {len(rows)} rows: {top['largest']:,.0f} ({top['module']}), fp16 ends at {LARGEST:,.0f}"
-    Console().print(f"{said}: {LARGEST / top['largest']:.2f} times as much", highlight=False)
+    Console().print(f"{said}: {LARGEST / top['largest']:.2f} times as much", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
