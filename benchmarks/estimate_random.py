@@ -6,13 +6,14 @@
 A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
 with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
 cut down to two to four of them, and every fiftieth setting has all. Setting number i of a seed is always the same, so
-the run may be stopped and begun again: what was counted is in ``build/``. The summary, with the worst settings, goes to
-``benchmarks/results/dry-run/estimate_random.json``.
+the run may be stopped and begun again: what was counted is in ``build/``. Summary, worst settings and counts go to
+``benchmarks/results/dry-run/estimate_random.json``; the suite holds the estimate of today against these counts.
 """
 
 import argparse
 import contextlib
 import gc
+import hashlib
 import json
 import random
 import statistics
@@ -176,6 +177,11 @@ def counts(seed: int, settings: int, kept: Path) -> Iterator[tuple[int, Setting,
             yield number, one, known[str(one)]
 
 
+def digest(settings: Iterable[Setting]) -> str:
+    """Tell whether settings are drawn as they were when something was counted."""
+    return hashlib.sha256("\n".join(map(str, settings)).encode()).hexdigest()
+
+
 def explain(one: Setting, console: Console) -> None:
     """Print both counts of one setting, moment by moment and row by row."""
     counted = count(one)
@@ -199,13 +205,16 @@ def main() -> None:
         explain(setting(chosen.seed, chosen.one), console)
         return
     errors: dict[Setting, float] = {}
+    peaks: list[int] = []
     for number, one, counted in counts(chosen.seed, chosen.settings, KEPT / f"seed-{chosen.seed}.jsonl"):
         errors[one] = error(one, counted)
+        peaks.append(max(counted.values()))
         if outside([errors[one]]):
             console.print(f"{number} {errors[one]:+.2%} {one}")
         if number % 100 == 99:
             console.print(f"{number + 1} of {chosen.settings}, {outside(errors.values())} outside")
     found = stamp() | {"seed": chosen.seed, "bounds": BOUNDS} | summary(errors)
+    found |= {"digest": digest(errors), "peaks": " ".join(map(str, peaks))}
     chosen.out.write_text(json.dumps(found, indent=2) + "\n")
     many = f"{found['settings']} settings of seed {chosen.seed}: {found['outside']} outside"
     console.print(f"{many}, {found['worst_under']:+.2%} to {found['worst_over']:+.2%}")

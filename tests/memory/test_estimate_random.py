@@ -10,7 +10,8 @@ import os
 import pytest
 
 from benchmarks import estimate_random
-from benchmarks.estimate_random import DEVICES, Setting, count, counts, error, outside, setting, summary
+from benchmarks.common import HERE
+from benchmarks.estimate_random import DEVICES, Setting, count, counts, digest, error, outside, setting, summary
 from cria_tricks.catalogue import CATALOGUE
 from cria_tricks.tricks import resolve
 from tests.memory.cases import skip_experts_shaped_by_numbers
@@ -26,6 +27,16 @@ def test_a_setting_drawn_by_seed_is_within_what_is_promised(number):
     found = error(one, count(one))
     print(f"python -m benchmarks.estimate_random --seed {SEED} --one {number}: {found:+.2%}")
     assert not outside([found]), one
+
+
+def test_the_estimate_of_today_is_within_what_is_promised_of_the_committed_counts():
+    """Those of the first 500 settings, because an estimate takes 10 milliseconds; the sample above counts anew."""
+    found = json.loads((HERE / "results" / "dry-run" / "estimate_random.json").read_text())
+    peaks = [int(peak) for peak in found["peaks"].split()]
+    drawn = [setting(found["seed"], number) for number in range(len(peaks))]
+    assert digest(drawn) == found["digest"], "other settings are drawn now: make bench-estimate-random"
+    errors = {one: error(one, {"peak": peak}) for one, peak in zip(drawn[:500], peaks, strict=False)}
+    assert not {str(one): f"{size:+.2%}" for one, size in errors.items() if outside([size])}
 
 
 def test_a_setting_is_the_same_every_time_and_another_under_another_seed():
