@@ -6,18 +6,19 @@
 A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
 with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
 cut down to two to four of them, and every fiftieth setting has all. Setting number i of a seed is always the same, so
-the run may be stopped and begun again: what was counted is in ``build/``. Summary, worst settings and counts go to
-``benchmarks/results/dry-run/estimate_random.json``; the suite holds the estimate of today against these counts.
+the run may be stopped and begun again: what is in the result file is not counted again, and the estimates are made anew
+every time. After a change that moves the dry run's bytes delete the file. Writes
+``benchmarks/results/dry-run/estimate_random.json``, against which the suite holds the estimate.
 """
 
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,19 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import HERE
+from cria_tricks import durable
 from cria_tricks.cases import stamp
 from cria_tricks.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
+from cria_tricks.memory.dry_run import DryRun, dry_run
 from cria_tricks.memory.estimate import MemoryEstimate, estimate, moments
 from cria_tricks.memory.shape import shape_of
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import resolve
 
-KEPT = HERE.parent / "build" / "estimate_random"
+RESULTS = HERE / "results" / "dry-run" / "estimate_random.json"
 BOUNDS = -0.005, 0.02
 """What is promised of the error: at most half a per cent too small, at most two per cent too large."""
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -121,17 +124,15 @@ def _sizes(draw: random.Random, peft: str, model: str, blocks: int) -> list[str]
     ]
 
 
-def count(one: Setting) -> dict[str, int]:
-    """Its dry run: peak bytes in each part of a step."""
+def count(one: Setting) -> DryRun:
+    """Its dry run."""
     from transformers import AutoConfig
-
-    from cria_tricks.memory.dry_run import dry_run
 
     recipe, config = one.recipe, AutoConfig.for_model(**one.config)
     plan = resolve(recipe, DEVICES[one.device])
     counted = dry_run(plan, config, recipe.train.batch_size, recipe.data.max_length, one.trained)
     gc.collect()
-    return counted.moments
+    return counted
 
 
 def by_hand(one: Setting) -> MemoryEstimate:
@@ -139,9 +140,9 @@ def by_hand(one: Setting) -> MemoryEstimate:
     return estimate(one.recipe, shape_of(one.config, one.model), DEVICES[one.device], trained_tokens=one.trained)
 
 
-def error(one: Setting, counted: dict[str, int]) -> float:
-    """How much larger the estimate is than the dry run, as a share."""
-    return by_hand(one).peak_bytes / max(counted.values()) - 1
+def error(one: Setting, peak_bytes: int) -> float:
+    """How much larger the estimate is than what was counted, as a share."""
+    return by_hand(one).peak_bytes / peak_bytes - 1
 
 
 def outside(errors: Iterable[float]) -> int:
@@ -162,62 +163,87 @@ def summary(errors: dict[Setting, float]) -> dict[str, Any]:
     }
 
 
-def counts(seed: int, settings: int, kept: Path) -> Iterator[tuple[int, Setting, dict[str, int]]]:
-    """Go through the settings of a seed; a setting that was counted before is read and not counted again."""
-    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
-    known = {line["setting"]: line["moments"] for line in lines}
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.open("a") as file:
-        for number in range(settings):
-            one = setting(seed, number)
-            if str(one) not in known:
-                known[str(one)] = count(one)
-                file.write(json.dumps({"setting": str(one), "moments": known[str(one)]}) + "\n")
-                file.flush()
-            yield number, one, known[str(one)]
+def mark(text: str) -> str:
+    """A short name of a text, which is another when the text is."""
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
-def digest(settings: Iterable[Setting]) -> str:
-    """Tell whether settings are drawn as they were when something was counted."""
-    return hashlib.sha256("\n".join(map(str, settings)).encode()).hexdigest()
+def bill(one: Setting) -> str:
+    """Every number of its estimate: all rows of all moments, with all points of a block, and what a card needs."""
+    memory = by_hand(one)
+    found = moments(memory, every_point=True)
+    rows = [f"{moment.name}, {row.name}: {row.bytes}" for moment in found for row in moment.rows]
+    return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
+
+
+def cases(seed: int, settings: int, known: dict[str, int]) -> Iterator[tuple[Setting, int]]:
+    """Go through the settings of a seed, each with its counted bytes; what is known is not counted again."""
+    for number in range(settings):
+        one = setting(seed, number)
+        peak = known.get(mark(str(one))) or count(one).peak_bytes
+        yield one, peak
+
+
+def read(path: Path, seed: int) -> dict[str, int]:
+    """What was counted before of this seed: bytes by the mark of a setting."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"seed": seed, "cases": []}
+    if found["seed"] != seed:
+        raise BadInput(f"{path} holds seed {found['seed']}, not {seed}: name another file with --out")
+    triples = [line.split() for line in found["cases"]]
+    return {setting: int(peak) for setting, peak, _ in triples}
+
+
+def write(path: Path, seed: int, counted: dict[Setting, int]) -> dict[str, Any]:
+    """Write what is counted so far: a summary, and for each setting its mark, its bytes and its bill's mark."""
+    errors = {one: error(one, peak) for one, peak in counted.items()}
+    lines = [f"{mark(str(one))} {peak} {mark(bill(one))}" for one, peak in counted.items()]
+    found = stamp() | {"seed": seed, "bounds": BOUNDS} | summary(errors)
+    durable.write_file(path, json.dumps(found | {"cases": lines}, indent=2) + "\n")
+    return found
 
 
 def explain(one: Setting, console: Console) -> None:
     """Print both counts of one setting, moment by moment and row by row."""
     counted = count(one)
-    console.print(f"{one}: {error(one, counted):+.2%}")
-    for part, size in counted.items():
+    console.print(f"{one}: {error(one, counted.peak_bytes):+.2%}")
+    for part, size in counted.moments.items():
         console.print(f"dry run, {part}: {size:,}")
     for moment in moments(by_hand(one)):
         rows = ", ".join(f"{row.name} {row.bytes:,}" for row in moment.rows if row.bytes)
         console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
 
 
-def main() -> None:
-    """Count what is missing, and write how far the estimate is off."""
+def sweep(seed: int, settings: int, out: Path) -> None:
+    """Count what is missing, print what is outside, and write all."""
+    counted: dict[Setting, int] = {}
+    console, known = Console(highlight=False, soft_wrap=True), read(out, seed)
+    for one, peak in cases(seed, max(settings, len(known)), known):
+        counted[one] = peak
+        if outside([error(one, peak)]):
+            console.print(f"{len(counted) - 1} {error(one, peak):+.2%} {one}")
+        if len(counted) % 50 == 0 and len(counted) > len(known):
+            write(out, seed, counted)
+            console.print(f"{len(counted)} of {settings}")
+    found = write(out, seed, counted)
+    many = f"{found['settings']} settings of seed {seed}: {found['outside']} outside"
+    console.print(f"{many}, {found['worst_under']:+.2%} to {found['worst_over']:+.2%}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Sweep, or explain one setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--one", type=int, help="the number of a setting: explain it, and write nothing")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "dry-run" / "estimate_random.json")
-    chosen, console = parser.parse_args(), Console(highlight=False, soft_wrap=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
     if chosen.one is not None:
-        explain(setting(chosen.seed, chosen.one), console)
+        explain(setting(chosen.seed, chosen.one), Console(highlight=False, soft_wrap=True))
         return
-    errors: dict[Setting, float] = {}
-    peaks: list[int] = []
-    for number, one, counted in counts(chosen.seed, chosen.settings, KEPT / f"seed-{chosen.seed}.jsonl"):
-        errors[one] = error(one, counted)
-        peaks.append(max(counted.values()))
-        if outside([errors[one]]):
-            console.print(f"{number} {errors[one]:+.2%} {one}")
-        if number % 100 == 99:
-            console.print(f"{number + 1} of {chosen.settings}, {outside(errors.values())} outside")
-    found = stamp() | {"seed": chosen.seed, "bounds": BOUNDS} | summary(errors)
-    found |= {"digest": digest(errors), "peaks": " ".join(map(str, peaks))}
-    chosen.out.write_text(json.dumps(found, indent=2) + "\n")
-    many = f"{found['settings']} settings of seed {chosen.seed}: {found['outside']} outside"
-    console.print(f"{many}, {found['worst_under']:+.2%} to {found['worst_over']:+.2%}")
+    try:
+        sweep(chosen.seed, chosen.settings, chosen.out)
+    except BadInput as problem:
+        parser.error(str(problem))
 
 
 if __name__ == "__main__":
