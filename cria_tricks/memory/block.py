@@ -370,8 +370,6 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
             Operation("weighted values", halves, {}, queries, back + scores * a, 0, reads, scores * a + keys),
         ]
     if not memory.maskless:
-        # For each row, or, where it comes back from the host, for each head.
-        fetched = keeps_nothing(memory) and memory.learning_blocks
-        operands["mask"] = n * memory.tokens * a * (shape.heads if fetched else 1)
+        operands["mask"] = n * memory.tokens * a  # for each row, and all heads
     result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
     return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]
