@@ -253,9 +253,10 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The input in the operand's dtype, the unpacked weight, the result.
     forward = (given * a if x != a else 0) + unpacked + made * o
     if memory.pins_inputs and memory.device.kind == "cuda":
-        # The input in 16 bits, its sizes, which of them are large; then its codes, sums in int32, these in 16 bits, and
-        # these as the result.
-        forward = largest(given * (2 * (x != 2) + 2 + 1), given + made * (4 + 2), given + made * (2 + o * (o > 2)))
+        # The input in fp16, its sizes, which of them are large; then its codes, sums in int32, these in fp16, and these
+        # as the result.
+        cast = x != 2 or memory.bf16
+        forward = largest(given * (2 * cast + 2 + 1), given + made * (4 + 2 + o * cast))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if name in memory.adapted:
@@ -364,6 +365,8 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
             kept["capped scores"] = scores * a
         # A mask in fp32 makes the scores so, and else the softmax does.
         forward = scores * (FP32 if max(a, memory.stream) == FP32 else a + FP32)
+        if keeps_nothing(memory):  # not the 16 bits that are multiplied are alive then, but what they were made from
+            forward += (queries + 2 * keys) // a * (max(memory.stream, memory.product) - a)
         reads = {"values": keys, "probabilities": scores * FP32}
         return [
             Operation("scores and softmax", kept, {}, forward, residual + 2 * scores * FP32, fetched=scores * FP32),
