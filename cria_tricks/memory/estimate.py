@@ -265,7 +265,9 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
         found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
-        for point in pick(block.points(memory, block.operations(memory))):
+        # What the copy gave for the input of both waits.
+        frozen = [replace(one, backward=one.backward + _block_input(memory)) for one in block.operations(memory)]
+        for point in pick(block.points(memory, frozen)):
             found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
