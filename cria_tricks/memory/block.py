@@ -317,7 +317,9 @@ def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     inputs, product = ({"experts' inputs": given}, {GATED: inner}) if kept else ({}, {})
     inputs_read = {"experts' inputs": given}
     gates = {"gate and up": 2 * inner, "activated gate": inner}
+    routed = {"router's input": memory.all_tokens * shape.width * memory.operand} if memory.trains_all else {}
     return [
+        Operation("router", routed),
         Operation("experts' gate and up", inputs, {}, 2 * inner, residual + 2 * inner + given + 2 * opened, 2 * learns),
         Operation("experts' activation", gates, {}, inner, residual + 3 * inner, 0, inputs_read, 2 * inner),
         Operation("experts' down", product, {}, given + inner * (not kept), residual + given + inner + opened, learns),
@@ -358,19 +360,20 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
         forward = scores * (FP32 + 1) + given + memory.tokens**2 * (FP32 + 1)
         return [Operation("scores and softmax", kept, {}, forward, back + 2 * scores * FP32)]
     if memory.kernel == "eager":
-        # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
-        kept = operands | {"probabilities": scores * FP32}
-        halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
+        # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both, beside that of the values.
+        kept = {"queries": queries, "keys": keys, "probabilities": scores * FP32}
+        multiplied = {"values": keys} | ({"probabilities in 16 bits": scores * a} if a < FP32 else {})
         if shape.caps_scores:
             kept["capped scores"] = scores * a
         # A mask in fp32 makes the scores so, and else the softmax does.
         forward = scores * (FP32 if max(a, memory.stream) == FP32 else a + FP32)
         if keeps_nothing(memory):  # not the 16 bits that are multiplied are alive then, but what they were made from
-            forward += (queries + 2 * keys) // a * (max(memory.stream, memory.product) - a)
-        reads = {"values": keys, "probabilities": scores * FP32}
+            forward += (queries + 2 * keys) // a * max(memory.stream, memory.product) - queries - keys
+        backward = residual + keys + 2 * scores * FP32
+        reads = {"probabilities": scores * FP32}
         return [
-            Operation("scores and softmax", kept, {}, forward, residual + 2 * scores * FP32, fetched=scores * FP32),
-            Operation("weighted values", halves, {}, queries, back + scores * a, 0, reads, scores * a + keys),
+            Operation("scores and softmax", kept, {}, forward, backward, fetched=scores * FP32),
+            Operation("weighted values", multiplied, {}, queries, back + scores * a, 0, reads, scores * a + keys),
         ]
     if not memory.maskless:
         operands["mask"] = n * memory.tokens * a  # for each row, and all heads

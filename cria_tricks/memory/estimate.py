@@ -241,7 +241,8 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         every_point: of a block all points, and not its deepest only.
     """
     operations = block.learning(memory)
-    fixed, gradients = _fixed(memory), _gradients(memory)
+    # Blocks that are made again need the mask again; else the forward pass is the last that holds it.
+    fixed, gradients = _fixed(memory, masked=memory.checkpointed), _gradients(memory)
     waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
@@ -258,7 +259,8 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
     if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
         copies = _copies(memory, kept=memory.offloaded)
         for point in pick([point for point in points if not point.backward]):
-            found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
+            with_mask = _fixed(memory, masked=True)
+            found.append(Moment("forward", (*with_mask, before, waiting.others, copies, *_inside(point))))
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
@@ -302,13 +304,13 @@ def _gradients_at(memory: MemoryEstimate, point: block.Point, of_a_block: int) -
     )
 
 
-def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
-    """What lives through the whole step."""
+def _fixed(memory: MemoryEstimate, *, masked: bool) -> tuple[Row, ...]:
+    """What lives through the whole step, and the mask, if it is still there."""
     shape, n = memory.shape, memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     added = sum(many * elements for many, elements in memory.added)
     mask = 0
-    if not memory.maskless:  # of one byte, or added to the scores
+    if masked and not memory.maskless:  # of one byte, or added to the scores
         mask = memory.batch * memory.tokens**2 * (memory.stream if memory.kernel == "eager" else 1)
     positions = 2 * memory.tokens * shape.head_width * memory.stream
     return (
