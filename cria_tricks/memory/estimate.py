@@ -266,11 +266,14 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
         found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
         found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
-    if memory.learns_beside and memory.checkpointed:
+    if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         # What the copy gave for the input of both waits.
         frozen = [replace(one, backward=one.backward + _block_input(memory)) for one in block.operations(memory)]
+        # The first of them if inputs are all that waits, else the last, when its copy is the only one that has learnt.
+        learnt = 1 if memory.checkpointed or memory.accumulates else memory.learning_blocks
+        of_copies = replace(gradients, bytes=gradients.bytes // learnt)
         for point in pick(block.points(memory, frozen)):
-            found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
+            found.append(Moment("frozen block", (*fixed, of_copies, waiting.frozen, *_inside(point))))
     if memory.trains_all:
         found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
     return [*found, Moment("optimizer step", (*fixed, gradients))]  # every kernel updates in place
@@ -333,11 +336,15 @@ def _inside(point: block.Point) -> tuple[Row, Row]:
 
 
 class _Waiting(NamedTuple):
-    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
+    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that.
+
+    And what waits while a frozen block is open that has a trained copy beside it.
+    """
 
     all: Row
     others: Row
     one: Row
+    frozen: Row
 
 
 def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Waiting:
@@ -358,28 +365,30 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     through = below + frozen.between
     if memory.adapted and not memory.checkpointed and not memory.offloaded:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
+    if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
+        through -= tensors[block.FIRST_NORM]  # nor to what the first copy is given
     why += frozen.why
+    everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
+    others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
+    # What is pinned goes when the whole backward pass has run.
+    one = open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned
     return _Waiting(
-        Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
-        Row(
-            "blocks: waiting",
-            max(blocks - 1, 0) * each + open_too + through + frozen.pinned,
-            f"{blocks - 1} blocks x {why}",
-        ),
-        # What is pinned goes when the whole backward pass has run.
-        Row(
-            "blocks: waiting",
-            open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned,
-            f"1 block x {why}",
-        ),
+        everything,
+        replace(everything, bytes=others, why=f"{blocks - 1} blocks x {why}"),
+        replace(everything, bytes=one, why=f"1 block x {why}"),
+        replace(everything, bytes=one if memory.checkpointed else others - frozen.open, why=f"1 block x {why}"),
     )
 
 
 class _Frozen(NamedTuple):
-    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below."""
+    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below.
+
+    Of what is between them, one's goes when that one is open.
+    """
 
     each: int = 0
     between: int = 0
+    open: int = 0
     below: int = 0
     pinned: int = 0
     why: str = ""
@@ -395,9 +404,10 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
         held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks
         one = held + (0 if memory.offloaded else _block_input(memory))
         return _Frozen(each=held, pinned=held, below=below * one, why=f", and {below} x the frozen ones'")
-    between = memory.learning_blocks - 1
-    each = block.pinned_bytes(operations) if memory.offloaded else sum(block.kept(operations).values())
-    return _Frozen(between=between * each, why=f", and {between} x the frozen ones'")
+    between, each = memory.learning_blocks - 1, block.pinned_bytes(operations)
+    if not memory.offloaded:  # an fp32 input is the copy's, too
+        each = sum(block.kept(operations).values()) - (_block_input(memory) if memory.stream == FP32 else 0)
+    return _Frozen(between=between * each, open=each, why=f", and {between} x the frozen ones'")
 
 
 def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
@@ -468,7 +478,7 @@ def _final_norm(memory: MemoryEstimate) -> int:
 def _last_norm(memory: MemoryEstimate) -> Row:
     """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
     elements = memory.all_tokens * memory.shape.width
-    return Row("final norm", elements * (5 * FP32 + memory.stream), "its input, and results and gradients around it")
+    return Row("final norm", elements * 6 * FP32, "its input, and results and gradients around it")
 
 
 def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:
