@@ -242,6 +242,8 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
     """
     operations = block.learning(memory)
     fixed, gradients = _fixed(memory), _gradients(memory)
+    # Only blocks that are made again need the mask after the forward pass.
+    over = fixed if memory.checkpointed else _fixed(replace(memory, maskless=True))
     waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
@@ -252,7 +254,7 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["log-softmax"] = _log_softmax(memory)
     if memory.trains_head:
         at_the_end["head"] = _head_gradient(memory)
-    found = [Moment(name, (*fixed, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
+    found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
     points = block.points(memory, operations, learns=not memory.accumulates)
     if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
@@ -262,8 +264,9 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
-        found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
-        found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
+        now = over if point.backward else fixed
+        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(point))))
+        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
         for point in pick(block.points(memory, block.operations(memory))):
             found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
@@ -352,7 +355,7 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
         below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
     through = below + frozen.between
-    if memory.adapted and not memory.checkpointed and not memory.offloaded:
+    if memory.adapted and not memory.checkpointed:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     why += frozen.why
     return _Waiting(
@@ -419,12 +422,14 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     on_host = memory.offloaded and not memory.chunk  # of what was kept nothing is back before its turn
     if memory.chunk:
         chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
-        hidden = memory.trained_tokens * shape.width * a
+        wide = memory.stream * (memory.stream != a)  # as they were picked, before they were cast
+        hidden = memory.trained_tokens * shape.width * (2 * a + wide)
+        kept = norm * (not memory.offloaded)
         return (
-            Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
+            Row("final norm", kept + n * shape.width * memory.stream, "its input and output"),
             Row("head in 16 bits", head, "cast once for all chunks"),
             _copies(memory, kept=memory.checkpointed or memory.offloaded),
-            Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
+            Row("hidden states of trained tokens", hidden, "and their gradients"),
             Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
     if memory.trains_head:
@@ -464,7 +469,7 @@ def _final_norm(memory: MemoryEstimate) -> int:
 def _last_norm(memory: MemoryEstimate) -> Row:
     """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
     elements = memory.all_tokens * memory.shape.width
-    return Row("final norm", elements * (5 * FP32 + memory.stream), "its input, and results and gradients around it")
+    return Row("final norm", elements * 6 * FP32, "its input, and results and gradients around it")
 
 
 def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:
