@@ -241,8 +241,8 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         every_point: of a block all points, and not its deepest only.
     """
     operations = block.learning(memory)
-    # Blocks that are made again need the mask again; else the forward pass is the last that holds it.
-    fixed, gradients = _fixed(memory, masked=memory.checkpointed), _gradients(memory)
+    fixed, gradients = _fixed(memory, masked=True), _gradients(memory)
+    over = _fixed(memory, masked=memory.checkpointed)  # only blocks that are made again need the mask afterwards
     waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
@@ -253,30 +253,32 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["log-softmax"] = _log_softmax(memory)
     if memory.trains_head:
         at_the_end["head"] = _head_gradient(memory)
-    found = [Moment(name, (*fixed, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
+    found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
     points = block.points(memory, operations, learns=not memory.accumulates)
     if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
         copies = _copies(memory, kept=memory.offloaded)
         for point in pick([point for point in points if not point.backward]):
-            with_mask = _fixed(memory, masked=True)
-            found.append(Moment("forward", (*with_mask, before, waiting.others, copies, *_inside(point))))
+            found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
-        found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
-        found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
+        now = over if point.backward else fixed
+        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(point))))
+        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(point))))
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
-        # What the copy gave for the input of both waits.
-        frozen = [replace(one, backward=one.backward + _block_input(memory)) for one in block.operations(memory)]
+        waits = _block_input(memory)  # the gradient that the copy gave for the input of both
+        frozen = [
+            replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in block.operations(memory)
+        ]
         # The first of them if inputs are all that waits, else the last, when its copy is the only one that has learnt.
         learnt = 1 if memory.checkpointed or memory.accumulates else memory.learning_blocks
         of_copies = replace(gradients, bytes=gradients.bytes // learnt)
         for point in pick(block.points(memory, frozen)):
-            found.append(Moment("frozen block", (*fixed, of_copies, waiting.frozen, *_inside(point))))
+            found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
     if memory.trains_all:
-        found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
-    return [*found, Moment("optimizer step", (*fixed, gradients))]  # every kernel updates in place
+        found.append(Moment("embedding", (*over, gradients, _embedding_gradient(memory))))
+    return [*found, Moment("optimizer step", (*over, gradients))]  # every kernel updates in place
 
 
 def _deepest(points: list[block.Point]) -> list[block.Point]:
@@ -363,7 +365,7 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
         below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
     through = below + frozen.between
-    if memory.adapted and not memory.checkpointed and not memory.offloaded:
+    if memory.adapted and not memory.checkpointed:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
         through -= tensors[block.FIRST_NORM]  # nor to what the first copy is given
@@ -433,12 +435,14 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     on_host = memory.offloaded and not memory.chunk  # of what was kept nothing is back before its turn
     if memory.chunk:
         chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
-        hidden = memory.trained_tokens * shape.width * a
+        wide = memory.stream * (memory.stream != a)  # as they were picked, before they were cast
+        hidden = memory.trained_tokens * shape.width * (2 * a + wide)
+        kept = norm * (not memory.offloaded)
         return (
-            Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
+            Row("final norm", kept + n * shape.width * memory.stream, "its input and output"),
             Row("head in 16 bits", head, "cast once for all chunks"),
             _copies(memory, kept=memory.checkpointed or memory.offloaded),
-            Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
+            Row("hidden states of trained tokens", hidden, "and their gradients"),
             Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
     if memory.trains_head:
