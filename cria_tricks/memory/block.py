@@ -95,16 +95,20 @@ def keeps_nothing(memory: "MemoryEstimate") -> bool:
 
 
 def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int:
-    """Bytes that the operations before the first adapted matrix would keep, if a gradient went through them."""
+    """Bytes that a block would keep, if a gradient went below its first adapted matrix."""
     first = next(i for i, operation in enumerate(operations) if operation.name in memory.adapted)
-    above = kept(operations[first:])
-    alike = next(names for names in _SAME_INPUT if operations[first].name in names)
-    spared = sum(above.get(f"{name} whole", 0) for name in alike)
-    if "v_proj" not in memory.adapted:
-        spared += above.get("probabilities in 16 bits", 0)
-    if not {"q_proj", "k_proj"} & set(memory.adapted):
-        spared += above.get("probabilities", 0) * (memory.operand < FP32)
-    return spared + sum(size for name, size in kept(operations[:first]).items() if name not in above)
+    alike = next(names for names in _SAME_INPUT if operations[first].name in names)  # their input has no gradient
+    learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
+    if memory.offloaded:
+        return pinned_bytes(operations) - pinned_bytes(learning)
+    above = kept(learning)
+    spared = sum(above.get(f"{name} whole", 0) + above.get(f"{name}'s dropout", 0) for name in alike)
+    if memory.kernel in ("eager", "math"):  # they keep what a gradient needs, factor by factor
+        scores, halves = {"q_proj", "k_proj"}, "probabilities in 16 bits"
+        needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, halves: {"v_proj"}}
+        needed["probabilities"] = scores if halves in above else scores | {"v_proj"}
+        spared += sum(above.get(name, 0) for name, matrices in needed.items() if not matrices & set(memory.adapted))
+    return spared + sum(size for name, size in kept(operations).items() if name not in above)
 
 
 def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> list[Point]:
@@ -115,12 +119,6 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
         operations: of the block.
         learns: whether its weights' gradients are counted here.
     """
-    # Beside the forward pass of an operation live the residual stream, unless a norm keeps it as it is; the norm's
-    # output, unless int8 keeps it; and, where a block is made again, two gradients.
-    many = (memory.stream < FP32) + (not memory.pins_inputs) + 2 * memory.checkpointed
-    if keeps_nothing(memory):
-        many = 4  # what the embedding gave, the block's input, the stream behind its attention, the norm's output
-    beside = many * memory.all_tokens * memory.shape.width * memory.stream
     # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
     # block is made again, up to the one before, while the gradient of what that one gave waits.
     late = (
@@ -128,11 +126,21 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
         and memory.quantised
         and any(operation.name == "down_proj" and not operation.learns for operation in operations)
     )
-    beside += memory.all_tokens * memory.shape.inner * memory.product * late
-    if memory.checkpointed and memory.dora and "down_proj" in memory.adapted:
-        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x.
-        beside += memory.all_tokens * memory.shape.width * FP32 * (1 + (memory.product < FP32))
-    found, tensors, pins = [], dict[str, int](), dict[str, int]()
+    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
+    # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
+    # attention, unless norms keep them as they are. Where a block is made again, it is the last of these, the stream's
+    # gradient, and the same once more on its way through the last operation.
+    many = 3 * (memory.stream < FP32 or keeps_nothing(memory))
+    if memory.checkpointed and not keeps_nothing(memory):
+        many = (memory.stream < FP32) + (1 if late or magnitudes else 2)
+    hidden = memory.all_tokens * memory.shape.width * memory.stream
+    beside = many * hidden + memory.all_tokens * memory.shape.inner * memory.product * late
+    if magnitudes:
+        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x;
+        # and the base waits for the gradient as narrow as its product.
+        narrow = memory.product < FP32
+        beside += memory.all_tokens * memory.shape.width * (FP32 + narrow * (FP32 + memory.product))
+    found, tensors, pins, normed = [], dict[str, int](), dict[str, int](), ""
     learnt = sum(operation.learns for operation in operations) if learns else 0
     pinned = {name: size for operation in operations for name, size in operation.pins.items()}
     for operation in operations:
@@ -143,8 +151,14 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
         tensors |= operation.keeps
         pins |= operation.pins if memory.learning_blocks else {}
         read = dict(operation.reads) if keeps_nothing(memory) else {}
-        with_pins = sum((pins | read | tensors).values())
-        found.append(Point(f"forward pass of {operation.name}", with_pins, operation.forward + beside))
+        held = pins | read | tensors
+        if operation.name in ("first norm", "second norm"):
+            normed = f"{operation.name}'s output"  # is read until the next one, whoever keeps it
+        opened = operation.forward + beside + (0 if normed in held else hidden)
+        found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
+        if operation.name == "weighted values" and keeps_nothing(memory):
+            # The block is given the probabilities too, and drops them at its end.
+            beside += memory.all_tokens * memory.tokens * memory.shape.heads * max(memory.stream, memory.product)
         # What is pinned stays until the whole backward pass has run.
         alive = sum(tensors.values()) if memory.checkpointed else sum((pinned | tensors).values())
         if keeps_nothing(memory) and operation.fetched is not None:
@@ -162,13 +176,19 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     inner = n * shape.inner * product
     residual = n * shape.width * stream  # its gradient waits while that of the branch beside it is computed
     turned = n * (shape.query_width + shape.kv_width) * max(stream, product)  # cosines have the stream's dtype
+    # While the attention's output is multiplied, queries, keys and values are still there as they were before they were
+    # cast for the kernel.
+    uncast = turned * (max(stream, product) != memory.operand)
+    uncast += n * shape.kv_width * product * (product != memory.operand)
+    attended = JOINED_DOCUMENTS if memory.joins_documents else ATTENDED
+    o_proj = _linear(memory, "o_proj", attended, memory.operand, residual)
     attention = [
         _norm(memory, "first norm"),
         *(_linear(memory, name, "first norm's output", stream, residual) for name in ("q_proj", "k_proj", "v_proj")),
         *_query_and_key_norms(memory),
         Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
         *_attention(memory, residual),
-        _linear(memory, "o_proj", JOINED_DOCUMENTS if memory.joins_documents else ATTENDED, memory.operand, residual),
+        replace(o_proj, forward=o_proj.forward + uncast),
         *([_norm(memory, "norm of what was attended")] if shape.norms == 4 else []),
         _norm(memory, "second norm"),
     ]
@@ -253,9 +273,10 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     # The input in the operand's dtype, the unpacked weight, the result.
     forward = (given * a if x != a else 0) + unpacked + made * o
     if memory.pins_inputs and memory.device.kind == "cuda":
-        # The input in 16 bits, its sizes, which of them are large; then its codes, sums in int32, these in 16 bits, and
-        # these as the result.
-        forward = largest(given * (2 * (x != 2) + 2 + 1), given + made * (4 + 2), given + made * (2 + o * (o > 2)))
+        # The input in fp16, its sizes, which of them are large; then its codes, sums in int32, these in fp16, and these
+        # as the result.
+        cast = x != 2 or memory.bf16
+        forward = largest(given * (2 * cast + 2 + 1), given + made * (4 + 2 + o * cast))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if name in memory.adapted:
@@ -270,10 +291,10 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
             keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
-        # The base's product, before the adapter's input is there; then its result beside the raised input, B A x twice
-        # (scaled), or once with the sum. A block that is made again ends where nothing more is kept: before B A x.
+        # The base's product, before the adapter's input is there; then its result beside the raised input, B A x in the
+        # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
         ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
-        beside = 0 if ends else made * (a + max(a, o))
+        beside = 0 if ends else 2 * made * max(a, o)
         forward = largest(forward - (0 if shared else given * a), made * o + raised + beside)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
@@ -291,8 +312,9 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
                 first -= given * a
             scaled = made * FP32 * (1 if ends else 3)
             forward = largest(forward, first, beside + then + scaled - whole * (wide == a))
-            # The result's gradient, in fp32, and those of both parts and of the magnitudes.
-            backward = largest(backward + made * (o + a), made * FP32 * 4)
+            # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
+            # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
+            backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32))
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
 
@@ -316,7 +338,9 @@ def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     inputs, product = ({"experts' inputs": given}, {GATED: inner}) if kept else ({}, {})
     inputs_read = {"experts' inputs": given}
     gates = {"gate and up": 2 * inner, "activated gate": inner}
+    routed = {"router's input": memory.all_tokens * shape.width * memory.operand} if memory.trains_all else {}
     return [
+        Operation("router", routed),
         Operation("experts' gate and up", inputs, {}, 2 * inner, residual + 2 * inner + given + 2 * opened, 2 * learns),
         Operation("experts' activation", gates, {}, inner, residual + 3 * inner, 0, inputs_read, 2 * inner),
         Operation("experts' down", product, {}, given + inner * (not kept), residual + given + inner + opened, learns),
@@ -327,13 +351,15 @@ def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
 def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> tuple[int, int]:
     """What peft's DoRA holds to take the norms of W + B A, and what of it stays while it uses them.
 
-    B A is made by multiplying an identity, D_in x D_in, which autograd keeps as long as the product. Then come W and
-    B A in the input's dtype, B A scaled, and the sum.
+    B A is made by multiplying an identity, D_in x D_in, which autograd keeps as long as the product, in 16 bits where
+    products have these, and A beside it. Then come W and B A in the input's dtype, B A scaled, and the sum.
     """
-    a, identity, weight = memory.operand, d_in * d_in, d_in * d_out
-    kept = identity * a * (not memory.offloaded or memory.checkpointed)
+    a, identity, thin, weight = memory.operand, d_in * d_in, d_in * memory.rank, d_in * d_out
+    on_device, half = not memory.offloaded or memory.checkpointed, a < FP32
+    kept = (identity + thin) * a * on_device
+    made = largest(identity * a * half + thin * a, identity * a * half * on_device + (thin + weight) * a)
     stays = kept + weight * x * (2 if memory.quantised or x != a else 1)
-    return max(identity * (FP32 + (a if a < FP32 else 0)) + weight * a, stays + 2 * weight * x), stays
+    return largest(identity * FP32 + made, stays + 2 * weight * x), stays
 
 
 def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
@@ -357,21 +383,24 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
         forward = scores * (FP32 + 1) + given + memory.tokens**2 * (FP32 + 1)
         return [Operation("scores and softmax", kept, {}, forward, back + 2 * scores * FP32)]
     if memory.kernel == "eager":
-        # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both.
-        kept = operands | {"probabilities": scores * FP32}
-        halves = {"probabilities in 16 bits": scores * a} if a < FP32 else {}
+        # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both, beside that of the values.
+        kept = {"queries": queries, "keys": keys, "probabilities": scores * FP32}
+        multiplied = {"values": keys} | ({"probabilities in 16 bits": scores * a} if a < FP32 else {})
         if shape.caps_scores:
             kept["capped scores"] = scores * a
         # A mask in fp32 makes the scores so, and else the softmax does.
         forward = scores * (FP32 if max(a, memory.stream) == FP32 else a + FP32)
-        reads = {"values": keys, "probabilities": scores * FP32}
+        if keeps_nothing(memory):  # not the 16 bits that are multiplied are alive then, but what they were made from
+            wide = max(memory.stream, memory.product)
+            forward += (queries + keys) // a * wide + keys // a * memory.product - queries - keys
+        # The values' gradient waits, as wide as their product gave them.
+        backward = residual + keys // a * memory.product + 2 * scores * FP32
+        reads = {"probabilities": scores * FP32}
         return [
-            Operation("scores and softmax", kept, {}, forward, residual + 2 * scores * FP32, fetched=scores * FP32),
-            Operation("weighted values", halves, {}, queries, back + scores * a, 0, reads, scores * a + keys),
+            Operation("scores and softmax", kept, {}, forward, backward, fetched=scores * FP32),
+            Operation("weighted values", multiplied, {}, queries, back + scores * a, 0, reads, scores * a + keys),
         ]
     if not memory.maskless:
-        # For each row, or, where it comes back from the host, for each head.
-        fetched = keeps_nothing(memory) and memory.learning_blocks
-        operands["mask"] = n * memory.tokens * a * (shape.heads if fetched else 1)
+        operands["mask"] = n * memory.tokens * a  # for each row, and all heads
     result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
     return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]

@@ -241,7 +241,8 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         every_point: of a block all points, and not its deepest only.
     """
     operations = block.learning(memory)
-    fixed, gradients = _fixed(memory), _gradients(memory)
+    fixed, gradients = _fixed(memory, masked=True), _gradients(memory)
+    over = _fixed(memory, masked=memory.checkpointed)  # only blocks that are made again need the mask afterwards
     waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
     before = gradients if memory.accumulates else replace(gradients, bytes=0)
@@ -252,7 +253,7 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["log-softmax"] = _log_softmax(memory)
     if memory.trains_head:
         at_the_end["head"] = _head_gradient(memory)
-    found = [Moment(name, (*fixed, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
+    found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
     points = block.points(memory, operations, learns=not memory.accumulates)
     if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
@@ -262,14 +263,22 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
-        found.append(Moment("last block", (*fixed, behind, waiting.others, *_inside(point))))
-        found.append(Moment("first block", (*fixed, nearly, waiting.one, *_inside(point))))
-    if memory.learns_beside and memory.checkpointed:
-        for point in pick(block.points(memory, block.operations(memory))):
-            found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
+        now = over if point.backward else fixed
+        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(point))))
+        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(point))))
+    if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
+        waits = _block_input(memory)  # the gradient that the copy gave for the input of both
+        frozen = [
+            replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in block.operations(memory)
+        ]
+        # The first of them if inputs are all that waits, else the last, when its copy is the only one that has learnt.
+        learnt = 1 if memory.checkpointed or memory.accumulates else memory.learning_blocks
+        of_copies = replace(gradients, bytes=gradients.bytes // learnt)
+        for point in pick(block.points(memory, frozen)):
+            found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
     if memory.trains_all:
-        found.append(Moment("embedding", (*fixed, gradients, _embedding_gradient(memory))))
-    return [*found, Moment("optimizer step", (*fixed, gradients))]  # every kernel updates in place
+        found.append(Moment("embedding", (*over, gradients, _embedding_gradient(memory))))
+    return [*found, Moment("optimizer step", (*over, gradients))]  # every kernel updates in place
 
 
 def _deepest(points: list[block.Point]) -> list[block.Point]:
@@ -300,13 +309,13 @@ def _gradients_at(memory: MemoryEstimate, point: block.Point, of_a_block: int) -
     )
 
 
-def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
-    """What lives through the whole step."""
+def _fixed(memory: MemoryEstimate, *, masked: bool) -> tuple[Row, ...]:
+    """What lives through the whole step, and the mask, if it is still there."""
     shape, n = memory.shape, memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     added = sum(many * elements for many, elements in memory.added)
     mask = 0
-    if not memory.maskless:  # of one byte, or added to the scores
+    if masked and not memory.maskless:  # of one byte, or added to the scores
         mask = memory.batch * memory.tokens**2 * (memory.stream if memory.kernel == "eager" else 1)
     positions = 2 * memory.tokens * shape.head_width * memory.stream
     return (
@@ -329,11 +338,15 @@ def _inside(point: block.Point) -> tuple[Row, Row]:
 
 
 class _Waiting(NamedTuple):
-    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that."""
+    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that.
+
+    And what waits while a frozen block is open that has a trained copy beside it.
+    """
 
     all: Row
     others: Row
     one: Row
+    frozen: Row
 
 
 def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Waiting:
@@ -352,30 +365,32 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
         below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
     through = below + frozen.between
-    if memory.adapted and not memory.checkpointed and not memory.offloaded:
+    if memory.adapted and not memory.checkpointed:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
+    if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
+        through -= tensors[block.FIRST_NORM]  # nor to what the first copy is given
     why += frozen.why
+    everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
+    others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
+    # What is pinned goes when the whole backward pass has run.
+    one = open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned
     return _Waiting(
-        Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}"),
-        Row(
-            "blocks: waiting",
-            max(blocks - 1, 0) * each + open_too + through + frozen.pinned,
-            f"{blocks - 1} blocks x {why}",
-        ),
-        # What is pinned goes when the whole backward pass has run.
-        Row(
-            "blocks: waiting",
-            open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned,
-            f"1 block x {why}",
-        ),
+        everything,
+        replace(everything, bytes=others, why=f"{blocks - 1} blocks x {why}"),
+        replace(everything, bytes=one, why=f"1 block x {why}"),
+        replace(everything, bytes=one if memory.checkpointed else others - frozen.open, why=f"1 block x {why}"),
     )
 
 
 class _Frozen(NamedTuple):
-    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below."""
+    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below.
+
+    Of what is between them, one's goes when that one is open.
+    """
 
     each: int = 0
     between: int = 0
+    open: int = 0
     below: int = 0
     pinned: int = 0
     why: str = ""
@@ -391,9 +406,10 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
         held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks
         one = held + (0 if memory.offloaded else _block_input(memory))
         return _Frozen(each=held, pinned=held, below=below * one, why=f", and {below} x the frozen ones'")
-    between = memory.learning_blocks - 1
-    each = block.pinned_bytes(operations) if memory.offloaded else sum(block.kept(operations).values())
-    return _Frozen(between=between * each, why=f", and {between} x the frozen ones'")
+    between, each = memory.learning_blocks - 1, block.pinned_bytes(operations)
+    if not memory.offloaded:  # an fp32 input is the copy's, too
+        each = sum(block.kept(operations).values()) - (_block_input(memory) if memory.stream == FP32 else 0)
+    return _Frozen(between=between * each, open=each, why=f", and {between} x the frozen ones'")
 
 
 def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
@@ -419,12 +435,14 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     on_host = memory.offloaded and not memory.chunk  # of what was kept nothing is back before its turn
     if memory.chunk:
         chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
-        hidden = memory.trained_tokens * shape.width * a
+        wide = memory.stream * (memory.stream != a)  # as they were picked, before they were cast
+        hidden = memory.trained_tokens * shape.width * (2 * a + wide)
+        kept = norm * (not memory.offloaded)
         return (
-            Row("final norm", norm + n * shape.width * memory.stream, "its input and output"),
+            Row("final norm", kept + n * shape.width * memory.stream, "its input and output"),
             Row("head in 16 bits", head, "cast once for all chunks"),
             _copies(memory, kept=memory.checkpointed or memory.offloaded),
-            Row("hidden states of trained tokens", 2 * hidden, "and their gradients"),
+            Row("hidden states of trained tokens", hidden, "and their gradients"),
             Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
         )
     if memory.trains_head:
@@ -464,7 +482,7 @@ def _final_norm(memory: MemoryEstimate) -> int:
 def _last_norm(memory: MemoryEstimate) -> Row:
     """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
     elements = memory.all_tokens * memory.shape.width
-    return Row("final norm", elements * (5 * FP32 + memory.stream), "its input, and results and gradients around it")
+    return Row("final norm", elements * 6 * FP32, "its input, and results and gradients around it")
 
 
 def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:

@@ -66,23 +66,36 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, weights: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, self._unpack)
-        self._stay = {weight.untyped_storage()._cdata for weight in weights}
+        # The storages themselves: bitsandbytes casts a bias in the forward pass, and an address that were free again
+        # would be given to an activation, which then stayed as well.
+        self._stay = {storage._cdata: storage for storage in (weight.untyped_storage() for weight in weights)}
         self.bytes_to_host = self.bytes_to_device = 0
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage()._cdata in self._stay:
             return tensor, tensor.device
-        # With the strides of the original: another layout could mean another kernel, and another rounding.
-        host = torch.empty_like(tensor, device=self.HOST, pin_memory=tensor.is_cuda)
-        host.copy_(tensor, non_blocking=True)
-        self.bytes_to_host += host.nbytes
+        host = _copy(tensor, self.HOST, pin_memory=tensor.is_cuda)
+        self.bytes_to_host += host.untyped_storage().nbytes()
         return host, tensor.device
 
     def _unpack(self, packed: tuple[torch.Tensor, torch.device]) -> torch.Tensor:
         tensor, device = packed
-        if tensor.untyped_storage()._cdata not in self._stay:
-            self.bytes_to_device += tensor.nbytes
-        return tensor.to(device, non_blocking=True)
+        if tensor.untyped_storage()._cdata in self._stay:
+            return tensor
+        self.bytes_to_device += tensor.untyped_storage().nbytes()
+        return _copy(tensor, device)
+
+
+def _copy(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool = False) -> torch.Tensor:
+    """Copy with the strides of the original: another layout could mean another kernel, and another rounding."""
+    kind: dict[str, Any] = {"dtype": tensor.dtype, "device": device, "pin_memory": pin_memory}
+    if 0 not in tensor.stride():
+        return torch.empty_like(tensor, **kind).copy_(tensor, non_blocking=True)
+    # Expanded, as attention's mask is for all heads: its numbers are in memory once, and travel once.
+    once = tuple(slice(None if stride else 1) for stride in tensor.stride())
+    copied = torch.empty_strided(tensor.shape, tensor.stride(), **kind)
+    copied[once].copy_(tensor[once], non_blocking=True)
+    return copied
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

@@ -269,7 +269,10 @@ def test_a_mask_is_there_with_several_rows_unless_they_are_packed():
     assert [bill("lora fp16 sdpa", batch).maskless for batch in (1, 2)] == [True, False]
     assert bill("lora fp16 sdpa packing", batch=2).maskless
     assert bill("lora fp16 flash", batch=2).maskless
-    assert row(bill("lora fp16 sdpa", 2), "batch") - row(bill("lora fp16 sdpa packing", 2), "batch") == 2 * N * N
+    masked, packed = bill("lora fp16 sdpa checkpoint", 2), bill("lora fp16 sdpa packing checkpoint", 2)
+    assert row(masked, "batch") - row(packed, "batch") == 2 * N * N
+    over = [row(bill(toggles, 2), "batch", "loss") for toggles in ("lora fp16 sdpa", "lora fp16 sdpa packing")]
+    assert over[0] == over[1], "the forward pass is over, and nothing is made again"
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks():

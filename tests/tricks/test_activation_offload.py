@@ -52,6 +52,30 @@ def test_the_layout_comes_back_too():
     assert torch.equal(product.grad_fn._saved_other, y.expand(4, 3))
 
 
+def test_an_expanded_tensor_travels_once():
+    """A mask that is the same for all heads; rows that were padded for their kernel stay where they were."""
+    scores, mask = torch.randn(2, 8, 5, 5, requires_grad=True), torch.randn(2, 1, 5, 16)[..., :5]
+    expanded = mask.expand(2, 8, 5, 5)
+    with (there := Offloaded([scores])):
+        product = scores * expanded
+    own = expanded.storage_offset() + 2 * 5 * 16 - 11  # up to its last number, in fp32
+    assert there.bytes_to_host == 4 * own
+    back = product.grad_fn._saved_other
+    assert there.bytes_to_device == back.untyped_storage().nbytes() == 4 * own
+    assert back.stride() == expanded.stride()
+    assert torch.equal(back, expanded)
+
+
+def test_what_takes_a_freed_weights_address_travels():
+    """Bitsandbytes casts a bias in its first forward pass; the old one's address is soon an activation's."""
+    weights = [torch.randn(64) for _ in range(32)]
+    with (there := Offloaded(weights)):
+        for weight in weights:
+            weight.data = weight.data.double()
+        kept = [torch.randn(64, requires_grad=True).sin() for _ in range(64)]
+    assert there.bytes_to_host == sum(x.nbytes for x in kept)
+
+
 @KINDS
 @CHECKPOINTING
 def test_mechanism(kind, checkpointing):
