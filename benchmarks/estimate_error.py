@@ -1,179 +1,249 @@
-"""How far the estimate by hand is off: against the dry run, on whole models, over batches, lengths and toggle sets.
+"""How far the estimate by hand is off on settings that nobody chose: drawn by a seed, each against its dry run.
 
-    python -m benchmarks.estimate_error                             # all 204 cases: 40 minutes on one core
-    python -m benchmarks.estimate_error --only llama-3.2-1b         # one model's
-    python -m benchmarks.estimate_error --show                      # the table of what is there
+    python -m benchmarks.estimate_error --settings 3000 --seed 7     # half an hour on one core
+    python -m benchmarks.estimate_error --seed 7 --one 1234          # one of them again, moment by moment
 
-Nothing is trained and nothing is allocated, so a card is not needed: the T4's kernels are followed, in every fourth
-case an A100's. What the dry run counted is kept in the result file, so the run may be stopped and begun again; the
-estimate by hand takes a millisecond a case and is made anew every time. After a change that moves the dry run's bytes
-delete the file. Writes ``benchmarks/results/DEVICE/estimate_error.json``.
+A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
+with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
+cut down to two to four of them, and every fiftieth setting has all. Setting number i of a seed is always the same, so
+the run may be stopped and begun again: what is in the result file is not counted again, and the estimates are made anew
+every time. After a change that moves the dry run's bytes delete the file. Writes
+``benchmarks/results/dry-run/estimate_error.json``, against which the suite holds the estimate.
 """
 
 import argparse
+import contextlib
 import gc
 import json
+import random
 import statistics
-import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import path_of, write
+from benchmarks.common import HERE
+from cria_tricks import durable
 from cria_tricks.cases import stamp
-from cria_tricks.hardware.cards import find_card
-from cria_tricks.memory.estimate import estimate
-from cria_tricks.memory.shape import find_config, find_shape
-from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.hardware.device import Device
+from cria_tricks.memory.dry_run import DryRun, dry_run
+from cria_tricks.memory.estimate import MemoryEstimate, estimate, moments
+from cria_tricks.memory.shape import shape_of
+from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import resolve
-from cria_tricks.units import human
 
-MODELS = {
-    "smollm2": 24,
-    "qwen2.5-0.5b": 32,
-    "tinyllama-1.1b": 28,
-    "llama-3.2-1b": 52,
-    "qwen2.5-1.5b": 24,
-    "llama-3.2-3b": 20,
-    "llama-2-7b": 12,
-    "llama-3.1-8b": 12,
-}
-"""Cases of each: fewer of a model with many blocks, whose dry run takes longer."""
-HALF, LORA = "precision=fp16", "peft=lora"
-SETS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("attention=sdpa",),
-    (HALF, "attention=sdpa", "gradient_checkpointing=true"),
-    ("attention=sdpa", "optimizer=adamw_8bit", "gradient_accumulation=4"),
-    (LORA, "attention=sdpa"),
-    (LORA, HALF),
-    (LORA, HALF, "attention=sdpa", "gradient_checkpointing=true"),
-    (LORA, HALF, "attention=sdpa", "expand_kv=true", "chunked_loss=true"),
-    (LORA, HALF, "attention=sdpa", "packing=true", "gradient_checkpointing=true", "chunked_loss=true"),
-    (LORA, HALF, "attention=sdpa", "quantization=nf4"),
-    (LORA, HALF, "attention=sdpa", "quantization=nf4", "gradient_checkpointing=true", "chunked_loss=true"),
-    (LORA, HALF, "attention=sdpa", "quantization=nf4", "expand_kv=true", "lean_preparation=true", "chunked_loss=true"),
-    (LORA, "attention=sdpa", "quantization=nf4", "double_quantization=true", "gradient_checkpointing=true"),
-    (LORA, HALF, "attention=sdpa", "quantization=int8", "gradient_checkpointing=true", "chunked_loss=true"),
-    (
-        *(LORA, HALF, "attention=sdpa", "expand_kv=true", "quantization=nf4", "double_quantization=true"),
-        *("lean_preparation=true", "gradient_checkpointing=true", "chunked_loss=true", "optimizer=adamw_8bit"),
+RESULTS = HERE / "results" / "dry-run" / "estimate_error.json"
+BOUNDS = -0.005, 0.02
+"""What is promised of the error: at most half a per cent too small, at most two per cent too large."""
+CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
+DEVICES = {"cpu": CPU, **{name: card.device for name, card in CARDS.items()}}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+PEFT = ("none", "none", "none", "lora", "lora", "lora", "lora", "head", "prompt_tuning", "side_network")
+TOGGLES: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp32", "fp16", "bf16"),
+    "quantization": ("none", "int8", "nf4", "fp4"),
+    "attention": ("eager", "sdpa", "sdpa", "flash_attention_2"),
+    "optimizer": ("adamw", "adamw_8bit"),
+    "gradient_accumulation": (1, 1, 2, 8),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "double_quantization", "paged_optimizer", "expand_kv", "packing", "chunked_loss",
+         "lean_preparation", "activation_offload"),
+        (False, True),
     ),
-    ("peft=head", HALF, "attention=sdpa"),
-    ("peft=prompt_tuning", HALF, "attention=sdpa", "quantization=int8"),
-    ("peft=side_network", HALF, "attention=sdpa"),
-    ("peft=side_network", "attention=sdpa", "gradient_checkpointing=true", "chunked_loss=true"),
-)
-"""19 of them, so that a walk over them and over the 24 places below meets all combinations before it repeats one."""
-PLACES = [(batch, tokens) for tokens in (256, 512, 1024, 2048, 4096, 8192) for batch in (1, 2, 3, 4)]
+}  # fmt: skip
+"""Values of each toggle; one that is there twice is drawn twice as often. Compiling changes no byte that is counted."""
 
 
-class Case(NamedTuple):
-    """One recipe on one card."""
+@dataclass(frozen=True)
+class Setting:
+    """One recipe for a model of so many blocks on one device."""
 
     model: str
-    card: str
-    batch: int
-    tokens: int
-    tricks: tuple[str, ...]
+    blocks: int
+    device: str
+    trained: int | None
+    sets: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.model} {self.card} {self.batch}x{self.tokens} {' '.join(self.tricks)}".rstrip()
+        trained = "" if self.trained is None else f" trained={self.trained}"
+        return f"{self.model} blocks={self.blocks} {self.device}{trained} {' '.join(self.sets)}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's, cut down."""
+        return {**CONFIGS[self.model], "num_hidden_layers": self.blocks}
+
+    @property
+    def recipe(self) -> Recipe:
+        """What would be trained."""
+        return with_settings(Recipe(), self.sets)
 
 
-def cases() -> Iterator[Case]:
-    """All of them, in the same order every time."""
-    place = 0
-    for first, (model, many) in enumerate(MODELS.items()):
-        for number in range(many):
-            place += 5  # every one of the 24 before any again
-            card = "a100" if number % 4 == 3 else "t4"
-            tricks = SETS[(first * 7 + number) % len(SETS)]
-            if card == "a100":
-                tricks = tuple(trick.replace("fp16", "bf16") for trick in tricks)
-            yield Case(model, card, *PLACES[place % len(PLACES)], tricks)
+def setting(seed: int | str, number: int) -> Setting:
+    """Draw setting number ``number`` of a seed: of the toggles the first draw in which they go together."""
+    draw = random.Random(f"{seed} {number}")
+    model, device, peft = draw.choice(tuple(CATALOGUE)), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
+    blocks = CONFIGS[model]["num_hidden_layers"] if number % 50 == 49 else draw.randint(2, 4)
+    batch, tokens = draw.randint(1, 4), round(2 ** draw.uniform(3, 13))
+    trained = draw.randint(1, batch * (tokens - 1)) if draw.random() < 0.25 else None
+    while True:
+        toggles = {"peft": peft, **{name: draw.choice(values) for name, values in TOGGLES.items()}}
+        toggles["activation_offload"] &= device != "cpu"  # whose copies are not billed: it warns that they gain nothing
+        sets = [f"train.batch_size={batch}", f"data.max_length={tokens}", *_sizes(draw, peft, model, blocks)]
+        sets += [f"tricks.{name}={value}" for name, value in toggles.items() if value != getattr(Tricks(), name)]
+        found = Setting(model, blocks, device, trained, tuple(sets))
+        with contextlib.suppress(BadInput):
+            resolve(found.recipe, DEVICES[device])
+            return found
 
 
-def recipe_of(case: Case) -> Recipe:
-    """What would be trained."""
-    sets = (f"train.batch_size={case.batch}", f"data.max_length={case.tokens}", *(f"tricks.{t}" for t in case.tricks))
-    return with_settings(Recipe(), sets)
+def _sizes(draw: random.Random, peft: str, model: str, blocks: int) -> list[str]:
+    """Sizes of what trains, in settings."""
+    if peft == "prompt_tuning":
+        return [f"prompt.tokens={draw.choice((1, 16, 100))}"]
+    if peft == "side_network":
+        return [f"side.blocks={draw.randint(1, blocks)}"]
+    if peft != "lora":
+        return []
+    targets = list(ATTENTION if "num_local_experts" in CONFIGS[model] else ALL)  # an expert is no linear
+    if draw.random() < 0.3:
+        targets = sorted(draw.sample(targets, draw.randint(1, len(targets))), key=ALL.index)
+    rank, dropout, dora = draw.choice((1, 4, 8, 16, 16, 16, 64, 256)), draw.choice((0, 0, 0.1)), draw.random() < 0.3
+    return [
+        f"lora.r={rank}",
+        f"lora.target_modules={','.join(targets)}",
+        f"lora.dropout={dropout}",
+        f"lora.dora={dora}",
+    ]
 
 
-def count(case: Case) -> dict[str, Any]:
-    """The dry run of one case."""
+def count(one: Setting) -> DryRun:
+    """Its dry run."""
     from transformers import AutoConfig
 
-    from cria_tricks.memory.dry_run import dry_run
-
-    begun = time.perf_counter()
-    config = AutoConfig.for_model(**find_config(case.model))
-    counted = dry_run(resolve(recipe_of(case), find_card(case.card).device), config, case.batch, case.tokens)
+    recipe, config = one.recipe, AutoConfig.for_model(**one.config)
+    plan = resolve(recipe, DEVICES[one.device])
+    counted = dry_run(plan, config, recipe.train.batch_size, recipe.data.max_length, one.trained)
     gc.collect()
-    return {"dry_run_bytes": counted.peak_bytes, "dry_run_seconds": round(time.perf_counter() - begun, 1)}
+    return counted
 
 
-def compare(case: Case, counted: dict[str, Any]) -> dict[str, Any]:
-    """The estimate by hand of one case, beside its dry run."""
-    peak = estimate(recipe_of(case), find_shape(case.model), find_card(case.card).device).peak
-    error = peak.bytes / counted["dry_run_bytes"] - 1
-    return {"case": str(case), **counted, "moment": peak.name, "by_hand_bytes": peak.bytes, "error": error}
+def by_hand(one: Setting) -> MemoryEstimate:
+    """Its estimate."""
+    return estimate(one.recipe, shape_of(one.config, one.model), DEVICES[one.device], trained_tokens=one.trained)
 
 
-def show(runs: list[dict[str, Any]], console: Console) -> None:
-    """One row a case, and what is promised: the worst, the median, the worst that is too small."""
-    drawn = Table(title="estimate by hand against dry run")
-    for column in ("case", "by hand", "dry run", "error", "peak in"):
-        drawn.add_column(column, justify="left" if column in ("case", "peak in") else "right", no_wrap=column != "case")
-    for one in runs:
-        drawn.add_row(
-            one["case"],
-            human(one["by_hand_bytes"]),
-            human(one["dry_run_bytes"]),
-            f"{one['error']:+.2%}",
-            one["moment"],
-        )
-    console.print(drawn)
-    if runs:
-        for name, value in summary(runs).items():
-            console.print(f"{name.replace('_', ' ')}: {value if name == 'cases' else f'{value:.2%}'}", highlight=False)
+def error(one: Setting, peak_bytes: int) -> float:
+    """How much larger the estimate is than what was counted, as a share."""
+    return by_hand(one).peak_bytes / peak_bytes - 1
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Of all cases: how many, the worst error, the median of their sizes, the largest that is too small."""
-    errors = [one["error"] for one in runs]
+def outside(errors: Iterable[float]) -> int:
+    """Count the errors that are not within what is promised."""
+    return sum(not BOUNDS[0] <= one <= BOUNDS[1] for one in errors)
+
+
+def summary(errors: dict[Setting, float]) -> dict[str, Any]:
+    """Say how far off it is: the largest errors, the median of their sizes, and the ten worst settings."""
+    worst = sorted(errors, key=lambda one: -abs(errors[one]))[:10]
     return {
-        "cases": len(errors),
-        "worst": max(errors, key=abs),
-        "median_size": statistics.median(map(abs, errors)),
-        "worst_under": min(0.0, *errors),
+        "settings": len(errors),
+        "outside": outside(errors.values()),
+        "worst_under": min(errors.values()),
+        "worst_over": max(errors.values()),
+        "median_size": statistics.median(map(abs, errors.values())),
+        "worst": {str(one): errors[one] for one in worst},
     }
 
 
-def main() -> None:
-    """Count what is missing, and show all."""
+def mark(text: str) -> str:
+    """A short name of a text, which is another when the text is."""
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def bill(one: Setting) -> str:
+    """Every number of its estimate: all rows of all moments, with all points of a block, and what a card needs."""
+    memory = by_hand(one)
+    found = moments(memory, every_point=True)
+    rows = [f"{moment.name}, {row.name}: {row.bytes}" for moment in found for row in moment.rows]
+    return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
+
+
+def cases(seed: int, settings: int, known: dict[str, int]) -> Iterator[tuple[Setting, int]]:
+    """Go through the settings of a seed, each with its counted bytes; what is known is not counted again."""
+    for number in range(settings):
+        one = setting(seed, number)
+        peak = known.get(mark(str(one))) or count(one).peak_bytes
+        yield one, peak
+
+
+def read(path: Path, seed: int) -> dict[str, int]:
+    """What was counted before of this seed: bytes by the mark of a setting."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"seed": seed, "cases": []}
+    if found["seed"] != seed:
+        raise BadInput(f"{path} holds seed {found['seed']}, not {seed}: name another file with --out")
+    lines = [line.split() for line in found["cases"]]
+    return {setting: int(peak) for setting, peak, *_ in lines}
+
+
+def write(path: Path, seed: int, counted: dict[Setting, int]) -> dict[str, Any]:
+    """Write what is counted so far: a summary, and for each setting its mark, both counts and its bill's mark."""
+    errors = {one: error(one, peak) for one, peak in counted.items()}
+    lines = [f"{mark(str(one))} {peak} {by_hand(one).peak_bytes} {mark(bill(one))}" for one, peak in counted.items()]
+    found = stamp() | {"seed": seed, "bounds": BOUNDS} | summary(errors)
+    durable.write_file(path, json.dumps(found | {"cases": lines}, indent=2) + "\n")
+    return found
+
+
+def explain(one: Setting, console: Console) -> None:
+    """Print both counts of one setting, moment by moment and row by row."""
+    counted = count(one)
+    console.print(f"{one}: {error(one, counted.peak_bytes):+.2%}")
+    for part, size in counted.moments.items():
+        console.print(f"dry run, {part}: {size:,}")
+    for moment in moments(by_hand(one)):
+        rows = ", ".join(f"{row.name} {row.bytes:,}" for row in moment.rows if row.bytes)
+        console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
+
+
+def sweep(seed: int, settings: int, out: Path) -> None:
+    """Count what is missing, print what is outside, and write all."""
+    counted: dict[Setting, int] = {}
+    console, known = Console(highlight=False, soft_wrap=True), read(out, seed)
+    for one, peak in cases(seed, max(settings, len(known)), known):
+        counted[one] = peak
+        if outside([error(one, peak)]):
+            console.print(f"{len(counted) - 1} {error(one, peak):+.2%} {one}")
+        if len(counted) % 50 == 0 and len(counted) > len(known):
+            write(out, seed, counted)
+            console.print(f"{len(counted)} of {settings}")
+    found = write(out, seed, counted)
+    many = f"{found['settings']} settings of seed {seed}: {found['outside']} outside"
+    console.print(f"{many}, {found['worst_under']:+.2%} to {found['worst_over']:+.2%}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Sweep, or explain one setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=MODELS, help="models; all when left out")
-    parser.add_argument("--most", type=int, help="stop after so many new cases")
-    parser.add_argument("--show", action="store_true", help="count nothing")
-    parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
-    chosen = parser.parse_args()
-    path, console = path_of("estimate_error", chosen.results), Console()
-    console.width = max(console.width, 110)  # a table with broken cells cannot be read
-    kept = {one["case"]: one for one in json.loads(path.read_text())["runs"]} if path.is_file() else {}
-    keys = ("dry_run_bytes", "dry_run_seconds")
-    runs = [compare(case, {key: kept[str(case)][key] for key in keys}) for case in cases() if str(case) in kept]
-    missing = [case for case in cases() if str(case) not in kept and case.model in (chosen.only or MODELS)]
-    for case in [] if chosen.show else missing[: chosen.most]:
-        runs.append(compare(case, count(case)))
-        write("estimate_error", stamp() | summary(runs) | {"runs": runs}, chosen.results)
-        console.print(f"{case}: {runs[-1]['error']:+.2%}, {runs[-1]['dry_run_seconds']} s", highlight=False)
-    if runs and not chosen.show:
-        write("estimate_error", stamp() | summary(runs) | {"runs": runs}, chosen.results)
-    show(runs, console)
+    parser.add_argument("--settings", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--one", type=int, help="the number of a setting: explain it, and write nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    if chosen.one is not None:
+        explain(setting(chosen.seed, chosen.one), Console(highlight=False, soft_wrap=True))
+        return
+    try:
+        sweep(chosen.seed, chosen.settings, chosen.out)
+    except BadInput as problem:
+        parser.error(str(problem))
 
 
 if __name__ == "__main__":

@@ -340,19 +340,20 @@ assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 # %% [markdown]
 # ## 4. What it costs
 # A bill costs a millisecond of arithmetic, so its price is its error. For real models the package walks a block on
-# paper as we did, for every technique of this course. We held 204 such bills against a *dry run*: the real modules,
-# loss and optimizer on tensors without data, every storage counted. And the dry run against 24 real trainings of
-# SmolLM2-135M on a CPU, two steps each. What would you accept as an error?
+# paper as we did, for every technique of this course. We held 3,000 such bills against a *dry run*: the real modules,
+# loss and optimizer on tensors without data, every storage counted. Nobody chose the 3,000: a seed drew model, card,
+# length and every switch. And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each.
+# What would you accept as an error?
 
 # %%
 study, dry_runs, on_a_card = (results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu"))
 if study and dry_runs:
-    print(f"by hand against dry run, {study['cases']} cases: half are within {study['median_size']:.2%},")
-    print(f"    the worst is {study['worst']:+.1%}, the worst that is too low {study['worst_under']:+.1%}")
+    print(f"by hand against dry run, {study['settings']:,} settings: half are within {study['median_size']:.2%},")
+    print(f"    the worst is {study['worst_over']:+.1%}, the worst that is too low {study['worst_under']:+.1%}")
     print(f"dry run against real steps, {len(dry_runs['cases'])} cases: the worst is {dry_runs['worst']:+.5%}")
     allocator = f"the worst is {on_a_card['by_hand_worst']:+.1%}" if on_a_card else "not measured yet"
     print(f"by hand against CUDA's allocator: {allocator}")
-    assert abs(study["worst"]) < 0.02
+    assert -0.005 < study["worst_under"] < study["worst_over"] < 0.02
 else:
     print("the committed results are not beside this package: see benchmarks/results/cpu in the repository")
 
@@ -361,8 +362,9 @@ else:
 def errors(theme: Theme):
     """Every case: its size, and how far the bill by hand is off."""
     drawn, axes = course.figure(height=3.0)
-    sizes = [case["dry_run_bytes"] / GIB for case in study["runs"]]
-    axes.scatter(sizes, [100 * case["error"] for case in study["runs"]], s=16, color=theme.series[0], alpha=0.6)
+    pairs = [[int(size) for size in case.split()[1:3]] for case in study["cases"]]  # counted, and by hand
+    off = [100 * (by_hand / counted - 1) for counted, by_hand in pairs]
+    axes.scatter([counted / GIB for counted, _ in pairs], off, s=6, color=theme.series[0], alpha=0.4)
     axes.axhline(0, color=theme.quiet, linewidth=1)
     axes.axvline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(T4.memory_bytes / GIB, 1.75, " a T4", color=theme.alarm, va="center")
@@ -376,7 +378,7 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 204 bills by hand: most errors are too small to see, and those above half a per cent are on the "
+        "Figure 3. 3,000 bills by hand: most errors are too small to see, and those above half a per cent are on the "
         "safe side.",
     )
 
@@ -639,7 +641,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 1.7 % in 204 cases, held against a dry run.
+# - **Costs** a millisecond, and an error: at most 1.7 % in 3,000 settings, held against a dry run.
 # - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.

@@ -1,44 +1,16 @@
-"""The benchmarks of the bill hold together, and the table that is committed is this code's."""
+"""The benchmarks of the dry run hold together."""
 
 import json
 
 import pytest
 
-from benchmarks import dry_run_error, estimate_error, estimate_random, gpu_error
+from benchmarks import dry_run_error, gpu_error
 from benchmarks.common import HERE
 from cria_tricks.cases import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
-
-
-def test_the_cases_are_many_and_all_different():
-    """At least 200, models x batch 1-4 x 256-8192 tokens x toggle sets."""
-    cases = list(estimate_error.cases())
-    assert len(cases) == len({str(case) for case in cases}) >= 200
-    for model, many in estimate_error.MODELS.items():
-        mine = [case for case in cases if case.model == model]
-        assert len(mine) == many
-        assert {case.batch for case in mine} == {1, 2, 3, 4}
-        assert {case.tokens for case in mine} >= {256, 8192}
-    assert {case.tricks for case in cases if case.card == "t4"} == set(estimate_error.SETS)
-
-
-def test_the_committed_table_is_what_the_estimate_says_now_and_within_its_bounds():
-    """Those of ``benchmarks/estimate_random.py``; ``make bench-estimate`` writes the table anew."""
-    found = json.loads((HERE / "results" / "cpu" / "estimate_error.json").read_text())
-    by_name = {run["case"]: run for run in found["runs"]}
-    now = [estimate_error.compare(case, _counted(by_name[str(case)])) for case in estimate_error.cases()]
-    assert now == [by_name[run["case"]] for run in now]
-    summary = estimate_error.summary(now)
-    assert summary == {key: found[key] for key in summary}
-    assert not estimate_random.outside(one["error"] for one in now)
-    assert summary["median_size"] <= 0.001
-
-
-def _counted(run):
-    return {key: run[key] for key in ("dry_run_bytes", "dry_run_seconds")}
 
 
 @pytest.mark.parametrize("words", ["peft=lora", "peft=lora gradient_checkpointing=true chunked_loss=true"])

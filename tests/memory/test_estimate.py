@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.estimate_random import outside
+from benchmarks.estimate_error import outside
 from cria_tricks.errors import BadInput
 from cria_tricks.memory import block
 from cria_tricks.memory.estimate import CONTEXT, WORKSPACES, MemoryEstimate, moments
@@ -132,7 +132,7 @@ SAMPLE = [
     ids=lambda value: getattr(value, "name", None) or str(value) or "nothing",
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):
-    """Within what is promised. All of it: ``make bench-estimate``, and ``make bench-estimate-random``."""
+    """Within what is promised. 3,000 others: ``make bench-estimate``."""
     skip_experts_shaped_by_numbers(model)
     case = {"model": model, "device": device, "num_hidden_layers": blocks}
     by_hand, by_dry_run = bill(toggles, batch, tokens, **case).peak_bytes, counted(toggles, batch, tokens, **case)
