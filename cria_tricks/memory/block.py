@@ -279,6 +279,10 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         forward = largest(given * (2 * cast + 2 + 1), given + made * (4 + 2 + o * cast))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
+    if learns and memory.accumulates and a < FP32:
+        # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
+        own = given * (a if x != a or name in ("o_proj", "down_proj") else 0)
+        backward = largest(backward - weight * (FP32 - a), backward - made * o - own)
     if name in memory.adapted:
         learns = memory.rank * (d_in + d_out) * FP32
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
