@@ -195,10 +195,11 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     if shape.experts > 1:
         return [*attention, *_experts(memory, residual)]
     gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
+    activated = {"gate": inner, "activated gate": inner}
     return [
         *attention,
         gate,
-        Operation("gate's activation", {"gate": inner, "activated gate": inner}, {}, inner, residual + 3 * inner),
+        Operation("gate's activation", activated, {}, inner, residual + 3 * inner, fetched=inner),
         replace(up, reads={"activated gate": inner}),
         Operation(
             GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads={"activated gate": inner}, fetched=2 * inner
