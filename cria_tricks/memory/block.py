@@ -195,10 +195,11 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     if shape.experts > 1:
         return [*attention, *_experts(memory, residual)]
     gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
+    activated = {"gate": inner, "activated gate": inner}
     return [
         *attention,
         gate,
-        Operation("gate's activation", {"gate": inner, "activated gate": inner}, {}, inner, residual + 3 * inner),
+        Operation("gate's activation", activated, {}, inner, residual + 3 * inner, fetched=inner),
         replace(up, reads={"activated gate": inner}),
         Operation(
             GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads={"activated gate": inner}, fetched=2 * inner
@@ -279,6 +280,10 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         forward = largest(given * (2 * cast + 2 + 1), given + made * (4 + 2 + o * cast))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
+    if learns and memory.accumulates and a < FP32:
+        # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
+        own = given * (a if x != a or name in ("o_proj", "down_proj") else 0)
+        backward = largest(backward - weight * (FP32 - a), backward - made * o - own)
     if name in memory.adapted:
         learns = memory.rank * (d_in + d_out) * FP32
         raised = given * FP32 if memory.raises_inputs and x < FP32 else 0

@@ -264,8 +264,12 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
         now = over if point.backward else fixed
-        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(point))))
-        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(point))))
+        # Nothing learns below the first copy, so no gradient waits for the frozen block beside it.
+        ends = memory.learns_beside and not memory.checkpointed and point.backward
+        lowest = replace(point, opened=point.opened - _block_input(memory)) if ends else point
+        last = point if memory.learning_blocks > 1 else lowest
+        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(last))))
+        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(lowest))))
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         waits = _block_input(memory)  # the gradient that the copy gave for the input of both
         frozen = [

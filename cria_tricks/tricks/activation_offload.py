@@ -8,7 +8,7 @@ Needs    CUDA, and best gradient checkpointing: without it every operation's inp
 Breaks   a Colab machine has less host memory (12.7 GiB) than its card; pinned blocks are rounded up to powers of two.
          The int8 products of bitsandbytes keep their inputs out of autograd's sight: without checkpointing they stay
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
-Ours     15 lines of hooks, in production too: torch's save_on_cpu copies the frozen weights along that a product
+Ours     25 lines of hooks, in production too: torch's save_on_cpu copies the frozen weights along that a product
          keeps, 16-bit ones all, and they are on the card anyway. TRL overlaps the copies with a stream of their own
 
 Shapes: s = B T D elements (a block's input), of L blocks.
@@ -28,7 +28,7 @@ from cria_tricks.step_plan import Plan
 SWITCHES = ("activation_offload=true",)
 CLAIM = "exact"
 LESSON = "03_gradient_checkpointing"
-REFERENCE = ("Offloaded._pack", "Offloaded._unpack")
+REFERENCE = ("Offloaded._pack", "Offloaded._unpack", "_copy")
 PLAIN = """
 import functools
 import torch
