@@ -128,9 +128,9 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
     )
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
     # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
-    # attention, unless norms keep them as they are. Where a block is made again, it is the last of these, the stream's
+    # attention, unless norms keep them as they are; no norm below adapters keeps the first. Where a block is made again, it is the last of these, the stream's
     # gradient, and the same once more on its way through the last operation.
-    many = 3 * (memory.stream < FP32 or keeps_nothing(memory))
+    many = 3 if memory.stream < FP32 or keeps_nothing(memory) else bool(memory.adapted)
     if memory.checkpointed and not keeps_nothing(memory):
         many = (memory.stream < FP32) + (1 if late or magnitudes else 2)
     hidden = memory.all_tokens * memory.shape.width * memory.stream

@@ -257,16 +257,15 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
     found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
     points = block.points(memory, operations, learns=not memory.accumulates)
-    if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
+    if block.keeps_nothing(memory) or not memory.checkpointed:  # else it runs once more, beside gradients
         copies = _copies(memory, kept=memory.offloaded)
         for point in pick([point for point in points if not point.backward]):
             found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
-        now = over if point.backward else fixed
-        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(point))))
-        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(point))))
+        found.append(Moment("last block", (*over, behind, waiting.others, *_inside(point))))
+        found.append(Moment("first block", (*over, nearly, waiting.one, *_inside(point))))
     if memory.learns_beside and memory.checkpointed:
         for point in pick(block.points(memory, block.operations(memory))):
             found.append(Moment("frozen block", (*fixed, gradients, waiting.one, *_inside(point))))
@@ -311,7 +310,8 @@ def _fixed(memory: MemoryEstimate) -> tuple[Row, ...]:
     mask = 0
     if not memory.maskless:  # of one byte, or added to the scores
         mask = memory.batch * memory.tokens**2 * (memory.stream if memory.kernel == "eager" else 1)
-    positions = 2 * memory.tokens * shape.head_width * memory.stream
+    rows = memory.batch if memory.joins_documents else 1  # where documents begin is another place in each row
+    positions = 2 * rows * memory.tokens * shape.head_width * memory.stream
     return (
         Row("weights: blocks' matrices", memory.matrices, f"{shape.layers} blocks, as they are stored"),
         Row(
