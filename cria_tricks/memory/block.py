@@ -128,8 +128,8 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
     )
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
     # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
-    # attention, unless norms keep them as they are; no norm below adapters keeps the first. Where a block is made again, it is the last of these, the stream's
-    # gradient, and the same once more on its way through the last operation.
+    # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
+    # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
     many = 3 if memory.stream < FP32 or keeps_nothing(memory) else bool(memory.adapted)
     if memory.checkpointed and not keeps_nothing(memory):
         many = (memory.stream < FP32) + (1 if late or magnitudes else 2)
@@ -286,7 +286,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         if memory.dropout:
             # CUDA's says in a byte what stays, a CPU's is multiplied by.
             keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32 if raised else x)
-            raised *= 2  # before and after
+            raised = 2 * raised if raised else given * x * (x != a)  # before and after; what is multiplied is counted
         keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
             keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
@@ -294,7 +294,12 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
         ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
         beside = 0 if ends else 2 * made * max(a, o)
-        forward = largest(forward - (0 if shared else given * a), made * o + raised + beside)
+        masked = keeps.get(f"{name}'s dropout", 0)
+        cast = given * a if x != a or raised else 0
+        host = keeps_nothing(memory)  # what nobody but autograd holds is there at once
+        sent = (cast + masked) * host
+        product = forward - masked - (0 if shared else given * a)
+        forward = largest(product, made * o + raised - masked * host, made * o + raised + beside - sent)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
         backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
@@ -306,11 +311,14 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             keeps[f"{name} whole"] = whole
             first, then = _dora_weight(memory, d_in, d_out, wide)
             beside = raised + made * o * memory.dropout
-            first += beside - own * memory.dropout - made * a - whole  # of what is kept, this comes later
+            # Of what is kept, some comes later, or is on the host.
+            first += beside - own * memory.dropout - made * a - whole - masked * host
             if not shared and not (memory.dropout and wide == a):
                 first -= given * a
             scaled = made * FP32 * (1 if ends else 3)
-            forward = largest(forward, first, beside + then + scaled - whole * (wide == a))
+            then += beside - sent - whole * (wide == a)  # which is W
+            scaled -= whole * (wide != a) * host
+            forward = largest(forward, first, then + cast * memory.dropout, then + scaled)
             # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
             # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
             backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32))
@@ -395,8 +403,7 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
             Operation("weighted values", halves, {}, queries, back + scores * a, 0, reads, scores * a + keys),
         ]
     if not memory.maskless:
-        # For each row, or, where it comes back from the host, for each head.
-        fetched = keeps_nothing(memory) and memory.learning_blocks
-        operands["mask"] = n * memory.tokens * a * (shape.heads if fetched else 1)
-    result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
-    return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]
+        operands["mask"] = n * memory.tokens * a
+    kept = operands | {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
+    fetched = sum(kept.values()) + operands.get("mask", 0) * (shape.heads - 1)  # it comes back once for each head
+    return [Operation("attention", kept, {}, queries, residual + 2 * queries + 2 * keys, fetched=fetched)]
