@@ -256,11 +256,13 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["head"] = _head_gradient(memory)
     found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
+    # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
+    once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
+    copies = _copies(memory, kept=once.offloaded)
+    for point in pick([point for point in block.points(once, block.learning(once)) if not point.backward]):
+        found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     points = block.points(memory, operations, learns=not memory.accumulates)
-    if block.keeps_nothing(memory) or not memory.checkpointed:  # else it runs once more, beside gradients
-        copies = _copies(memory, kept=memory.offloaded)
-        for point in pick([point for point in points if not point.backward]):
-            found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
+    if not memory.checkpointed:
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
