@@ -128,9 +128,9 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
     )
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
     # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
-    # attention, unless norms keep them as they are. Where a block is made again, it is the last of these, the stream's
-    # gradient, and the same once more on its way through the last operation.
-    many = 3 * (memory.stream < FP32 or keeps_nothing(memory))
+    # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
+    # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
+    many = 3 if memory.stream < FP32 or keeps_nothing(memory) else bool(memory.adapted)
     if memory.checkpointed and not keeps_nothing(memory):
         many = (memory.stream < FP32) + (1 if late or magnitudes else 2)
     hidden = memory.all_tokens * memory.shape.width * memory.stream
@@ -292,7 +292,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         if memory.dropout:
             # CUDA's says in a byte what stays, a CPU's is multiplied by.
             keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32 if raised else x)
-            raised *= 2  # before and after
+            raised = 2 * raised if raised else given * x * (x != a)  # before and after; what is multiplied is counted
         keeps[f"{name}'s A x"] = n * memory.rank * a
         if a < FP32:
             keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
@@ -300,7 +300,12 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
         ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
         beside = 0 if ends else 2 * made * max(a, o)
-        forward = largest(forward - (0 if shared else given * a), made * o + raised + beside)
+        masked = keeps.get(f"{name}'s dropout", 0)
+        cast = given * a if x != a or raised else 0
+        host = keeps_nothing(memory)  # what nobody but autograd holds is there at once
+        sent = (cast + masked) * host
+        product = forward - masked - (0 if shared else given * a)
+        forward = largest(product, made * o + raised - masked * host, made * o + raised + beside - sent)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
         gone = 0 if shared and source != GATED else given * a
         backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
@@ -312,11 +317,14 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             keeps[f"{name} whole"] = whole
             first, then = _dora_weight(memory, d_in, d_out, wide)
             beside = raised + made * o * memory.dropout
-            first += beside - own * memory.dropout - made * a - whole  # of what is kept, this comes later
+            # Of what is kept, some comes later, or is on the host.
+            first += beside - own * memory.dropout - made * a - whole - masked * host
             if not shared and not (memory.dropout and wide == a):
                 first -= given * a
             scaled = made * FP32 * (1 if ends else 3)
-            forward = largest(forward, first, beside + then + scaled - whole * (wide == a))
+            then += beside - sent - whole * (wide == a)  # which is W
+            scaled -= whole * (wide != a) * host
+            forward = largest(forward, first, then + cast * memory.dropout, then + scaled)
             # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
             # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
             backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32))

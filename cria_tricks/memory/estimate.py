@@ -255,21 +255,22 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["head"] = _head_gradient(memory)
     found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
+    # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
+    once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
+    copies = _copies(memory, kept=once.offloaded)
+    for point in pick([point for point in block.points(once, block.learning(once)) if not point.backward]):
+        found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     points = block.points(memory, operations, learns=not memory.accumulates)
-    if block.keeps_nothing(memory):  # else a block's forward pass is no peak, or runs once more beside gradients
-        copies = _copies(memory, kept=memory.offloaded)
-        for point in pick([point for point in points if not point.backward]):
-            found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
+    if not memory.checkpointed:
         points = [point for point in points if point.backward]
     for point in pick(points) if memory.learning_blocks else []:
         behind, nearly = _gradients_at(memory, point, sum(operation.learns for operation in operations))
-        now = over if point.backward else fixed
         # Nothing learns below the first copy, so no gradient waits for the frozen block beside it.
-        ends = memory.learns_beside and not memory.checkpointed and point.backward
+        ends = memory.learns_beside and not memory.checkpointed
         lowest = replace(point, opened=point.opened - _block_input(memory)) if ends else point
         last = point if memory.learning_blocks > 1 else lowest
-        found.append(Moment("last block", (*now, behind, waiting.others, *_inside(last))))
-        found.append(Moment("first block", (*now, nearly, waiting.one, *_inside(lowest))))
+        found.append(Moment("last block", (*over, behind, waiting.others, *_inside(last))))
+        found.append(Moment("first block", (*over, nearly, waiting.one, *_inside(lowest))))
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         waits = _block_input(memory)  # the gradient that the copy gave for the input of both
         frozen = [
@@ -321,7 +322,8 @@ def _fixed(memory: MemoryEstimate, *, masked: bool) -> tuple[Row, ...]:
     mask = 0
     if masked and not memory.maskless:  # of one byte, or added to the scores
         mask = memory.batch * memory.tokens**2 * (memory.stream if memory.kernel == "eager" else 1)
-    positions = 2 * memory.tokens * shape.head_width * memory.stream
+    rows = memory.batch if memory.joins_documents else 1  # where documents begin is another place in each row
+    positions = 2 * rows * memory.tokens * shape.head_width * memory.stream
     return (
         Row("weights: blocks' matrices", memory.matrices, f"{shape.layers} blocks, as they are stored"),
         Row(
