@@ -125,7 +125,9 @@ def sharded_moments(memory: MemoryEstimate, processes: int) -> list[Moment]:
     for moment in steps[:-1]:
         blocks, sent, whole = _WHOLE[moment.name]
         made = min(whole, 1) if memory.accumulates else whole
-        at_the_top = moment.name.endswith("block") or (moment.name == "embedding" and not memory.accumulates)
+        # The step of one card has the first part of a tied embedding's new gradient already, where others wait.
+        waits = moment.name.endswith("block") and not (memory.accumulates and memory.trains_all and memory.shape.tied)
+        at_the_top = waits or (moment.name == "embedding" and not memory.accumulates)
         opened = made * sizes.block_gradients + at_the_top * sizes.root_gradients
         rows = smaller(moment, state | {name: sent * size for name, size in gradients.items()}).rows
         found.append(Moment(moment.name, (*rows, *_whole(1, blocks, sizes, opened))))
