@@ -97,6 +97,27 @@ def test_a_run_keeps_and_says_what_was():
     ]
 
 
+@pytest.mark.parametrize(("settings", "steps"), [((), [1]), (("tricks.compile=true",), [])])
+def test_the_kernel_is_watched_in_the_first_step_if_anybody_can(settings, steps, monkeypatch):
+    watched = []
+
+    class Watch:
+        kernel = "seen"
+
+        def __enter__(self):
+            watched.append(len(loops[-1].windows) + 1)
+
+        def __exit__(self, *error):
+            """Nothing to do."""
+
+    loops = []
+    honest = Loop.__init__
+    monkeypatch.setattr(Loop, "__init__", lambda self, *given: (loops.append(self), honest(self, *given))[1])
+    monkeypatch.setattr(pipeline_fit, "WatchAttention", Watch)
+    assert fitted(*settings)[1].attention_kernel == "seen"
+    assert watched == steps
+
+
 def test_where_nobody_counts_every_step_has_a_peak():
     _, run, _, _ = fitted(counts=False)
     assert [entry["peak_bytes"] for entry in run.training] == [101, 102, 103, 104, 105, 106]
