@@ -10,7 +10,8 @@ from tests import figures
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in ("processes", "doublings") for case in figures.FILES[name][1]]
+    ("name", "case"),
+    [*((name, case) for name in ("processes", "doublings") for case in figures.FILES[name][1]), ("tables", "links")],
 )
 def test_the_figures_are_those_that_were_written_down(name, case):
     assert figures.computed(name, case) == figures.kept(name)[case]
