@@ -1,10 +1,22 @@
 """The adapter folder says itself whether it is whole."""
 
+import contextlib
 import json
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+from safetensors.torch import load_file
 
-from cria_tricks.artifact import save, verify
+from cria_tricks.artifact import (
+    load_side_network,
+    may_be_read,
+    refuse_unsafe,
+    save,
+    save_weights,
+    verify,
+    write_provenance,
+)
 from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
@@ -62,3 +74,111 @@ def test_damage_is_named(folder, damage, said):
 def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(BadInput, match="has no manifest.json"):
         verify(tmp_path / "none")
+
+
+class Peft:
+    """As peft's models: it has a config of what it adapts, and writes it in the order of a set."""
+
+    peft_config: ClassVar = {}
+
+    def save_pretrained(self, folder, **options):
+        self.given = options
+        (folder / "adapter_config.json").write_text(json.dumps({"target_modules": ["v", "k", "q"], "a": 1}))
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("weights", [None, {"w": 1}, {}])
+def test_every_file_is_written_as_it_was_given(weights, tmp_path):
+    model = Peft()
+    recipe = Recipe(name="mine")
+    save(tmp_path / "a", model, Tokenizer(), "owner/base", "# ü\n", recipe, {"b": 1, "a": [2]}, weights)
+    own = {} if weights is None else {"state_dict": weights}
+    assert model.given == {"save_embedding_layers": False, **own}
+    written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "a").iterdir()}
+    assert written.pop(MANIFEST)
+    assert written == {
+        "adapter_config.json": (
+            '{\n  "a": 1,\n  "base_model_name_or_path": "owner/base",\n  "target_modules": [\n    "k",\n    "q",\n'
+            '    "v"\n  ]\n}\n'
+        ),
+        "README.md": "# ü\n",
+        "recipe.toml": recipe.to_toml(),
+        "tokenizer.json": "{}",
+        "provenance.json": '{\n  "b": 1,\n  "a": [\n    2\n  ]\n}\n',
+    }
+    save(tmp_path / "b", model, Tokenizer(), "owner/base", "# card\n", recipe)
+    assert not (tmp_path / "b" / "provenance.json").exists()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_provenance(tmp_path / "a", {"loss": float("inf")})
+
+
+def side(tiny_model, blocks: int):
+    return prepare(tiny_model, "tricks.peft=side_network", f"side.blocks={blocks}")[2].model
+
+
+def test_a_side_network_comes_back_as_it_was_saved(tiny_model, tmp_path):
+    model = side(tiny_model, 2)
+    learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for number, parameter in enumerate(learns.values()):
+        parameter.data.fill_(number)
+    save_weights(model, tmp_path)
+    assert (tmp_path / "side_network.json").read_text() == '{"base_model_name_or_path": "", "blocks": 2}\n'
+    assert set(load_file(tmp_path / "side_network.safetensors")) == set(learns)
+    other = side(tiny_model, 2)
+    load_side_network(other, tmp_path)
+    found = {name: p for name, p in other.named_parameters() if p.requires_grad}
+    assert all((found[name] == number).all() for number, name in enumerate(learns))
+    save_weights(model, tmp_path, {name: p + 1 for name, p in learns.items()})
+    given = load_file(tmp_path / "side_network.safetensors")
+    assert all((given[name] == number + 1).all() for number, name in enumerate(learns))
+    with pytest.raises(BadInput, match="its side network does not fit this model"):
+        load_side_network(side(tiny_model, 1), tmp_path)
+
+
+def test_a_whole_model_is_saved_with_the_weights_that_are_given(tmp_path):
+    given = []
+    model = SimpleNamespace(modules=list, save_pretrained=lambda folder, **options: given.append((folder, options)))
+    save_weights(model, tmp_path)
+    save_weights(model, tmp_path, {"w": 1})
+    assert given == [(tmp_path, {}), (tmp_path, {"state_dict": {"w": 1}})]
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        (".gitattributes", False),
+        (".cache/model.bin", False),
+        ("deep/.hidden", False),
+        ("README.md", False),
+        ("deep/PICTURE.JPeG", False),
+        ("LICENSE.txt", False),
+        ("desktop.ini", False),
+        ("config.json", True),
+        ("model.bin", True),
+        ("readme.md.py", True),
+        ("deep/chat_template.jinja", True),
+    ],
+)
+def test_who_reads_a_file_is_known_by_its_name(name, read):
+    assert may_be_read(name) is read
+
+
+@pytest.mark.parametrize("mark", [MANIFEST, "provenance.json", "recipe.toml", None])
+def test_a_folder_with_any_mark_of_ours_must_be_whole(mark, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    if mark:
+        (tmp_path / mark).write_text("")
+    with pytest.raises(BadInput, match=r"manifest.json is .*; take the folder") if mark else contextlib.nullcontext():
+        refuse_unsafe(tmp_path)
+
+
+def test_a_file_that_may_be_read_and_is_not_listed_is_refused(folder):
+    (folder / "NOTES.md").write_text("x")
+    refuse_unsafe(folder)
+    (folder / "more.json").write_text("{}")
+    with pytest.raises(BadInput, match="more.json is not in manifest.json and may be read: take it away"):
+        refuse_unsafe(folder)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,139 @@ def test_a_spoilt_manifest_is_damage(content, tmp_path):
     write(tmp_path / "f", "one")
     (tmp_path / "f" / durable.MANIFEST).write_text(content)
     assert durable.damage(tmp_path / "f") == "manifest.json is damaged"
+
+
+ABOUT = {"bytes": 3, "sha256": "a" * 64}
+NO_SIZE = "what it says of a is no size and sha256"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "it lists no file"),
+        ({"/a": ABOUT}, "it lists '/a', which is outside the folder"),
+        ({"manifest.json": ABOUT}, "it lists 'manifest.json', which is the name of no file that it could know"),
+        ({"b//a": ABOUT}, "it lists 'b//a', which is the name of no file that it could know"),
+        ({"a": ABOUT | {"bytes": -1}}, NO_SIZE),
+        ({"a": ABOUT | {"bytes": 3.0}}, NO_SIZE),
+        ({"a": ABOUT | {"bytes": True}}, NO_SIZE),
+        ({"a": ABOUT | {"sha256": "a" * 63}}, NO_SIZE),
+        ({"a": ABOUT | {"sha256": "a" * 65}}, NO_SIZE),
+        ({"a": ABOUT | {"more": 1}}, NO_SIZE),
+    ],
+)
+def test_a_manifest_that_we_would_not_write_is_damage(files, said, tmp_path):
+    (tmp_path / durable.MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+    assert durable.damage(tmp_path) == f"manifest.json is damaged: {said}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text + "\n", "it is not as it was written"),
+        (lambda text: text.replace("  ", " "), "it is not as it was written"),
+        (lambda text: text.replace('{\n  "files"', '{\n  "files": {},\n  "files"'), "it names 'files' twice"),
+        (lambda text: text.replace('"bytes": 3', '"bytes": 0,\n      "bytes": 3'), "it names 'bytes' twice"),
+    ],
+)
+def test_a_manifest_that_was_written_by_somebody_else_is_damage(change, said, tmp_path):
+    write(tmp_path / "f", "one")
+    manifest = tmp_path / "f" / durable.MANIFEST
+    manifest.write_text(change(manifest.read_text()))
+    assert durable.damage(tmp_path / "f") == f"manifest.json is damaged: {said}"
+
+
+def test_each_way_to_be_damaged_has_its_words(tmp_path):
+    write(tmp_path / "f", "one")
+    file = tmp_path / "f" / "inner" / "a.txt"
+    file.write_text("four")
+    assert durable.damage(tmp_path / "f") == "inner/a.txt has 4 bytes, not the 3 that were written"
+    file.write_text("eno")
+    assert durable.damage(tmp_path / "f") == "inner/a.txt has other content than was written"
+    file.unlink()
+    assert durable.damage(tmp_path / "f") == "inner/a.txt is missing"
+    (tmp_path / "f" / durable.MANIFEST).unlink()
+    assert durable.damage(tmp_path / "f") == "manifest.json is missing"
+
+
+def test_a_folder_deep_inside_new_ones_with_leftovers_and_an_empty_file(tmp_path):
+    folder = tmp_path / "a" / "b" / "f"
+    for ending in (durable.ASIDE, durable.OLD):
+        (folder.with_name(folder.name + ending) / "leftover").mkdir(parents=True)
+    (folder.parent / "f").mkdir()
+    with durable.new_folder(folder) as aside:
+        assert list(aside.iterdir()) == []
+        for name in ("z", "a.txt"):
+            (aside / name).write_text("")
+        (aside / durable.MANIFEST).write_text("of something else")
+    assert names(folder.parent) == ["f"]
+    assert durable.damage(folder) == ""
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    entries = [f'    "{name}": {{\n      "bytes": 0,\n      "sha256": "{empty}"\n    }}' for name in ("a.txt", "z")]
+    assert (folder / durable.MANIFEST).read_text() == '{\n  "files": {\n' + ",\n".join(entries) + "\n  }\n}\n"
+    (folder / "deep").mkdir()
+    (folder / "deep" / "new").write_text("x")
+    (folder / "b").write_text("x")
+    assert durable.unlisted(folder) == ("b", "deep/new")
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(tmp_path, monkeypatch):
+    honest = os.fsync
+
+    def fsync(descriptor):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+            raise OSError(22, "Invalid argument")
+        honest(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path / "f", "one")
+    durable.write_file(tmp_path / "new" / "folders" / "file", b"\x00one")
+    assert (tmp_path / "new" / "folders" / "file").read_bytes() == b"\x00one"
+    assert durable.damage(tmp_path / "f") == ""
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
+    def refused(*arguments):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(durable.fcntl, "flock", refused)
+    with durable.only_writer(tmp_path):
+        assert names(tmp_path) == [".lock"]
+    with pytest.raises(Unwritten, match="cannot be written: No such file"), durable.only_writer(tmp_path / "none"):
+        pass
+
+
+class SafetensorError(Exception):
+    """By its name alone the library's is known."""
+
+
+PART = "the disk took only a part of it, 5.0 KiB are free"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("without a number"), "without a number"),
+        (SafetensorError("I/O"), PART),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos"), PART),
+        (RuntimeError("PytorchStreamWriter failed writing file"), PART),
+        (RuntimeError("something else"), None),
+        (NotImplementedError("PytorchStreamWriter"), None),
+        (ValueError("inline_container"), None),
+    ],
+)
+def test_what_a_disk_raises_is_one_sentence_and_all_else_is_left_alone(error, said, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=5120))
+    with pytest.raises(type(error) if said is None else Unwritten) as caught:  # noqa: SIM117
+        with durable.unwritten_in_one_line(tmp_path / "none" / "f"):
+            raise error
+    if said is None:
+        assert caught.value is error
+    else:
+        assert caught.value.reason == f"{tmp_path / 'none' / 'f'}: cannot be written: {said}"
+    assert asked == ([tmp_path] if said == PART else []), "the nearest folder that is there"
 
 
 def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):

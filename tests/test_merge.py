@@ -3,17 +3,21 @@
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from cria_tricks import models
+from cria_tricks import card, models
 from cria_tricks.artifact import save, verify
 from cria_tricks.chat import open_folder
+from cria_tricks.data import sources
 from cria_tricks.errors import BadInput
+from cria_tricks.hardware import Device
 from cria_tricks.load import load_tokenizer
-from cria_tricks.merge import CPU, _refuse_beyond_rounding, merge
+from cria_tricks.merge import CPU, _compare, _describe, _merged, _refuse_beyond_rounding, _rows, merge
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare
 
@@ -54,6 +58,7 @@ def test_every_weight_is_the_adapted_one_rounded_once(kind, tmp_path):
     folder = adapter(tmp_path, *LORAS[kind])
     found = merge(folder)
     assert found["dtype"] == "bfloat16"
+    assert (found["base"], found["merged"]) == (TINY, str(tmp_path / "merged"))
     assert found["adapter_effect"] > 20 * found["bound"]
     assert 0 < found["largest_difference"] <= found["bound"]
     assert found["same_argmax"] > 0.95
@@ -186,9 +191,103 @@ def test_another_kind_of_peft_adapter_is_named(tmp_path):
         (0.5, 1.0, ""),
         (0.5, 0.99, "16 bits would swallow it"),
         (0, 0, ""),
+        (0.5, 0, ""),
+        (0.001, 0.0001, "16 bits would swallow it"),
+        (float("nan"), 10, "16 bits explain 0.5"),
     ],
 )
 def test_a_merge_is_refused_beyond_its_bound_and_not_before(difference, effect, refused):
     check = {"largest_difference": difference, "bound": 0.5, "adapter_effect": effect}
     with pytest.raises(BadInput, match=refused) if refused else contextlib.nullcontext():
         _refuse_beyond_rounding(Path("adapter"), check)
+
+
+def test_logits_are_compared_by_their_largest_difference_and_by_the_words_they_choose():
+    unmerged = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])
+    merged = torch.tensor([[0.5, 1.0], [2.0, 2.5], [-1.0, 3.0]])
+    assert _compare(unmerged, merged) == {
+        "positions": 3,
+        "largest_difference": 2.5,
+        "same_argmax": pytest.approx(2 / 3),
+    }
+
+
+def test_four_rows_of_64_tokens_at_most_are_what_is_compared():
+    asked = []
+
+    def tokenizer(text):
+        asked.append(text)
+        return {"input_ids": list(range(40 + 20 * len(asked)))}
+
+    found = _rows(tokenizer, 64)
+    held_out = sources.find("nguzo_saba", "eval").rows[:4]
+    assert asked == ["\n".join(message["content"] for message in row.messages) for row in held_out]
+    assert [row.tolist() for row in found] == [[list(range(n))] for n in (60, 64, 64, 64)]
+    with pytest.raises(BadInput, match="the tokenizer gives tokens that the base model does not have"):
+        _rows(tokenizer, 63)
+
+
+def test_it_is_merged_on_a_processor_that_is_asked_for_nothing():
+    assert Device("cpu", "CPU", (0, 0), False, 0) == CPU
+
+
+def whole(head: torch.nn.Module | None, embeddings: torch.nn.Module) -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(tie_word_embeddings=True),
+        get_output_embeddings=lambda: head,
+        get_input_embeddings=lambda: embeddings,
+    )
+
+
+def test_a_head_of_its_own_is_not_saved_as_tied():
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for head, tied in ((first, True), (None, True), (second, False)):
+        made = whole(head, first)
+        asked = []
+        model = SimpleNamespace(merge_and_unload=lambda made=made, asked=asked, **given: asked.append(given) or made)
+        assert _merged(model, Path("adapter")) is made
+        assert made.config.tie_word_embeddings is tied
+        assert asked == [{"safe_merge": True}]
+
+
+@pytest.mark.parametrize("error", [ValueError("a\nb"), RuntimeError("a"), NotImplementedError("a"), MemoryError("a")])
+def test_what_peft_cannot_merge_is_one_line(error):
+    def raises(**options):
+        raise error
+
+    out = isinstance(error, MemoryError)
+    with pytest.raises(MemoryError if out else BadInput) as caught:
+        _merged(SimpleNamespace(merge_and_unload=raises), Path("adapter"))
+    assert str(caught.value) == ("a" if out else "adapter: cannot be merged: a; use it unmerged")
+
+
+def test_without_room_on_the_card_peft_is_not_blamed():
+    def raises(**options):
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        _merged(SimpleNamespace(merge_and_unload=raises), Path("adapter"))
+    assert type(caught.value) is RuntimeError
+
+
+def test_what_goes_beside_a_merged_model(tmp_path):
+    """Of an adapter with a recipe and a provenance, and of one of plain peft, which has its folder's name."""
+    base = models.Weights("owner/base", "owner/base", None)
+    check = {"positions": 5, "largest_difference": 0.5, "bound": 1.0, "adapter_effect": 9.0, "same_argmax": 1.0}
+    ours, plain = tmp_path / "ours", tmp_path / "plain"
+    for folder in (ours, plain, tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+    (ours / "recipe.toml").write_bytes(b"name = 1")
+    (ours / "provenance.json").write_text('{"recipe": {"name": "mine"}, "seed": 3}')
+    _describe(tmp_path / "a", ours, base, torch.float16, check)
+    _describe(tmp_path / "b", plain, base, torch.bfloat16, check)
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["README.md", "provenance.json"]
+    assert (tmp_path / "a" / "recipe.toml").read_bytes() == b"name = 1"
+    for folder, name, dtype, more in (
+        ("a", "mine", "float16", {"recipe": {"name": "mine"}, "seed": 3}),
+        ("b", "plain", "bfloat16", {}),
+    ):
+        made = json.loads((tmp_path / folder / "provenance.json").read_text())
+        assert made == more | {"merge": {"base": "owner/base", "dtype": dtype, **check}}
+        page = (tmp_path / folder / "README.md").read_text()
+        assert page == card.merged_card(name, "owner/base", dtype, check)

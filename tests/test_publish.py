@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,7 @@ from cria_tricks import durable
 from cria_tricks.artifact import verify
 from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.errors import BadInput, redacted
-from cria_tricks.publish import prepare
+from cria_tricks.publish import _in_one_line, _notes, _refuse_what_is_there, _unusable_base, prepare, push
 from tests.hub import TOKEN, Repo
 
 
@@ -181,6 +184,137 @@ def test_a_file_that_holds_a_token_is_never_sent(hub, adapter, publish):
     code, stdout, stderr = publish(sealed(adapter), "--yes")
     assert (code, stdout, hub.asked) == (2, "", [])
     assert "README.md holds a token of the hub; revoke it" in stderr
+
+
+@pytest.mark.parametrize(("own", "refused"), [("seven77", False), ("eight888", True), (TOKEN, True)])
+def test_a_token_of_ones_own_is_looked_for_from_eight_letters_on(own, refused, adapter, monkeypatch):
+    """In the usual form or not; and weights are not text, where eight bytes may be alike by chance."""
+    monkeypatch.setenv("HF_TOKEN", own)
+    with (adapter / "recipe.toml").open("a") as file:
+        file.write(f"# {own}\n")
+    with pytest.raises(BadInput, match="recipe.toml holds a token of the hub") if refused else nullcontext():
+        prepare(sealed(adapter), "owner/name")
+
+
+def test_of_weights_nothing_is_taken_for_a_token(adapter, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "lm_head_")
+    weights = adapter / "adapter_model.safetensors"
+    header = json.dumps({"__metadata__": {"x": "lm_head_"}}).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert prepare(sealed(adapter), "owner/name")["private"] is False, "when nothing is said"
+
+
+def test_what_a_careful_publisher_looks_at_twice(adapter):
+    (adapter / "NOTES.md").write_text("mine")
+    paths = ('train = "/home/me/x"', 'eval = "~/y"', 'other = "../z"', 'again = "~/y"', 'win = "C:\\w"', 'a = "b/c"')
+    (adapter / "recipe.toml").write_text("\n".join(paths))
+    shown = [f"recipe.toml shows a path of this machine: {path}" for path in ("/home/me/x", "~/y", "../z", "C:\\w")]
+    assert _notes(sealed(adapter)) == shown
+    (adapter / "MORE.md").write_text("mine")
+    (adapter / "recipe.toml").unlink()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/a/folder"}))
+    assert _notes(adapter) == [
+        "MORE.md is not in the manifest and is not sent",
+        "its base is /a/folder, which is not on the hub: nobody else could load it, and --yes refuses it",
+    ]
+    (adapter / "adapter_config.json").unlink()
+    assert _unusable_base(adapter) == "", "a whole model"
+
+
+def test_a_folder_of_ones_own_is_not_on_the_hub_though_it_looks_so(adapter, tmp_path, monkeypatch):
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
+    monkeypatch.chdir(tmp_path)
+    assert _unusable_base(adapter) == ""
+    (tmp_path / "owner" / "base").mkdir(parents=True)
+    assert _unusable_base(adapter) == "its base is owner/base, which is not on the hub"
+
+
+def answered(status: int) -> Exception:
+    error = ValueError("no")
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (answered(401), "no; is the token right? hf auth whoami tells"),
+        (answered(403), "no; may this login write there?"),
+        (answered(500), "no"),
+        (ValueError("  two\n lines "), "two lines"),
+        (ValueError(""), "ValueError"),
+        (caused(RuntimeError("a thread"), ValueError("its cause")), "a thread: its cause"),
+        (RuntimeError("alone"), "alone"),
+        (caused(ValueError("said"), ValueError("not said")), "said"),
+    ],
+)
+def test_an_error_of_the_hub_is_one_line_with_its_cure(error, said):
+    assert _in_one_line(error) == f"{said}; nothing was tagged"
+
+
+class Api:
+    """A hub that takes everything and writes down what it was given."""
+
+    endpoint = "https://hub"
+
+    def __init__(self, there: tuple[str, ...] | None, tags: tuple[str, ...] = (), private: bool = True):
+        self.there, self.tags, self.private, self.done = there, tags, private, []
+
+    def model_info(self, repo):
+        siblings = None if self.there is None else [SimpleNamespace(rfilename=name) for name in self.there]
+        return SimpleNamespace(private=self.private, siblings=siblings)
+
+    def list_repo_refs(self, repo):
+        return SimpleNamespace(tags=[SimpleNamespace(name=name) for name in self.tags])
+
+    def create_repo(self, *given, **options):
+        self.done.append(("create", given, options))
+
+    def create_commit(self, repo, operations, commit_message):
+        self.done.append(("commit", [o.path_in_repo for o in operations], commit_message))
+        return SimpleNamespace(oid="abc")
+
+    def create_tag(self, *given, **options):
+        self.done.append(("tag", given, options))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_is_sent_and_said_in_its_order(private, adapter, monkeypatch):
+    api, said = Api(None, ("v0.0.9",)), []
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)
+    prepared = prepare(adapter, "owner/name", "v1.0.0", private)
+    names = [file["path"] for file in prepared["files"]]
+    assert push(prepared, said.append) == {"url": "https://hub/owner/name/tree/v1.0.0", "commit": "abc"}
+    assert api.done == [
+        ("create", ("owner/name",), {"private": private, "exist_ok": True}),
+        ("commit", names, "v1.0.0, by cria publish"),
+        ("tag", ("owner/name",), {"tag": "v1.0.0", "revision": "abc"}),
+    ]
+    assert said == [f"sending {len(names)} files to owner/name", "tagged v1.0.0"]
+    assert names[-1] == "manifest.json"
+    push(prepared)
+
+
+@pytest.mark.parametrize(
+    ("there", "private", "said"),
+    [
+        (Api(("README.md", ".gitattributes", "LICENSE"), ("v0.9.0",)), True, ""),
+        (Api((), (), private=False), False, ""),
+        (Api((), (), private=False), True, "--private: owner/name is there already and public"),
+        (Api((), ("v2.0.0", "v1.0.0")), False, "--tag v1.0.0: owner/name has it already (v1.0.0, v2.0.0)"),
+        (Api(("README.md", "config.json", "x.bin")), False, "owner/name: holds config.json, which is not of this"),
+    ],
+)
+def test_a_repository_that_is_there_is_looked_at_first(there, private, said):
+    prepared = {"repo": "owner/name", "tag": "v1.0.0", "private": private, "files": [{"path": "README.md"}]}
+    with pytest.raises(BadInput, match=re.escape(said)) if said else nullcontext():
+        _refuse_what_is_there(there, prepared)
 
 
 def test_a_base_that_nobody_else_has_is_noted_and_then_refused(hub, trained, publish):

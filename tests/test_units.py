@@ -4,10 +4,37 @@ import random
 import re
 
 import pytest
+import torch
 
-from cria_tricks.units import duration, money
+from cria_tricks.units import DTYPE, duration, human, money
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 365 * 86_400}
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (-1023, "-1023 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (-1536, "-1.5 KiB"),
+        (2**20 - 1, "1024.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (2**40, "1.0 TiB"),
+        (3 * 2**50, "3072.0 TiB"),
+    ],
+)
+def test_bytes_are_said_in_the_unit_that_suits_them(size, said):
+    assert human(size) == said
+
+
+def test_our_names_of_precisions_are_torchs():
+    assert [getattr(torch, name).itemsize for name in DTYPE.values()] == [4, 2, 2]
+    assert list(DTYPE) == ["fp32", "fp16", "bf16"]
 
 
 @pytest.mark.parametrize(

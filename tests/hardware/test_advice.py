@@ -1,7 +1,7 @@
 """The guide's answer and ours, with an estimator whose numbers are easy to follow."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 
@@ -11,7 +11,7 @@ from cria_tricks.hardware.advice import METHODS, advise, recipe_for
 from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, row_for
 from cria_tricks.hardware.words import in_words
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.memory.shape import Shape, find_shape
 from cria_tricks.tricks import resolve
 
 GIB = 2**30
@@ -66,6 +66,29 @@ def test_cheapest_and_fastest_are_among_those_that_fit_and_can_be_paid():
     assert (less.cheapest["lora"], less.fastest["lora"]) == (None, None)
     assert option(less, "lora", "a100-large").within_budget is False
     assert option(less, "full", "a100-large").within_budget is None
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_it_fits_to_the_last_byte_and_not_a_byte_beyond(spare, fits):
+    found = advise(find_shape("smollm2"), lambda *what: T4.memory_bytes - spare, tokens=1)
+    assert found.tokens == 1, "the fewest"
+    small = option(found, "lora", "t4-small")
+    assert (small.fits, small.minutes is None) == (fits, not fits)
+
+
+@pytest.mark.parametrize(("weights", "fits"), [(800_000_000, True), (800_000_001, False)])
+def test_a_rule_of_thumb_counts_to_the_last_byte_too(weights, fits):
+    """20 GB a billion are 16 GB for 0.8 of them: all that a T4 has by the guide, and by the estimate nothing fits."""
+
+    class Exact(Shape):
+        weights = 0
+
+    known = {field.name: getattr(find_shape("smollm2"), field.name) for field in fields(Shape)}
+    monster = Exact(**known)
+    Exact.weights = weights
+    full, _ = advise(monster, lambda *what: 10**18).rules
+    assert ("t4-small" in full.only_by_the_rule) is fits
+    assert full.only_by_ours == ()
 
 
 @pytest.mark.parametrize(

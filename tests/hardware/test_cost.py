@@ -1,5 +1,7 @@
 """Bytes as an operation-by-operation count gives them, seconds as the sum of what holds each part up, and the price."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -205,6 +207,34 @@ def test_the_kernel_follows_the_rows(settings, kernel, masked):
     recipe = with_settings(Recipe(), [s if s.startswith("train") else f"tricks.{s}" for s in settings])
     found = cost.attention_kernel(recipe, find_shape("llama-3.2-1b"), CARDS["t4"], recipe.train.batch_size, 512)
     assert found == (kernel, masked)
+
+
+@pytest.mark.parametrize(("window", "masked"), [(0, False), (1, True), (511, True), (512, False), (513, False)])
+def test_a_window_is_a_mask_if_a_row_is_longer(window, masked):
+    shape = replace(find_shape("llama-3.2-1b"), window=window)
+    for attention, kernel, has in (
+        ("eager", "eager", masked),
+        ("sdpa", "memory-efficient" if masked else "math", masked),
+        ("flash_attention_2", "flash", False),
+    ):
+        recipe = with_settings(Recipe(), [f"tricks.attention={attention}"])
+        assert cost.attention_kernel(recipe, shape, CARDS["t4"], 1, 512) == (kernel, has)
+
+
+@pytest.mark.parametrize(("settings", "kernel"), [([], "math"), (["tricks.expand_kv=true"], "memory-efficient")])
+def test_keys_of_as_many_heads_need_not_be_repeated(settings, kernel):
+    recipe = with_settings(Recipe(), ["tricks.attention=sdpa", *settings])
+    grouped = find_shape("llama-3.2-1b")
+    assert cost.attention_kernel(recipe, grouped, CARDS["t4"], 1, 512) == (kernel, False)
+    alike = replace(grouped, kv_heads=grouped.heads)
+    assert cost.attention_kernel(recipe, alike, CARDS["t4"], 1, 512) == ("memory-efficient", False)
+
+
+def test_one_card_and_tokens_that_are_all_trained_are_what_is_meant_when_nothing_is_said():
+    card, shape = CARDS["t4"], find_shape("smollm2")
+    recipe = with_settings(kwanzaa(card.device), ["tricks.chunked_loss=true"])
+    assert cost.work(recipe, shape, card, 512) == cost.work(recipe, shape, card, 512, 1.0, 1)
+    assert cost.work(recipe, shape, card, 512) != cost.work(recipe, shape, card, 512, 0.9, 2)
 
 
 def test_emulated_bf16_is_computed_in_fp32():

@@ -1,12 +1,14 @@
 """Seconds of a call by hand, of a step, and the number of processes at which a doubling stops to pay."""
 
+import inspect
+
 import pytest
 
 from cria_tricks.hardware import cost
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.parallel import ddp, links
-from cria_tricks.parallel.collectives import Timing
+from cria_tricks.parallel.collectives import SIZES, Timing
 from cria_tricks.parallel.links import LINKS, Link, compute_seconds, measured_link, step_seconds, when_it_stops
 from cria_tricks.parallel.per_process import local
 from cria_tricks.parallel.traffic import Call
@@ -75,6 +77,7 @@ def test_a_step_computes_and_sends_and_hides_no_more_than_there_is(overlap, hidd
     assert step.calls == (("send: a gigabyte", pytest.approx(communication)),)
     assert step.hidden == pytest.approx(min(hidden, communication), abs=1e-3)
     assert step.seconds == pytest.approx(2.0 + communication - step.hidden)
+    assert step_seconds(2.0, [call, call], ROUND).seconds == pytest.approx(2.0 + 2 * communication), "nothing is hidden"
 
 
 def test_processes_compute_their_own_micro_batches():
@@ -171,6 +174,39 @@ def test_tensor_parallelism_ends_where_heads_do_not_divide():
     found = when_it_stops(LORA, SHAPE, CARD, FREE, "tensor", nothing, gain=1.0)
     assert found.stops == found.points[-1].processes == SHAPE.kv_heads == 8
     assert "16 does not divide the model's heads" in found.why
+
+
+def test_what_is_timed_and_what_is_made_of_it(monkeypatch):
+    """All that one of three processes does, with clocks that are made up: 2 ms and 1.5 ns a byte, and 5 ms of products.
+
+    A row of seconds is: one for each size of the line, one for the smallest call with products, one for each asked.
+    """
+    ran: list[tuple[str, int]] = []
+    seconds = [2e-3 + 1.5e-9 * size for size in SIZES] + [7e-3, 0.25, 0.5]
+
+    def timed(turns):
+        for turn in turns:
+            turn()
+        return seconds
+
+    monkeypatch.setattr(links, "timed", timed)
+    monkeypatch.setattr(links.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(links.dist, "all_reduce", lambda tensor: ran.append(("all_reduce", tensor.nbytes)))
+    monkeypatch.setattr(links.torch, "mm", lambda a, b: ran.append(("mm", a.nbytes + b.nbytes)))
+    one, two = links.predicted_and_measured((80_000_000, 4000))
+    products = [("mm", 2 * 4 * 512 * 512)] * 4
+    assert ran == [("all_reduce", size) for size in SIZES] + [
+        done for size in (4, 80_000_000, 4000) for done in (*products, ("all_reduce", size))
+    ]
+    assert (one["bytes"], one["measured"], two["bytes"], two["measured"]) == (80_000_000, 0.25, 4000, 0.5)
+    for entry in (one, two):
+        assert entry["compute"] == pytest.approx(7e-3 - 2e-3)
+        assert entry["predicted"] == pytest.approx(7e-3 + 1.5e-9 * entry["bytes"])
+    seconds[len(SIZES)] = 1e-3
+    for entry in links.predicted_and_measured((80_000_000, 4000)):
+        assert entry["compute"] == 0.0, "and not less than nothing"
+    [default] = inspect.signature(links.predicted_and_measured).parameters.values()
+    assert default.default == (3_145_728, 12_582_912, 50_331_648), "3, 12 and 48 MiB"
 
 
 def test_prediction_and_measurement_come_together(two):

@@ -1,5 +1,6 @@
 """What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,17 @@ def test_the_figure_of_the_zero_paper():
     # Fig. 1: 7.5 billion weights on 64 processes, K = 12.
     found = [f"{zero_bytes(7_500_000_000, 64, stage) / 1e9:.1f}" for stage in range(4)]
     assert found == ["120.0", "31.4", "16.6", "1.9"]
+    # The paper's bytes of a weight: 2 and 2 and 12. Then of 1, 4 and 16.
+    assert [zero_bytes(640, 64, stage) for stage in range(4)] == [640 * 16, 640 * 4 + 120, 640 * 2 + 140, 160]
+    assert [zero_bytes(640, 64, stage, 1, 4, 16) for stage in (1, 2, 3)] == [640 * 5 + 160, 640 + 200, 210]
+
+
+def test_it_fits_to_the_last_byte_and_not_a_byte_beyond():
+    found = bill("ddp", 2, *LORA)
+    for spare, fits in ((0, True), (-1, False)):
+        card = replace(CPU, memory_bytes=found.needed_bytes + spare)
+        recipe = with_settings(Recipe(), ["data.max_length=64", *LORA])
+        assert per_process(recipe, SHAPE, card, "ddp", 2).fits is fits
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "model"])

@@ -49,3 +49,26 @@ def test_the_filler_is_a_row_in_which_nothing_is_trained():
     assert (batch["labels"] == -100).all()
     packed = [{**rows[0], "position_ids": [0, 1, 2]}]
     assert PadToLongest(0)(with_filler(packed, 0)[-1:])["position_ids"].tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "found"),
+    [
+        (5, {}, [[0, 1], [2, 3], [4]]),
+        (5, {"share": 0, "shares": 2}, [[0, 1], [4]]),
+        (5, {"share": 1, "shares": 2}, [[2, 3], [-1]]),
+        (4, {"share": 0, "shares": 2}, [[0, 1]]),
+        (4, {"share": 1, "shares": 2}, [[2, 3]]),
+        (1, {"share": 2, "shares": 3, "filler": 9}, [[9]]),
+        (7, {"share": 2, "shares": 3, "filler": 9}, [[4, 5], [9]]),
+        (0, {"share": 1, "shares": 3}, []),
+    ],
+)
+def test_the_micro_batches_of_a_share(rows, options, found):
+    share = Share(SequentialSampler(range(rows)), 2, **options)
+    assert list(share) == found
+    assert len(share) == len(found)
+
+
+def test_a_filler_comes_behind_no_rows_too():
+    assert with_filler([], 7) == [{"input_ids": [7, 7], "labels": [-100, -100]}]
