@@ -388,6 +388,7 @@ predicted = {
     "head in 16 bits": -2 * shape.vocabulary * shape.width,  # the table is in 16 bits: nothing to cast
     "blocks: waiting": -2 * shape.layers * n * shape.width,
     "final norm": -2 * n * shape.width,  # its result is part of the stream
+    "hidden states of trained tokens": -4 * (n - 1) * shape.width,  # as they were picked, before they were cast
     "batch": -2 * 2 * n * shape.head_width,  # cosines and sines take the stream's dtype
 }
 old, new = ({row.name: row.bytes for row in course.bill(recipe).rows} for recipe in (before, after))
@@ -397,10 +398,9 @@ print(f"{saved / MIB:,.1f} MiB, of which {100 * -sum(list(predicted.values())[:2
 assert saved == -sum(predicted.values())
 
 # %% [markdown]
-# It is the sum that lesson 6 gave back, 1,138.6, but not the same rows: the mask's 8 MiB have gone with eager
-# attention, the final norm's 8 came with the chunked loss. (A coincidence: $2 T^2 = 2 T D$, as here $T = D$.) And the
-# second edit, inputs uncast, saves nothing here: at this moment no block is open, and on a T4 peft would not cast
-# anyway.
+# It is nearly the sum that lesson 6 gave back, but not from the same rows: the final norm's 8 MiB and the picked hidden
+# states' 16 came with the chunked loss. And the second edit, inputs uncast, saves nothing here: at this moment no block
+# is open, and on a T4 peft would not cast anyway.
 #
 # What is left? And what would a T4 hold now?
 
@@ -658,7 +658,7 @@ course.check(3, to_bf16_by_lot, of_lot, "a function x -> a bf16 tensor shaped li
 # </details>
 #
 # ## In one breath
-# - **Saves** 1,138.6 MiB of 2,654.8: the table's fp32 copy, the 16-bit copy of that as head, half of the stream.
+# - **Saves** 1,154.6 MiB of 2,670.8: the table's fp32 copy, the 16-bit copy of that as head, half of the stream.
 # - **Costs** sums of the stream in 16 bits; in bf16 0.017 to 0.019 of loss after 20 steps of a small model.
 # - **Approximate**: the stream is off by $u$ of each sum at most. Inputs left uncast change no bit.
 # - **When**: a quantised model in 16-bit arithmetic; the larger the vocabulary beside the blocks, the more.

@@ -7,7 +7,7 @@
 
 # %% [markdown]
 # # 16. Together: why savings do not add up
-# > **Promise.** Each alone, twelve switches save 43,890 MiB of a step that has 32,062. You find where they went: one
+# > **Promise.** Each alone, twelve switches save 43,866 MiB of a step that has 32,046. You find where they went: one
 # > rule, proved in a few lines and checked on all 14,080 ways to flip a switch, says what it is worth beside others.
 #
 # > **Card.** saves nothing itself, and shows what does; its last switch, compile, may save seconds / costs a
@@ -83,7 +83,7 @@ print(f"{'added up':28}", *(f"{sum(column) / MIB:14,.0f}" for column in saved.va
 assert sum(saved["on the ladder"]) == peaks[0] - peaks[-1]
 assert sum(saved["alone"]) > peaks[0] > peaks[0] - peaks[-1] > sum(saved["beside all"])
 first = {name: fields[column.index(max(column))] for name, column in saved.items()}
-assert round(sum(saved["alone"]) / MIB) == 43_890
+assert round(sum(saved["alone"]) / MIB) == 43_866
 assert first == {"alone": "gradient_checkpointing", "on the ladder": "peft", "beside all": "peft"}
 
 # %% [markdown]
@@ -464,8 +464,8 @@ print(f"{8 * 2048 * bench.bill(whole).seconds:.1f} s a step -> {8 * 2048 * bench
 
 # %% [markdown]
 # ## 6. Where it breaks
-# **`does not fit`, where the savings said it would.** LoRA saves 9,846 MiB alone, a paged optimizer 9,428. From 32,062
-# that leaves 12,789: under 14.74 GiB, CUDA's own included. On a card the run ends with `torch.OutOfMemoryError: CUDA
+# **`does not fit`, where the savings said it would.** LoRA saves 9,846 MiB alone, a paged optimizer 9,428. From 32,046
+# that leaves 12,772: under 14.74 GiB, CUDA's own included. On a card the run ends with `torch.OutOfMemoryError: CUDA
 # out of memory`. Cause: both savings are of the same states. Cure: read the table, and shrink another row.
 
 # %%
@@ -616,8 +616,8 @@ course.check(3, fair, of_fair, "a function (switches) -> a dict from each switch
 # </details>
 #
 # ## In one breath
-# - **Saves**: together 30,546 of 32,062 MiB, and three quarters of the time by estimate; alone the same switches claim
-#   43,890.
+# - **Saves**: together 30,530 of 32,046 MiB, and three quarters of the time by estimate; alone the same switches claim
+#   43,866.
 # - **The rule**: what a switch saves lies between what it takes at the new peak's moment and at the old one's.
 # - **Costs**: checkpointing's second forward pass, unpacking, the rounding of 4 and 8 bits; compile, its first call.
 # - **When**: shrink the row that is largest at the peak, look again, repeat. Compile last, for a long run on a card.

@@ -301,9 +301,9 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
         beside = 0 if ends else 2 * made * max(a, o)
         masked = keeps.get(f"{name}'s dropout", 0)
-        cast = given * a if x != a or raised else 0
+        copied = given * a if x != a or raised else 0
         host = keeps_nothing(memory)  # what nobody but autograd holds is there at once
-        sent = (cast + masked) * host
+        sent = (copied + masked) * host
         product = forward - masked - (0 if shared else given * a)
         forward = largest(product, made * o + raised - masked * host, made * o + raised + beside - sent)
         # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
