@@ -184,6 +184,7 @@ WORDS = {
     "train.report_to": "trackio", "parallel.strategy": "ddp", "data.overflow": "drop", "data.duplicates": "near",
     "data.leakage": "drop", "data.language": "en", "tricks.precision": "bf16", "tricks.quantization": "nf4",
     "tricks.peft": "lora", "tricks.optimizer": "adamw_8bit", "tricks.attention": "sdpa",
+    "data.shuffle_documents": "0.5", "data.drop_uncited": "0.5", "data.drop_cited": "0.5",
 }  # fmt: skip
 
 
@@ -191,8 +192,8 @@ WORDS = {
 def test_only_what_changes_nothing_in_the_training_may_be_changed(field):
     group, _, name = field.partition(".")
     value = getattr(getattr(Recipe(), group), name) if name else getattr(Recipe(), group)
-    other = not value if isinstance(value, bool) else 0.5 if field.startswith("data.") and value == 0.0 else 9
-    other = WORDS.get(field, "other" if isinstance(value, str) else "q_proj" if isinstance(value, tuple) else other)
+    others = {bool: not value, int: 9, float: 0.5, str: "other", tuple: "q_proj"}
+    other = WORDS.get(field, others[type(value)])
     before, now = (describe(recipe, {}, "cpu") for recipe in (Recipe(), with_settings(Recipe(), [f"{field}={other}"])))
     assert before != now
     if field in FREE:
