@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cria_tricks import checkpoints, durable
-from cria_tricks.checkpoints import Checkpoints, describe, refuse_another_run
+from cria_tricks.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe, field_names, with_settings
@@ -87,11 +87,13 @@ def test_damaged_ones_are_passed_over_and_each_is_told(kept, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", "{}", '{"recipe": {}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "3", "{}", '{"recipe": {}}', None])
 def test_a_checkpoint_without_a_readable_run_is_damaged(content, kept, tmp_path):
     found = kept(2, 4)
     newest = tmp_path / "here" / "checkpoint-4"
-    (newest / "run.json").write_text(content)
+    (newest / "run.json").unlink()
+    if content:
+        (newest / "run.json").write_text(content)
     (newest / "manifest.json").unlink()
     durable._write_manifest(newest)
     assert found.newest().step == 2
@@ -216,6 +218,20 @@ def test_rows_count_where_both_runs_know_them():
     before = run()
     del before["rows"]
     refuse_another_run(before, run(train="a"), Path("c"))
+
+
+@pytest.mark.parametrize("before", [{}, None, {"recipe": {"lora": {"rank": 3}}}, {"recipe": 3}])
+def test_a_run_that_says_no_recipe_is_of_another_version(before):
+    with pytest.raises(BadInput) as caught:
+        refuse_another_run(before, describe(Recipe(), {}, "cpu"), Path("c"))
+    assert str(caught.value) == "--resume: c was written by another version of cria_tricks; use that one"
+
+
+def test_a_library_that_was_not_there_is_another_version():
+    now = {"versions": {"torch": "2", "peft": "1", "device": "cpu"}}
+    assert other_versions({"versions": {"torch": "1", "device": "cpu", "old": "1"}}, now) == [
+        "torch 1 is now 2: the resumed run may differ in the last bits"
+    ]
 
 
 def test_a_description_names_device_processes_and_rows():

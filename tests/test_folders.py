@@ -179,10 +179,13 @@ def test_a_resume_without_a_checkpoint(tmp_path):
     assert refusal(tmp_path, resume=True) == (
         f"--resume: {tmp_path} holds report.json but no checkpoint to go on from; name a new folder"
     )
-    (tmp_path / "run.json").write_text("{")
-    assert refusal(tmp_path, resume=True) == (
-        f"--resume: {tmp_path} holds report.json but no run.json that says of what run; name a new folder"
-    )
+    for content in ("{", "[" * 100_000, None):
+        (tmp_path / "run.json").unlink()
+        if content:
+            (tmp_path / "run.json").write_text(content)
+        assert refusal(tmp_path, resume=True) == (
+            f"--resume: {tmp_path} holds report.json but no run.json that says of what run; name a new folder"
+        )
 
 
 def test_each_process_has_its_own_samples(tmp_path):

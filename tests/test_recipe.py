@@ -371,6 +371,7 @@ def test_of_a_word_without_end_the_middle_is_left_out():
         ("[train]\nSeed = 1", "r.toml:2: unknown field train.Seed; did you mean train.seed?"),
         ("[tricks]\nquantization = 'NF4'", "must be none, int8, nf4 or fp4; did you mean nf4?"),
         ("name = ''", "r.toml:1: name = ''"),
+        ("a = " + "[" * 5000, "not valid TOML: nested too deep"),
         ("[train]\nmax_steps = -1\nseed = -1", "r.toml:2: train.max_steps = -1: must be greater than or equal to 0"),
         ("name = 'x'\ntrain = {max_steps = -1}", "r.toml:2: train.max_steps = -1"),
         ("[lora]\nr = 8\ntarget_modules = [1]", "r.toml:3: lora.target_modules.0 = 1: must be a valid string"),

@@ -46,6 +46,7 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_string_are_fine(tmp_pat
         ('{"prompt": "x", "completion": ' + "9" * 5000 + "}", "not a row"),
         ('{"prompt": "\\ud800", "completion": "x"}', "half a surrogate pair"),
         ("[1]", "must be a JSON object, not list"),
+        ("[" * 100_000, "not a row: maximum recursion depth exceeded"),
         ("{}", "needs the field messages, the fields prompt and completion, or text"),
         ('{"prompt": "x"}', "needs the field messages"),
         ('{"prompt": "x", "completion": "  "}', "completion is empty"),

@@ -174,3 +174,14 @@ def test_the_split_of_a_hub_set(part, splits, taken, monkeypatch):
     found = sources.find("owner/name", part)
     assert found.description == f"owner/name ({taken}), 2 rows, from the Hugging Face hub"
     assert [row.where for row in found.rows] == [f"owner/name:{taken} row {number}" for number in (0, 1)]
+
+
+def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeypatch):
+    def open_url(url, timeout):
+        raise sources.http.client.IncompleteRead(b"half")
+
+    monkeypatch.setattr(sources.urllib.request, "urlopen", open_url)
+    with pytest.raises(
+        BadInput, match=r"^data.eval=kwanzaa: cannot download .* \(IncompleteRead\(4 bytes read\)\); with a"
+    ):
+        sources.find("kwanzaa", "eval")
