@@ -1,5 +1,6 @@
 """Toggles as data: what each writes into the plan, what it refuses, and what it warns of. No GPU needed."""
 
+import inspect
 import json
 from dataclasses import replace
 
@@ -10,7 +11,24 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan, diff
-from cria_tricks.tricks import flash_attention, resolve, still_off
+from cria_tricks.tricks import (
+    CARD,
+    INFERENCE,
+    TRICKS,
+    adamw_8bit,
+    chunked_loss,
+    compile,
+    flash_attention,
+    int8,
+    lora,
+    mixed_precision,
+    nf4,
+    paged_optimizer,
+    resolve,
+    still_off,
+    trick_name,
+)
+from cria_tricks.tricks import card as card_of
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -376,3 +394,37 @@ def test_two_tricks_that_disagree_are_both_named():
     )
     with pytest.raises(BadInput, match="one_trick and another_trick cannot be combined: model.dtype"):
         other.with_("model", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (flash_attention.flash_attention, {"causal": True, "tile": 128}),
+        (chunked_loss.chunked_cross_entropy, {"chunk": 256}),
+        (compile.fused, {"tile": 1024}),
+        (int8.linear_8bit, {"threshold": 6.0}),
+        (nf4.quantize, {"double_quantization": False}),
+        (lora.LoraLinear, {"rslora": False, "dora": False}),
+        (lora.trained_weights, {"dora": False}),
+        (mixed_precision.LossScale, {"scale": 65536.0, "growth_interval": 2000}),
+        (adamw_8bit.quantize_blocks, {"block": 256}),
+        (adamw_8bit.dequantize_blocks, {"block": 256}),
+        (adamw_8bit.AdamW8bit, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        (paged_optimizer.PagedAdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}),
+        (paged_optimizer.Pager, {"device": "cpu"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_left_out_has_the_papers_value_or_the_librarys(function, defaults):
+    parameters = inspect.signature(function).parameters.values()
+    assert {one.name: one.default for one in parameters if one.default is not one.empty} == defaults
+
+
+def test_each_card_is_read_whole():
+    for trick in (*TRICKS, *INFERENCE):
+        found = card_of(trick)
+        assert tuple(found) == ("title", "Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
+        assert found["title"] == trick.__doc__.splitlines()[0]
+        said = " ".join(trick.__doc__.partition("\n\n")[2].split()).replace("Shapes: ", "Shapes ")
+        assert " ".join(f"{name} {found[name]}" for name in CARD) == said
+        assert trick_name(trick) == trick.__file__.rpartition("/")[2].removesuffix(".py")
