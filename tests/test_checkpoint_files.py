@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from cria_tricks import checkpoints, durable
-from cria_tricks.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.checkpoints import Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe, field_names, with_settings
+from tests.helpers import is_frozen
 
 ABOUT = {"recipe": {"name": "made"}, "rows": {}}
 
@@ -241,3 +242,7 @@ def test_a_description_names_device_processes_and_rows():
     assert list(found["versions"]) == ["device", "processes", "torch", "transformers", "peft", "bitsandbytes"]
     assert (found["versions"]["device"], found["versions"]["processes"]) == ("Tesla T4", 1)
     assert describe(Recipe(), {}, "cpu", 3)["versions"]["processes"] == 3
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Checkpoint)

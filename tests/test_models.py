@@ -5,6 +5,7 @@ import torch
 
 from cria_tricks import catalogue, models
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 
 def test_names_that_are_no_model(tmp_path):
@@ -186,3 +187,53 @@ def test_random_weights_are_the_same_everywhere_and_move_no_random_number(tmp_pa
         expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**catalogue.CONFIGS["tiny"]))
     weights = load_file(found.path + "/model.safetensors")
     assert all(torch.equal(tensor, expected.state_dict()[name].bfloat16()) for name, tensor in weights.items())
+
+
+def test_no_program_that_came_with_the_weights_is_run(monkeypatch, tmp_path):
+    """Model and tokenizer are read without ``trust_remote_code``, and what is saved no longer says GGUF."""
+    import transformers
+
+    asked, saved = [], []
+
+    class Config:
+        def __init__(self):
+            self.quantization_config = "gguf"
+
+    class Packed:
+        def __init__(self):
+            self.config = Config()
+
+        @classmethod
+        def from_pretrained(cls, folder, **options):
+            asked.append((folder, options))
+            return cls()
+
+        @classmethod
+        def from_config(cls, config, **options):
+            assert "quantization_config" not in vars(config)
+            assert options == {"dtype": torch.bfloat16}
+            return cls()
+
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            saved.append(state)
+
+        def tie_weights(self):
+            saved.append("tied")
+
+        def save_pretrained(self, into):
+            saved.append(into)
+
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Packed)
+    monkeypatch.setattr(transformers, "AutoTokenizer", Packed)
+    (tmp_path / "weights.gguf").touch()
+    models._convert_gguf(tmp_path, tmp_path / "into")
+    common = {"gguf_file": "weights.gguf", "trust_remote_code": False}
+    assert asked == [(tmp_path, {**common, "dtype": torch.bfloat16}), (tmp_path, common)]
+    assert saved == [{"a": 1}, "tied", tmp_path / "into", tmp_path / "into"]
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(models.Weights)

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from cria_tricks.checkpoints import Checkpoint
 from cria_tricks.errors import BadInput, OutOfMemory, Unwritten
 from cria_tricks.resumable import KeepRandomState, ResumableTrainer, loading, position
-from cria_tricks.trainer import SharedTrainer
+from cria_tricks.trainer import Run, SharedTrainer
+from tests.helpers import is_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +136,7 @@ def test_states_that_are_not_paged_stay_where_they_are(paged):
 
 def test_nobody_counts_the_trainers_flops():
     assert SharedTrainer.floating_point_ops(None, {}) == 0
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Run)

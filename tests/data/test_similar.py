@@ -9,6 +9,7 @@ import pytest
 from cria_tricks.data import similar, sources
 from cria_tricks.data.chat import Chat, read_jsonl
 from cria_tricks.data.similar import LEAK, NEAR, Guard, Leak, Repeats, digest, shingles, sign, words
+from tests.helpers import is_frozen
 
 
 def chat(user: str, answer: str = "An answer.", where: str = "here") -> Chat:
@@ -267,3 +268,7 @@ def test_from_four_fifths_of_the_numbers_on_it_is_a_near_duplicate(equal, reason
     assert repeats.reason(text("b")) == reason
     assert len(repeats.signatures) == (2 if reason is None else 1)
     assert repeats.reason(text("a")) == "duplicate"
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Leak)

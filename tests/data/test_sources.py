@@ -8,6 +8,7 @@ import pytest
 from cria_tricks.data import sources
 from cria_tricks.data.chat import Chat
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 ROW = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
 
@@ -185,3 +186,7 @@ def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeyp
         BadInput, match=r"^data.eval=kwanzaa: cannot download .* \(IncompleteRead\(4 bytes read\)\); with a"
     ):
         sources.find("kwanzaa", "eval")
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(sources.Source)

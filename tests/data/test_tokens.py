@@ -6,6 +6,7 @@ from cria_tricks.data import sources
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import IGNORED, TokenRows, chunks, tokenize, trained
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 
 def chat(*turns: tuple[str, str]) -> Chat:
@@ -256,3 +257,7 @@ def test_the_pieces_of_seven_tokens(length, overlap, rows):
         {"input_ids": ids, "labels": [NO] * known + ids[known:]} for ids, known in rows
     ]
     assert list(chunks([], length, overlap)) == []
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(TokenRows)

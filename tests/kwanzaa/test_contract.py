@@ -7,7 +7,8 @@ from functools import reduce
 import pytest
 
 from cria_tricks.kwanzaa.contract import Answer
-from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, read
+from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, Reply, Violation, read
+from tests.helpers import is_frozen
 from tests.kwanzaa.made import SOURCES, answer
 
 LEFT_OUT = "left out"
@@ -234,3 +235,8 @@ def test_what_a_broken_answer_says_of_its_parts():
 )
 def test_whether_the_first_brace_is_closed_again(raw, kind):
     assert [violation.kind for violation in read(raw).violations] == [kind]
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Reply)
+    assert is_frozen(Violation)

@@ -11,6 +11,7 @@ from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
 from cria_tricks.kwanzaa.reply import read
 from cria_tricks.kwanzaa.report import markdown, scores_table
 from cria_tricks.kwanzaa.results import Scored, summarise
+from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, REFUSAL, reply, row
 
 ABOUT = {"data": "made", "rows": 4, "rows_in_data": 4}
@@ -139,3 +140,7 @@ def test_what_is_counted_of_every_system(systems):
         for should, did in ((True, True), (True, False), (False, False), (False, False))
     ]
     assert list(found)[:3] == list(ABOUT)
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Scored)
