@@ -468,8 +468,8 @@ def all_moments(theme: Theme):
 
 course.show(
     all_moments,
-    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients come where activations have gone, and no moment "
-    "fits a T4.",
+    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients come where activations have gone, and no "
+    "moment fits a T4.",
 )
 
 # %% [markdown]

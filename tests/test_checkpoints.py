@@ -1,7 +1,9 @@
 """Checkpoints under fire: whatever happens to the process, the files or the disk, the run is the same or says why."""
 
+import functools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -22,6 +24,10 @@ from cria_tricks.resumable import ResumableTrainer
 from tests.helpers import train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
+
+
+EVERY = os.environ.get("CRIA_ALL") == "1"
+"""Whether sweeps are whole, as in ``make check-all``; else a sample of them is drawn, one of each kind."""
 
 
 class At(TrainerCallback):
@@ -75,19 +81,42 @@ def same(run, loaded, other_run, other_loaded):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def whole(tiny_model, rows, tmp_path_factory):
+    """The run that nobody stopped, made once for the same settings, rows to evaluate and number of threads."""
+
+    @functools.cache
+    def run(sets, evaluated, threads):
+        return train(tiny_model, rows, tmp_path_factory.mktemp("whole"), *sets, eval_rows=rows[:evaluated])
+
+    return lambda *more, evaluated=2: run((*SETS, *more), evaluated, torch.get_num_threads())
 
 
+STOPS = {"SIGINT": (3, 6), "SIGTERM": (1, 4, 7), "kill": (2, 5)}
+"""Before which of seven steps each comes: inside epochs of five rows and at their ends, on saves and between them."""
+
+
+def some_of(steps, *of):
+    """One step, drawn by what is tested, and so the same in every run; all of them where sweeps are whole."""
+    return steps if EVERY else (random.Random(" ".join(map(str, of))).choice(steps),)
+
+
+@pytest.mark.parametrize("name", STOPS)
 @pytest.mark.parametrize("setting", ["tricks.quantization=none", "tricks.quantization=nf4"])
-def test_stopped_at_any_step_and_resumed_is_the_uninterrupted_run(setting, threads, tiny_model, rows, tmp_path):
-    """Five rows an epoch, seven steps: stops fall inside epochs and at their ends, on saves and between them."""
-    steps = range(1, 8) if threads == 1 else (3, 4, 5)  # a stop of each kind
-    _stop_and_resume(setting, steps, tiny_model, rows, tmp_path)
+def test_stopped_at_any_step_and_resumed_is_the_uninterrupted_run(setting, name, whole, tiny_model, rows, tmp_path):
+    for step in some_of(STOPS[name], setting, name):
+        _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["tricks.quantization=none", *["tricks.quantization=nf4"] * EVERY])
+def test_so_it_is_with_two_threads(setting, whole, tiny_model, rows, tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for name, step in some_of((("SIGINT", 3), ("SIGTERM", 4), ("kill", 5)), setting):
+            _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -100,52 +129,46 @@ def test_stopped_at_any_step_and_resumed_is_the_uninterrupted_run(setting, threa
         "tricks.optimizer=adamw_8bit",
     ],
 )
-def test_so_it_is_with_every_kind_of_state(setting, tiny_model, rows, tmp_path):
-    _stop_and_resume(setting, (3, 5), tiny_model, rows, tmp_path)
+def test_so_it_is_with_every_kind_of_state(setting, whole, tiny_model, rows, tmp_path):
+    for name, step in some_of((("SIGINT", 3), ("kill", 5)), setting):
+        _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path)
 
 
-def _stop_and_resume(setting, steps, tiny_model, rows, tmp_path):
-    sets = (*SETS, setting)
-    whole, straight = train(tiny_model, rows, tmp_path / "whole", *sets, eval_rows=rows[:2])
-    stops = {
+def _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path):
+    sets, out = (*SETS, setting), tmp_path / f"{name}-{step}"
+    error, act = {
         "SIGINT": (Interrupted, send(signal.SIGINT)),
         "SIGTERM": (Interrupted, send(signal.SIGTERM)),
         "kill": (Killed, kill),
-    }
-    for step in steps:
-        name = tuple(stops)[step % 3]
-        error, act = stops[name]
-        out = tmp_path / f"{name}-{step}"
-        with pytest.raises(error):
-            train(tiny_model, rows, out, *sets, eval_rows=rows[:2], callbacks=[At(step, act)])
-        saved = Checkpoints(out).newest()
-        assert (saved.step if saved else 0) == (step if error is Interrupted else (step - 1) // 2 * 2)
-        resumed = train(tiny_model, rows, out, *sets, eval_rows=rows[:2], resume=True)
-        same(whole, straight, *resumed)
+    }[name]
+    with pytest.raises(error):
+        train(tiny_model, rows, out, *sets, eval_rows=rows[:2], callbacks=[At(step, act)])
+    saved = Checkpoints(out).newest()
+    assert (saved.step if saved else 0) == (step if error is Interrupted else (step - 1) // 2 * 2)
+    same(*whole(setting), *train(tiny_model, rows, out, *sets, eval_rows=rows[:2], resume=True))
 
 
 @pytest.mark.parametrize("step", [0, 3, 7])
 def test_stopped_in_an_evaluation_it_ends_at_once_and_evaluates_again_after_the_resume(
-    step, tiny_model, rows, tmp_path
+    step, whole, tiny_model, rows, tmp_path
 ):
-    whole, straight = train(tiny_model, rows, tmp_path / "a", *SETS, eval_rows=rows)
     stop = DuringEvaluation(step, send(signal.SIGTERM))
     with pytest.raises(Interrupted, match=f"after step {step}"):
         train(tiny_model, rows, tmp_path / "b", *SETS, eval_rows=rows, callbacks=[stop])
     assert [path.name for path in (tmp_path / "b").glob("*")].count(f"checkpoint-{step}") == (step > 0)
-    same(whole, straight, *train(tiny_model, rows, tmp_path / "b", *SETS, eval_rows=rows, resume=True))
+    same(*whole(evaluated=5), *train(tiny_model, rows, tmp_path / "b", *SETS, eval_rows=rows, resume=True))
 
 
-def test_evaluating_more_often_changes_nothing_in_the_training(tiny_model, rows, tmp_path):
-    often, a = train(tiny_model, rows, tmp_path / "a", *SETS, "train.eval_steps=1", eval_rows=rows)
-    never, b = train(tiny_model, rows, tmp_path / "b", *SETS)
+def test_evaluating_more_often_changes_nothing_in_the_training(whole, tiny_model, rows, tmp_path):
+    often, a = train(tiny_model, rows, tmp_path, *SETS, "train.eval_steps=1", eval_rows=rows)
+    never, b = whole(evaluated=0)
     assert [entry["loss"] for entry in often.training] == [entry["loss"] for entry in never.training]
     assert all(torch.equal(p, trained_weights(b)[name]) for name, p in trained_weights(a).items())
 
 
 def test_a_finished_run_resumed_takes_no_further_step(tiny_model, rows, tmp_path):
-    whole, straight = train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows)
-    same(whole, straight, *train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows, resume=True))
+    finished, straight = train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows)
+    same(finished, straight, *train(tiny_model, rows, tmp_path, *SETS, eval_rows=rows, resume=True))
 
 
 def test_the_newest_two_are_kept_and_nothing_else(tiny_model, rows, tmp_path):
@@ -179,14 +202,13 @@ def flipped(content: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def halted(tiny_model, rows, tmp_path_factory):
-    """A run killed in step 6, fp16 so that it has a scaler too; and what it should have become."""
+def halted(whole, tiny_model, rows, tmp_path_factory):
+    """A run killed in step 6, fp16 so that it has a scaler too, and its settings."""
     folder = tmp_path_factory.mktemp("halted")
     sets = (*SETS, "tricks.precision=fp16")
-    whole = train(tiny_model, rows, folder / "whole", *sets, eval_rows=rows[:2])
     with pytest.raises(Killed):
         train(tiny_model, rows, folder / "cut", *sets, eval_rows=rows[:2], callbacks=[At(6, kill)])
-    return folder / "cut", sets, whole
+    return folder / "cut", sets
 
 
 FILES = (
@@ -197,7 +219,7 @@ FILES = (
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_each_file_of_the_newest_damaged_in_turn_resumes_from_the_one_before(damage, halted, tmp_path):
-    folder, _, _ = halted
+    folder, _ = halted
     assert {path.name for path in (folder / "checkpoint-4").iterdir()} == set(FILES)
     for name in FILES:
         out = tmp_path / name
@@ -217,12 +239,13 @@ def test_each_file_of_the_newest_damaged_in_turn_resumes_from_the_one_before(dam
 
 @pytest.mark.parametrize(("damage", "name"), [("removed", "optimizer.pt"), ("bit-flipped", "rng_state.pth")])
 def test_the_run_resumed_past_a_damaged_checkpoint_is_the_uninterrupted_one(
-    damage, name, halted, tiny_model, rows, tmp_path
+    damage, name, halted, whole, tiny_model, rows, tmp_path
 ):
-    folder, sets, whole = halted
+    folder, sets = halted
     shutil.copytree(folder, tmp_path / "out")
     DAMAGES[damage](tmp_path / "out" / "checkpoint-4" / name)
-    same(*whole, *train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True))
+    resumed = train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True)
+    same(*whole("tricks.precision=fp16"), *resumed)
 
 
 def test_with_none_whole_it_stops_and_touches_nothing(halted, tmp_path):
@@ -270,7 +293,7 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "evil"),))
 
-    folder, sets, _ = halted
+    folder, sets = halted
     shutil.copytree(folder, tmp_path / "out")
     newest = tmp_path / "out" / "checkpoint-4"
     torch.save(Evil(), newest / name)
@@ -282,11 +305,9 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
     assert not (tmp_path / "evil").exists()
 
 
-def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_gone(tiny_model, rows, tmp_path):
+def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_gone(whole, tiny_model, rows, tmp_path):
     from cria_tricks.trainer import fit
     from tests.helpers import prepare
-
-    whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
 
     def run(folder, start=None, callbacks=()):
         recipe, plan, loaded = prepare(tiny_model, *SETS)
@@ -300,7 +321,7 @@ def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_
         run("gone", callbacks=[At(6, kill)])
     assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     shutil.rmtree(tmp_path / "gone")
-    same(*whole, *run("new"))
+    same(*whole(evaluated=0), *run("new"))
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-6", "checkpoint-7"]
     assert sorted(path.name for path in (tmp_path / "mirror").iterdir()) == ["checkpoint-6", "checkpoint-7"]
 
@@ -320,10 +341,9 @@ def test_a_mirror_that_fails_warns_and_the_run_goes_on(tiny_model, rows, tmp_pat
 
 
 @pytest.mark.parametrize("size", [0, 20_000])
-def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, tiny_model, rows, tmp_path):
+def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, whole, tiny_model, rows, tmp_path):
     """A quota on the size of a file, set in the middle of the run; the weights' and the optimizer's files meet it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
     full = At(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard)))
     try:
         with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: .*; what was saved before is whole"):
@@ -331,22 +351,21 @@ def test_a_disk_that_takes_no_more_loses_nothing_saved_before(size, tiny_model, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-2"]
-    same(*whole, *train(tiny_model, rows, tmp_path / "out", *SETS, resume=True))
+    same(*whole(evaluated=0), *train(tiny_model, rows, tmp_path / "out", *SETS, resume=True))
 
 
-def test_a_really_full_disk_loses_nothing_saved_before(tiny_model, rows, tmp_path):
+def test_a_really_full_disk_loses_nothing_saved_before(whole, tiny_model, rows, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", disk]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small disk needs Linux and root")
     try:
-        whole = train(tiny_model, rows, tmp_path / "whole", *SETS)
         with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: (No space|the disk took)"):
             train(tiny_model, rows, disk, *SETS, callbacks=[At(4, lambda: fill(disk))])
         assert durable.damage(disk / "checkpoint-2") == ""
         (disk / "filler").unlink()
-        same(*whole, *train(tiny_model, rows, disk, *SETS, resume=True))
+        same(*whole(evaluated=0), *train(tiny_model, rows, disk, *SETS, resume=True))
     finally:
         subprocess.run(["umount", "-l", disk], check=True)  # safetensors still maps a file of it
 
@@ -358,11 +377,10 @@ def fill(disk: Path) -> None:
 
 @pytest.mark.parametrize("where", ["forward pass", "backward pass", "evaluation"])
 def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
-    where, tiny_model, rows, tmp_path, monkeypatch
+    where, whole, tiny_model, rows, tmp_path, monkeypatch
 ):
     from cria_tricks.trainer import SharedTrainer
 
-    whole = train(tiny_model, rows, tmp_path / "whole", *SETS, eval_rows=rows[:2])
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     class Full(torch.autograd.Function):
@@ -389,7 +407,7 @@ def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
         with pytest.raises(OutOfMemory, match=f"out of memory in the {where} {place}; the state after step 3 is in"):
             train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-3"]
-    same(*whole, *train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2], resume=True))
+    same(*whole(), *train(tiny_model, rows, tmp_path / "out", *SETS, eval_rows=rows[:2], resume=True))
 
 
 def test_out_of_memory_in_the_optimizer_step_saves_nothing_half_done(tiny_model, rows, tmp_path):

@@ -33,6 +33,161 @@ def test_no_toggle_is_on_by_default():
     )
 
 
+DEFAULTS = """
+name = "custom"
+model = "smollm2"
+[data]
+train = "nguzo_saba"
+eval = "nguzo_saba"
+max_length = 2048
+overflow = "truncate"
+overlap = 1
+stream = false
+min_words = 0
+max_words = 0
+language = ""
+duplicates = "keep"
+leakage = "warn"
+shuffle_documents = 0.0
+drop_uncited = 0.0
+drop_cited = 0.0
+[tricks]
+gradient_accumulation = 1
+gradient_checkpointing = false
+precision = "fp32"
+quantization = "none"
+double_quantization = false
+peft = "none"
+optimizer = "adamw"
+paged_optimizer = false
+attention = "eager"
+expand_kv = false
+packing = false
+chunked_loss = false
+lean_preparation = false
+activation_offload = false
+compile = false
+[lora]
+r = 16
+alpha = 32.0
+dropout = 0.0
+rslora = false
+dora = false
+target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+[prompt]
+tokens = 16
+[side]
+blocks = 2
+[train]
+batch_size = 1
+epochs = 1.0
+max_steps = 0
+learning_rate = 0.0002
+warmup_ratio = 0.03
+weight_decay = 0.0
+max_grad_norm = 1.0
+eval_steps = 0
+save_steps = 0
+save_minutes = 10.0
+mirror = ""
+time_budget = 0.0
+seed = 42
+monitor_seconds = 1.0
+profile = false
+report_to = []
+[parallel]
+strategy = "none"
+tensor_size = 2
+timeout = 600.0
+"""
+
+
+def test_every_default_is_the_one_that_the_documents_name():
+    assert tomllib.loads(Recipe().to_toml()) == tomllib.loads(DEFAULTS)
+
+
+BOUNDS = {  # the lowest and the highest value that are allowed, and the nearest beyond; "" where there is no such end
+    "data.max_length": (8, 7, 10_000_000, 10_000_001),
+    "data.overlap": (1, 0, "", ""),
+    "data.min_words": (0, -1, "", ""),
+    "data.max_words": (0, -1, "", ""),
+    "data.shuffle_documents": (0, -0.01, 1, 1.01),
+    "data.drop_uncited": (0, -0.01, 1, 1.01),
+    "data.drop_cited": (0, -0.01, 1, 1.01),
+    "tricks.gradient_accumulation": (1, 0, 1_000_000, 1_000_001),
+    "lora.r": (1, 0, 65_536, 65_537),
+    "lora.alpha": (0.01, 0, 1_000_000, 1_000_000.1),
+    "lora.dropout": (0, -0.01, 0.99, 1),
+    "prompt.tokens": (1, 0, 4096, 4097),
+    "side.blocks": (1, 0, 1000, 1001),
+    "train.batch_size": (1, 0, 65_536, 65_537),
+    "train.epochs": (0.01, 0, 1_000_000, 1_000_000.1),
+    "train.max_steps": (0, -1, 1_000_000_000, 1_000_000_001),
+    "train.learning_rate": (1e-9, 0, 1, 1.01),
+    "train.warmup_ratio": (0, -0.01, 0.99, 1),
+    "train.weight_decay": (0, -0.01, 100, 100.1),
+    "train.max_grad_norm": (0.01, 0, "", ""),
+    "train.eval_steps": (0, -1, 1_000_000_000, 1_000_000_001),
+    "train.save_steps": (0, -1, 1_000_000_000, 1_000_000_001),
+    "train.save_minutes": (0, -0.01, 1_000_000, 1_000_000.1),
+    "train.time_budget": (0, -0.01, "", ""),
+    "train.seed": (0, -1, 4_294_967_295, 4_294_967_296),
+    "train.monitor_seconds": (0, -0.01, 86_400, 86_400.1),
+    "parallel.tensor_size": (2, 1, 1024, 1025),
+    "parallel.timeout": (0.01, 0, "", ""),
+}
+
+
+@pytest.mark.parametrize("field", BOUNDS)
+def test_each_number_is_taken_up_to_its_bounds_and_not_beyond(field, tmp_path):
+    group, name = field.split(".")
+    lowest, below, highest, above = BOUNDS[field]
+    for value in (lowest, highest):
+        if value != "":
+            assert getattr(getattr(build({group: {name: value}}, "x", strict=True), group), name) == value
+    for value in (below, above):
+        if value != "":
+            with pytest.raises(BadInput, match=rf"^x: {field} = {value}: must be (less|greater) than"):
+                build({group: {name: value}}, "x", strict=True)
+
+
+def test_every_number_has_its_bounds_here():
+    numbers = {
+        f"{group}.{name}"
+        for group, fields in Recipe().model_dump().items()
+        if isinstance(fields, dict)
+        for name, value in fields.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    assert numbers == set(BOUNDS)
+
+
+@pytest.mark.parametrize("text", ["", "en", "swa"])
+def test_a_language_has_two_letters_or_three(text):
+    assert build({"data": {"language": text}}, "x").data.language == text
+    with pytest.raises(BadInput, match=r"data.language = .*: string should match pattern"):
+        build({"data": {"language": f"{text}e" if len(text) != 2 else "e1"}}, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("none", ()), ("tensorboard", ("tensorboard",)), ("[trackio, 'tensorboard',]", ("trackio", "tensorboard"))],
+)
+def test_trackers_are_none_a_word_or_a_list(text, found):
+    assert with_settings(Recipe(), [f"train.report_to={text}"]).train.report_to == found
+    assert build({"train": {"report_to": list(found) or "none"}}, "x", strict=True).train.report_to == found
+
+
+def test_one_word_in_a_file_is_one_tracker():
+    assert build({"train": {"report_to": "trackio"}}, "x", strict=True).train.report_to == ("trackio",)
+
+
+def test_an_error_is_this_line():
+    with pytest.raises(BadInput) as caught:
+        with_settings(Recipe(), ["train.max_steps=-1"])
+    assert str(caught.value) == ("--set train.max_steps=-1: train.max_steps = '-1': must be greater than or equal to 0")
+
+
 @pytest.mark.parametrize("name", recipes.NAMED)
 def test_toml_gives_the_same_recipe_back(name, tmp_path):
     recipe = recipes.get(name)
@@ -216,6 +371,12 @@ def test_of_a_word_without_end_the_middle_is_left_out():
         ("[train]\nSeed = 1", "r.toml:2: unknown field train.Seed; did you mean train.seed?"),
         ("[tricks]\nquantization = 'NF4'", "must be none, int8, nf4 or fp4; did you mean nf4?"),
         ("name = ''", "r.toml:1: name = ''"),
+        ("a = " + "[" * 5000, "not valid TOML: nested too deep"),
+        ("[train]\nmax_steps = -1\nseed = -1", "r.toml:2: train.max_steps = -1: must be greater than or equal to 0"),
+        ("name = 'x'\ntrain = {max_steps = -1}", "r.toml:2: train.max_steps = -1"),
+        ("[lora]\nr = 8\ntarget_modules = [1]", "r.toml:3: lora.target_modules.0 = 1: must be a valid string"),
+        ("\n[data]\n\n# seed\n[train]\n 'seed' = -1", "r.toml:6: train.seed = -1"),
+        ("[data.overlap]\nx = 1", "r.toml:1: data.overlap = {'x': 1}: must be a valid integer"),
         ("[train]\nmax_steps = true", "train.max_steps = True: must be a valid integer"),
         ("[lora]\nr = '8'", "lora.r = '8': must be a valid integer"),
     ],
@@ -275,6 +436,55 @@ def test_kwanzaa_is_the_original_run():
     assert recipes.kwanzaa(H200).tricks.precision == "bf16"
     small = recipes.kwanzaa_small(T4)
     assert (small.model, small.tricks, small.lora, small.data) == ("smollm2", recipe.tricks, recipe.lora, recipe.data)
+
+
+def set_in(recipe: Recipe) -> dict:
+    """What a recipe sets to something else than the default."""
+    return recipe.model_dump(exclude_defaults=True)
+
+
+FOUR_BITS = {"quantization": "nf4", "double_quantization": True, "peft": "lora", "chunked_loss": True}
+KWANZAA = {
+    **FOUR_BITS, "attention": "sdpa", "gradient_accumulation": 8, "gradient_checkpointing": True,
+    "optimizer": "adamw_8bit", "paged_optimizer": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "on_the_card"),
+    [
+        (T4, {"precision": "fp16"}, {"expand_kv": True, "lean_preparation": True}),
+        (Device("cuda", "7.9", (7, 9), False, 1), {"precision": "fp16"}, {"expand_kv": True, "lean_preparation": True}),
+        (Device("cuda", "8.0", (8, 0), True, 1), {"precision": "bf16"}, {"lean_preparation": True}),
+        (H200, {"precision": "bf16"}, {"lean_preparation": True}),
+        (Device("cpu", "old", (0, 0), False, 1), {}, {}),
+        (Device("cpu", "new", (0, 0), True, 1), {"precision": "bf16"}, {}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else "",
+)
+def test_what_each_named_recipe_sets(device, precision, on_the_card):
+    at_1024 = {"max_length": 1024}
+    kwanzaa = {
+        "data": {"train": "kwanzaa", "eval": "kwanzaa"},
+        "tricks": {**KWANZAA, **precision, **on_the_card},
+        "train": {"epochs": 3, "save_steps": 7},
+    }
+    small = {**kwanzaa, "name": "kwanzaa_small", "train": {"epochs": 3, "save_steps": 5, "learning_rate": 5e-4}}
+    assert set_in(recipes.smoke(device)) == {
+        "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4},
+        "tricks": {**FOUR_BITS, **precision, "attention": "sdpa", "gradient_accumulation": 4},
+    }  # fmt: skip
+    assert set_in(recipes.kwanzaa(device)) == {**kwanzaa, "name": "kwanzaa", "model": "llama-3.2-1b"}
+    assert set_in(recipes.kwanzaa_small(device)) == small
+    assert set_in(recipes.baseline(device)) == {"name": "baseline", "data": at_1024, "train": {"learning_rate": 2e-5}}
+
+
+def test_an_unknown_recipe_without_a_near_one_lists_them_all():
+    with pytest.raises(BadInput) as caught:
+        recipes.get("xyzzy")
+    assert str(caught.value) == (
+        "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, baseline, or name a .toml file"
+    )
 
 
 def test_frozen_and_closed():

@@ -1,5 +1,6 @@
 """Toggles as data: what each writes into the plan, what it refuses, and what it warns of. No GPU needed."""
 
+import inspect
 import json
 from dataclasses import replace
 
@@ -9,8 +10,26 @@ from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import flash_attention, resolve
+from cria_tricks.step_plan import Plan, diff
+from cria_tricks.tricks import (
+    CARD,
+    INFERENCE,
+    TRICKS,
+    adamw_8bit,
+    chunked_loss,
+    compile,
+    flash_attention,
+    int8,
+    lora,
+    mixed_precision,
+    nf4,
+    paged_optimizer,
+    resolve,
+    still_off,
+    trick_name,
+)
+from cria_tricks.tricks import card as card_of
+from tests.helpers import is_frozen
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
@@ -55,6 +74,241 @@ def test_the_capstone_repeats_keys_only_where_a_card_needs_it():
     assert tricks[T4].lean_preparation
     assert tricks[newer].lean_preparation
     assert resolve(recipes.kwanzaa(newer), newer).warnings == ()
+
+
+OFF = {
+    "model": {"dtype": "float32", "attn_implementation": "eager"},
+    "quantization": {}, "peft": {}, "collator": {}, "training": {"gradient_accumulation_steps": 1},
+    "optimizer": {"bits": 32, "paged": False}, "loss": {"kind": "full"}, "parallel": {"strategy": "none", "data": 1},
+    "after_load": (), "step_context": (), "warnings": (),
+}  # fmt: skip
+LORA = {
+    "kind": "lora", "r": 16, "lora_alpha": 32.0, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+ADAPTER = {"peft": LORA, "after_load": ("add_adapter",)}
+SLOW_BF16 = "precision=bf16: this CPU emulates bf16, so it saves memory but is slower than fp32"
+SLOW_FP16 = "precision=fp16: CPUs emulate fp16, so it saves memory but is far slower than fp32"
+
+
+def card(major: int, minor: int) -> Device:
+    """A card of another compute capability, that has bf16 from 8.0 on."""
+    return Device("cuda", "a card", (major, minor), real_bf16=major >= 8, memory_bytes=2**34)
+
+
+def model(dtype: str = "float32", attention: str = "eager") -> dict:
+    return {"model": {"dtype": dtype, "attn_implementation": attention}}
+
+
+def four_bits(kind: str = "nf4", double: bool = False, dtype: str = "float32") -> dict:
+    return {
+        "quantization": {
+            "load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double,
+            "bnb_4bit_compute_dtype": dtype,
+        },
+        "peft": LORA, "after_load": ("prepare_for_kbit_training", "add_adapter"),
+    }  # fmt: skip
+
+
+def training(**more) -> dict:
+    return {"training": {"gradient_accumulation_steps": 1, **more}}
+
+
+PLANS = [
+    (CPU, "", {}),
+    (T4, "gradient_accumulation=8", {"training": {"gradient_accumulation_steps": 8}}),
+    (T4, "precision=fp16", training(fp16=True)),
+    (T4, "precision=fp16 peft=lora", training(fp16=True) | model("float16") | ADAPTER),
+    (A100, "precision=bf16 peft=head", training(bf16=True) | model("bfloat16")
+     | {"peft": {"kind": "head"}, "after_load": ("add_adapter",)}),
+    (CPU, "precision=bf16", training(bf16=True) | {"warnings": (SLOW_BF16,)}),
+    (replace(CPU, real_bf16=True), "precision=bf16", training(bf16=True)),
+    (CPU, "precision=fp16", training(fp16=True) | {"warnings": (SLOW_FP16,)}),
+    (T4, "quantization=int8 peft=lora", ADAPTER | {"quantization": {"load_in_8bit": True},
+     "after_load": ("prepare_for_kbit_training", "add_adapter")}),
+    (A100, "quantization=int8 peft=lora precision=bf16", training(bf16=True) | model("bfloat16") | ADAPTER
+     | {"quantization": {"load_in_8bit": True}, "after_load": ("prepare_for_kbit_training", "add_adapter"),
+        "warnings": ("quantization=int8 computes its outlier columns in fp16, also with precision=bf16",)}),
+    (replace(CPU, real_bf16=True), "quantization=int8 peft=lora precision=bf16", training(bf16=True)
+     | model("bfloat16") | ADAPTER
+     | {"quantization": {"load_in_8bit": True}, "after_load": ("prepare_for_kbit_training", "add_adapter")}),
+    (CPU, "quantization=nf4 peft=lora", four_bits()),
+    (CPU, "quantization=fp4 double_quantization=true peft=lora", four_bits("fp4", True)),
+    (T4, "quantization=nf4 peft=lora precision=fp16", four_bits(dtype="float16") | training(fp16=True)
+     | model("float16")),
+    (CPU, "double_quantization=true", {"warnings": (
+        "double_quantization has no effect: it packs the scales of 4-bit weights, and quantization is none",)}),
+    (CPU, "peft=prompt_tuning", {"peft": {"kind": "prompt_tuning", "num_virtual_tokens": 16},
+     "after_load": ("add_adapter",)}),
+    (CPU, "peft=side_network", {"peft": {"kind": "side_network", "blocks": 2}, "after_load": ("add_adapter",)}),
+    (T4, "lean_preparation=true peft=lora precision=fp16 quantization=nf4", four_bits(dtype="float16")
+     | training(fp16=True) | model("float16") | {"after_load": ("add_adapter", "adapter_inputs_uncast")}),
+    (T4, "lean_preparation=true peft=lora", ADAPTER | {"warnings": (
+        "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and precision is "
+        "fp32, peft lora",)}),
+    (T4, "lean_preparation=true precision=fp16", training(fp16=True) | {"warnings": (
+        "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and precision is "
+        "fp16, peft none",)}),
+    (CPU, "attention=sdpa", model(attention="sdpa")),
+    (card(8, 0), "attention=flash_attention_2 precision=bf16", training(bf16=True)
+     | model(attention="flash_attention_2")),
+    (card(7, 9), "attention=sdpa expand_kv=true precision=fp16", training(fp16=True)
+     | model(attention="sdpa_expanded")),
+    (card(8, 0), "attention=sdpa expand_kv=true precision=fp16", training(fp16=True) | model(attention="sdpa_expanded")
+     | {"warnings": ("expand_kv gains nothing on a card: its flash kernel takes grouped heads as they are",)}),
+    (card(8, 0), "attention=sdpa expand_kv=true", model(attention="sdpa_expanded")),
+    (CPU, "attention=sdpa expand_kv=true", model(attention="sdpa_expanded") | {"warnings": (
+        "expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are",)}),
+    (T4, "expand_kv=true", {"warnings": ("expand_kv has no effect: attention=eager needs no equal heads from outside; "
+     "it acts on tricks.attention=sdpa",)}),
+    (T4, "gradient_checkpointing=true",
+     training(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})),
+    (T4, "gradient_checkpointing=true peft=head", {"peft": {"kind": "head"}, "after_load": ("add_adapter",),
+     "warnings": (
+        "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations",)}),
+    (T4, "activation_offload=true", {"step_context": ("activation_offload",)}),
+    (CPU, "activation_offload=true", {"step_context": ("activation_offload",), "warnings": (
+        "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already",)}),
+    (card(7, 0), "compile=true", {"after_load": ("compile_blocks",)}),
+    (card(7, 0), "compile=true peft=lora", ADAPTER | {"after_load": ("add_adapter", "compile_blocks")}),
+    (CPU, "packing=true", {"collator": {"packed_length": 2048}}),
+    (CPU, "packing=true attention=sdpa", model(attention="sdpa_by_document") | {"collator": {"packed_length": 2048}}),
+    (T4, "chunked_loss=true peft=lora", ADAPTER | {"loss": {"kind": "chunked", "tokens_per_chunk": 256}}),
+    (T4, "optimizer=adamw_8bit", {"optimizer": {"bits": 8, "paged": False}}),
+    (T4, "optimizer=adamw_8bit paged_optimizer=true", {"optimizer": {"bits": 8, "paged": True}}),
+    (CPU, "paged_optimizer=true", {"warnings": (
+        "paged_optimizer has no effect without CUDA: the states are in host memory already",)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "differs"), PLANS, ids=lambda value: value if value == str(value) else ""
+)
+def test_the_whole_plan_of_some_toggles(device, settings, differs):
+    found = plan(device, *settings.split()).to_dict()
+    del found["device"]
+    assert found == OFF | differs
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "said"),
+    [
+        (card(7, 9), "attention=flash_attention_2 precision=fp16",
+         "tricks.attention=flash_attention_2: it needs compute "
+         "capability 8.0, and a card has 7.9; use tricks.attention=sdpa"),
+        (card(6, 9), "compile=true",
+         "tricks.compile=true: Triton needs compute capability 7.0, and a card has 6.9; set "
+         "tricks.compile=false"),
+        (card(7, 9), "precision=bf16",
+         "tricks.precision=bf16: a card (compute capability 7.9) has no bf16 units and only "
+         "emulates it; use tricks.precision=fp16"),
+        (CPU, "packing=true peft=prompt_tuning",
+         "tricks.packing=true with tricks.peft=prompt_tuning: only a row's first "
+         "document would see the prompt; set tricks.packing=false"),
+        (CPU, "chunked_loss=true peft=prompt_tuning",
+         "tricks.chunked_loss=true with tricks.peft=prompt_tuning: it calls "
+         "the model below the learnt prompt; set tricks.chunked_loss=false"),
+        (CPU, "quantization=fp4",
+         "tricks.quantization=fp4 with tricks.peft=none: quantised weights are frozen, so "
+         "nothing would train; set tricks.peft=lora (or head)"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_this_line(device, settings, said):
+    with pytest.raises(BadInput) as caught:
+        plan(device, *settings.split())
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("group", "setting"), [("lora", "lora.r=8"), ("prompt", "prompt.tokens=3"), ("side", "side.blocks=1")]
+)
+def test_settings_of_an_adapter_that_is_not_there_are_a_warning(group, setting):
+    said = f"the {group}.* settings have no effect: tricks.peft is head"
+    assert resolve(with_settings(Recipe(), [setting, "tricks.peft=head"]), CPU).warnings == (said,)
+
+
+def test_the_sizes_of_an_adapter_reach_its_library():
+    sets = ["lora.r=3", "lora.alpha=5", "lora.dropout=0.5", "lora.rslora=true", "lora.dora=true",
+            "lora.target_modules=q_proj"]  # fmt: skip
+    assert resolve(with_settings(Recipe(), ["tricks.peft=lora", *sets]), CPU).peft == {
+        "kind": "lora", "r": 3, "lora_alpha": 5.0, "lora_dropout": 0.5, "use_rslora": True, "use_dora": True,
+        "target_modules": ["q_proj"],
+    }  # fmt: skip
+
+
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch):
+    asked = []
+    monkeypatch.setattr("shutil.which", lambda name: asked.append(name))
+    for platform, compiler in (("linux", "g++"), ("darwin", "clang++")):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr("sys.platform", platform)
+        with pytest.raises(BadInput) as caught:
+            plan(CPU, "compile=true")
+        assert str(caught.value) == (
+            f"tricks.compile=true: no C++ compiler {compiler} here; install it, or set tricks.compile=false"
+        )
+    monkeypatch.setenv("CXX", "mine")
+    with pytest.raises(BadInput, match=r"no C\+\+ compiler mine here"):
+        plan(CPU, "compile=true")
+    assert plan(card(7, 5), "compile=true").compiled, "a card has Triton"
+    assert asked == ["g++", "clang++", "mine"]
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    found = plan(CPU, "compile=true")
+    assert (found.after_load, found.compiled, plan(CPU).compiled) == (("compile_blocks",), True, False)
+    assert found.warnings == (
+        "compile: on a CPU the bytes of compiled kernels cannot be counted, so every peak is the whole process's",
+    )
+
+
+def test_two_plans_differ_in_these_lines():
+    before, after = plan(CPU), plan(T4, "gradient_accumulation=2", "peft=head", "activation_offload=true")
+    assert diff(before, before) == ""
+    assert diff(before, after).splitlines() == [
+        "training.gradient_accumulation_steps: 1 -> 2",
+        "after_load: () -> ('add_adapter',)",
+        "step_context: () -> ('activation_offload',)",
+        "peft.kind: not set -> head",
+    ]
+    assert diff(after, before).splitlines()[0] == "peft.kind: head -> not set"
+
+
+def test_edits_are_appended_and_dropped_by_name():
+    found = Plan(CPU).then("a").then("b").then("a").around("x").around("y").warn("one").warn("two")
+    assert (found.after_load, found.step_context, found.warnings) == (("a", "b", "a"), ("x", "y"), ("one", "two"))
+    assert found.without("a").after_load == ("b",)
+    assert found.without("c") == found
+
+
+def test_a_finer_choice_replaces_only_what_it_names():
+    first = replace(Plan(CPU), _trick="one").with_("model", dtype="float16", attn_implementation="sdpa")
+    other = replace(first, _trick="another").refine("model", attn_implementation="finer")
+    assert other.model == {"dtype": "float16", "attn_implementation": "finer"}
+    with pytest.raises(
+        BadInput, match="one and third cannot be combined: model.dtype would have to be both 'float16' and"
+    ):
+        replace(other, _trick="third").with_("model", dtype="bfloat16")
+    with pytest.raises(BadInput, match="another and third cannot be combined: model.attn_implementation"):
+        replace(other, _trick="third").with_("model", attn_implementation="sdpa")
+
+
+def test_what_is_still_off_and_would_work():
+    found = still_off(with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16"]), T4)
+    assert found == [
+        "tricks.quantization=int8 or nf4 or fp4",
+        "tricks.lean_preparation=true",
+        "tricks.attention=sdpa",
+        "tricks.gradient_checkpointing=true",
+        "tricks.activation_offload=true",
+        "tricks.compile=true",
+        "tricks.packing=true",
+        "tricks.chunked_loss=true",
+        "tricks.optimizer=adamw_8bit",
+        "tricks.paged_optimizer=true",
+    ]
+    several = still_off(
+        with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16", "train.batch_size=2"]), T4
+    )
+    assert several == [*found[:8], "tricks.gradient_accumulation=8", *found[8:]]
 
 
 def test_full_fine_tuning_in_16_bits_keeps_fp32_master_weights():
@@ -141,3 +395,41 @@ def test_two_tricks_that_disagree_are_both_named():
     )
     with pytest.raises(BadInput, match="one_trick and another_trick cannot be combined: model.dtype"):
         other.with_("model", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (flash_attention.flash_attention, {"causal": True, "tile": 128}),
+        (chunked_loss.chunked_cross_entropy, {"chunk": 256}),
+        (compile.fused, {"tile": 1024}),
+        (int8.linear_8bit, {"threshold": 6.0}),
+        (nf4.quantize, {"double_quantization": False}),
+        (lora.LoraLinear, {"rslora": False, "dora": False}),
+        (lora.trained_weights, {"dora": False}),
+        (mixed_precision.LossScale, {"scale": 65536.0, "growth_interval": 2000}),
+        (adamw_8bit.quantize_blocks, {"block": 256}),
+        (adamw_8bit.dequantize_blocks, {"block": 256}),
+        (adamw_8bit.AdamW8bit, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        (paged_optimizer.PagedAdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}),
+        (paged_optimizer.Pager, {"device": "cpu"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_left_out_has_the_papers_value_or_the_librarys(function, defaults):
+    parameters = inspect.signature(function).parameters.values()
+    assert {one.name: one.default for one in parameters if one.default is not one.empty} == defaults
+
+
+def test_each_card_is_read_whole():
+    for trick in (*TRICKS, *INFERENCE):
+        found = card_of(trick)
+        assert tuple(found) == ("title", "Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
+        assert found["title"] == trick.__doc__.splitlines()[0]
+        said = " ".join(trick.__doc__.partition("\n\n")[2].split()).replace("Shapes: ", "Shapes ")
+        assert " ".join(f"{name} {found[name]}" for name in CARD) == said
+        assert trick_name(trick) == trick.__file__.rpartition("/")[2].removesuffix(".py")
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Plan)

@@ -96,6 +96,30 @@ def test_evaluates_before_during_and_after(tiny_model, rows, tmp_path):
     assert "peak_bytes" in run.training[0]
 
 
+def test_a_run_says_what_it_did_step_by_step(tiny_model, rows, tmp_path):
+    """Five rows in batches of two and windows of two batches: two windows an epoch, and the second has one row."""
+    sets = ("train.batch_size=2", "tricks.gradient_accumulation=2", "train.max_steps=5", "train.eval_steps=4")
+    run, _ = train(tiny_model, rows, tmp_path, "tricks.peft=head", *sets, eval_rows=rows[:3])
+    assert (run.steps, run.planned_steps, run.train_rows, run.skipped_steps, run.warnings) == (5, 5, 5, 0, ())
+    assert [entry["step"] for entry in run.training] == [1, 2, 3, 4, 5]
+    assert [entry["epoch"] for entry in run.training] == pytest.approx([2 / 3, 1, 5 / 3, 2, 8 / 3])
+    assert [entry["step"] for entry in run.evaluations] == [0, 4, 5]
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    trained = sum(label != -100 for row in rows for label in row["labels"][1:])
+    for name, whole in (("tokens", tokens), ("trained_tokens", trained)):
+        counts = [entry[name] for entry in run.training]
+        assert counts[0] + counts[1] == counts[2] + counts[3] == whole
+    assert all(0 < entry["eval_seconds"] < 100 for entry in run.evaluations)
+    assert {entry["eval_tokens"] for entry in run.evaluations} == {18 + 14 + 7}
+    assert len(run.history) == 8
+
+
+def test_packed_rows_are_fewer(tiny_model, rows, tmp_path):
+    sets = ("tricks.peft=head", "tricks.packing=true", "data.max_length=64")
+    run, _ = train(tiny_model, rows, tmp_path, *sets)
+    assert (run.train_rows, run.steps, run.planned_steps, run.evaluations) == (2, 2, 2, [])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_the_adapter_is_touched(bad, tiny_model, rows, tmp_path, monkeypatch):
     from cria_tricks.trainer import SharedTrainer

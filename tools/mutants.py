@@ -40,7 +40,7 @@ def tests_of(module: str) -> list[str]:
     for pattern, tests in SETTINGS["tests"].items():
         if fnmatch.fnmatch(module, pattern):
             named = [test.format(name=Path(module).stem) for test in tests]
-            return [test for test in named if (ROOT / test).exists()]
+            return [test for test in named if (ROOT / test.partition("::")[0]).exists()]
     return []
 
 

@@ -114,9 +114,9 @@ def build() -> None:
 
 GROUPS = {
     "weights": ("weights:",),
-    "gradients": ("gradients", "embedding"),
+    "gradients": ("gradients", "embedding", "head's"),
     "optimizer states": ("optimizer",),
-    "what blocks keep": ("block",),
+    "blocks, kept and open": ("block",),
     "logits and loss": ("final norm", "head in", "weights in", "hidden states", "logits", "capped"),
 }
 """The rows of a bill that the map tells apart, by how their names begin."""

@@ -324,7 +324,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             scaled = made * FP32 * (1 if ends else 3)
             then += beside - sent - whole * (wide == a)  # which is W
             scaled -= whole * (wide != a) * host
-            forward = largest(forward, first, then + cast * memory.dropout, then + scaled)
+            forward = largest(forward, first, then + copied * memory.dropout, then + scaled)
             # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
             # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
             backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32))

@@ -46,6 +46,7 @@ def test_a_byte_order_mark_and_a_line_separator_inside_a_string_are_fine(tmp_pat
         ('{"prompt": "x", "completion": ' + "9" * 5000 + "}", "not a row"),
         ('{"prompt": "\\ud800", "completion": "x"}', "half a surrogate pair"),
         ("[1]", "must be a JSON object, not list"),
+        ("[" * 100_000, "not a row: maximum recursion depth exceeded"),
         ("{}", "needs the field messages, the fields prompt and completion, or text"),
         ('{"prompt": "x"}', "needs the field messages"),
         ('{"prompt": "x", "completion": "  "}', "completion is empty"),
@@ -84,3 +85,94 @@ def test_a_file_without_rows_or_that_is_no_text(tmp_path):
 def test_rows_of_a_hub_data_set_may_hold_empty_columns():
     row = {"messages": None, "prompt": "x", "completion": "y"}
     assert next(iter(check_rows([(row, "hub row 0")]))).completion == "y"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"a": }', "not valid JSON: Expecting value at column 7"),
+        ("3", "a row must be a JSON object, not int"),
+        ('{"prompt": "x", "completion": 1}', "prompt and completion must be text"),
+        ('{"prompt": "x", "completion": ""}', "completion is empty, so there is nothing to train on"),
+        ('{"text": 1}', "text must be text, not int"),
+        ('{"text": " \\n"}', "text is empty, so there is nothing to train on"),
+        ('{"prompt": "x"}', "a row needs the field messages, the fields prompt and completion, or text"),
+        ('{"completion": "x"}', "a row needs the field messages, the fields prompt and completion, or text"),
+        ('{"messages": []}', "messages must be a list with at least one message"),
+        ('{"messages": {"role": "user"}}', "messages must be a list with at least one message"),
+        ('{"messages": [{"role": "user", "content": "x"}, 3]}', "messages[1] must be an object with role and content"),
+        (messages(("user", "x"), ("assistant", 3)), "messages[1].content must be text, not int"),
+        (messages(("user", "x"), ("assistant", "")), "messages[1].content is empty, so there is nothing to train on"),
+        (messages(("user", "x")), "messages holds no assistant turn, so there is nothing to train on"),
+        (messages(("system", "x"), ("user", "y")), "messages holds no assistant turn, so there is nothing to train on"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_this_line(line, said, tmp_path):
+    path = write(tmp_path / "d.jsonl", line)
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(path)
+    assert str(caught.value) == f"{path}:1: {said}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "before"),
+    [
+        ("assistant", "nothing"),
+        ("system system", "system"),
+        ("user system", "user"),
+        ("system assistant", "system"),
+        ("user user", "user"),
+        ("user assistant assistant", "assistant"),
+        ("system user assistant system", "assistant"),
+    ],
+)
+def test_a_turn_out_of_order_is_this_line(roles, before):
+    *earlier, last = roles.split()
+    with pytest.raises(BadInput) as caught:
+        list(check_rows([(json.loads(messages(*((role, "x") for role in (*earlier, last)))), "here")]))
+    assert str(caught.value) == (
+        f"here: messages[{len(earlier)}].role is {last} after {before}; the order is: system (or none), then user and "
+        "assistant in turn"
+    )
+
+
+@pytest.mark.parametrize(
+    "roles",
+    ["user assistant", "system user assistant", "user assistant user", "system user assistant user assistant"],
+)
+def test_the_orders_of_turns_that_are_taken(roles):
+    turns = [{"role": role, "content": role[0], "name": "x"} for role in roles.split()]
+    (row,) = check_rows([({"messages": turns, "prompt": "p", "completion": "c", "text": "t"}, "here")])
+    assert row.messages == tuple({"role": role, "content": role[0]} for role in roles.split())
+    assert (row.prompt, row.completion, row.text, row.where) == ("", "", "", "here")
+    assert row.content == "\n".join(role[0] for role in roles.split())
+
+
+def test_turns_of_others_than_the_assistant_may_be_empty():
+    (row,) = check_rows([(json.loads(messages(("system", ""), ("user", ""), ("assistant", "x"))), "here")])
+    assert row.content == "\n\nx"
+
+
+def test_the_other_kinds_of_rows_and_what_they_say():
+    rows = [{"prompt": "p", "completion": "c", "text": "t"}, {"prompt": "", "completion": "c"},
+            {"prompt": None, "completion": "c", "text": "t"}, {"prompt": "p", "text": " t "}]  # fmt: skip
+    found = list(check_rows((row, f"f:{number}") for number, row in enumerate(rows)))
+    assert [(row.prompt, row.completion, row.text, row.where) for row in found] == [
+        ("p", "c", "", "f:0"), ("", "c", "", "f:1"), ("", "", "t", "f:2"), ("", "", " t ", "f:3"),
+    ]  # fmt: skip
+    assert [row.content for row in found] == ["p\nc", "\nc", "t", " t "]
+    with pytest.raises(AttributeError):
+        found[0].text = "x"
+
+
+def test_a_file_that_cannot_be_read_is_this_line(tmp_path):
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    write(tmp_path / "empty.jsonl", "", "  ")
+    for name, said in (
+        ("bytes.jsonl", "not UTF-8 text (byte 15)"),
+        ("none.jsonl", "cannot be read: No such file or directory"),
+        ("empty.jsonl", "no rows; one JSON object a line is expected"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            read_jsonl(tmp_path / name)
+        assert str(caught.value) == f"data {tmp_path / name}: {said}"

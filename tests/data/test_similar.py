@@ -1,13 +1,15 @@
 """Alike is what people would call alike: an evaluation row under another name, a text with a changed word."""
 
+import hashlib
 import re
 from dataclasses import replace
 
 import pytest
 
-from cria_tricks.data import sources
+from cria_tricks.data import similar, sources
 from cria_tricks.data.chat import Chat, read_jsonl
-from cria_tricks.data.similar import LEAK, NEAR, Guard, Repeats, shingles, sign, words
+from cria_tricks.data.similar import LEAK, NEAR, Guard, Leak, Repeats, digest, shingles, sign, words
+from tests.helpers import is_frozen
 
 
 def chat(user: str, answer: str = "An answer.", where: str = "here") -> Chat:
@@ -158,3 +160,115 @@ def test_rows_that_share_a_band_and_little_else_both_stay():
         assert sign(base).jaccard(sign(other)) < NEAR
         assert repeats.reason(text(" ".join(other))) is None
     assert shared >= 1, "no pair met in a band: the test would show nothing"
+
+
+def test_words_and_their_digest():
+    assert words("The 2nd Ujima-day, it's über_all!") == ["the", "2nd", "ujima", "day", "it", "s", "über_all"]
+    assert digest(["a", "b"]) == digest(words("A, b.")) == int(hashlib.blake2b(b"a b", digest_size=8).hexdigest(), 16)
+    assert digest(["b", "a"]) != digest(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("trained", "similarity"),
+    [
+        ("one two three four", 1.0),
+        ("one two three five", 0.5),  # pairs: two of four
+        ("one two four", None),  # of the words three of four, but of the pairs one of four
+        ("four three two one", None),  # the same words, and no pair of them
+        ("one two five", None),
+        ("", None),
+    ],
+)
+def test_how_near_a_question_is(trained, similarity):
+    """A row with half of the shingles is one of the evaluation's; one with less is not."""
+    leak = Guard([chat("nothing like it", where="e:1"), chat("one two three four", where="e:2")]).find(chat(trained))
+    assert leak == (similarity and Leak("here", "e:2", similarity))
+
+
+def test_words_count_only_as_far_as_the_documents_agree():
+    documents = " ".join(f"word{number}" for number in range(20))
+    guard = Guard([chat(f"{documents}\n\nQuestion: What does Umoja ask of us")])
+    assert guard.find(chat(f"{documents}\n\nQuestion: What does Nia ask of us")).similarity == 5 / 7, "words: 5 of 7"
+    assert guard.find(chat("Question: What does Nia ask of us")) is None
+    found = guard.find(chat(f"{documents} Query: other\n\nQuestion: Of us does Nia what ask"))
+    assert found.similarity == 20 / 34, "words of the last question in any order; of the whole turns' pairs 20 of 34"
+
+
+@pytest.mark.parametrize(
+    ("trained", "similarity"),
+    [
+        ("a b c d e f g h", 1.0),
+        ("a b c d e f g h i", 1.0),  # the whole of the smaller one
+        ("x b c d e f g h i", None),
+        ("a b c d e f g", None),
+    ],
+)
+def test_a_text_is_compared_by_runs_of_eight_words(trained, similarity):
+    leak = Guard([chat("other words"), text("a b c d e f g h", where="e:2")]).find(text(trained))
+    assert leak == (similarity and Leak("here", "e:2", similarity))
+
+
+def test_half_of_a_texts_runs_are_enough():
+    assert Guard([text("a b c d e f g h i")]).find(text("a b c d e f g h j")).similarity == 0.5
+    assert Guard([text("a b c d e f g h i j")]).find(text("a b c d e f g h x y")) is None, "one of three"
+
+
+def test_the_same_word_again_and_again_is_one_shingle():
+    assert Guard([text("a " * 9)]).find(text("a " * 30)).similarity == 1
+    assert Guard([chat("a a a")]).find(chat("a a a a")).similarity == 1
+
+
+def test_of_rows_that_are_the_same_the_first_is_named():
+    rows = [chat("Who is it?", where=f"e:{number}") for number in range(3)]
+    assert Guard(rows).find(chat("who is it")).held_out == "e:0"
+    assert Guard(rows).find(chat("who is it now")).held_out == "e:0"
+
+
+def test_of_a_completion_the_prompt_is_compared_and_without_one_all_of_it():
+    guard = Guard([Chat((), "one two three four", "five", "e:1"), Chat((), " ", "six seven", "e:2")])
+    assert guard.find(Chat((), "one two three four", "six", "t:1")) == Leak("t:1", "e:1", 1.0)
+    assert guard.find(Chat((), "", "six seven", "t:2")) == Leak("t:2", "e:2", 1.0)
+    assert guard.find(Chat((), "", "five", "t:3")) is None
+
+
+def test_all_turns_of_the_user_count_and_none_of_the_assistant():
+    def turns(*said: str) -> Chat:
+        roles = ("user", "assistant")
+        return Chat(tuple({"role": roles[i % 2], "content": c} for i, c in enumerate(said)), "", "", "here")
+
+    guard = Guard([turns("one two", "answer", "three four")])
+    assert guard.find(turns("one two", "other", "three four", "end")).similarity == 1
+    assert guard.find(turns("one two", "answer", "five six")) is None
+
+
+def test_the_sizes_that_near_duplicates_are_found_with(monkeypatch):
+    bands = Repeats(near=True).bands
+    assert (bands.b, bands.r, len(sign(["a"]).hashvalues)) == (16, 8, 128)
+    asked, honest = [], similar.shingles
+    monkeypatch.setattr(
+        similar, "shingles", lambda found, size: asked.append((len(found), size)) or honest(found, size)
+    )
+    sign(["a"] * 4001)
+    assert asked == [(4000, 5)]
+    repeats = Repeats(near=False)
+    assert (repeats.bands, repeats.reason(text("a")), repeats.signatures) == (None, None, [])
+
+
+@pytest.mark.parametrize(("equal", "reason"), [(102, None), (103, "near duplicate"), (128, "near duplicate")])
+def test_from_four_fifths_of_the_numbers_on_it_is_a_near_duplicate(equal, reason, monkeypatch):
+    """102 of 128 are 0.797, 103 are 0.805. The two meet in a band whatever it is."""
+    first = sign(words("a b c d e f"))
+    values = first.hashvalues.copy()
+    values[equal:] += 1
+    other = type(first)(seed=first.seed, hashvalues=values, scheme=first.scheme)
+    signed = iter([first, other])
+    monkeypatch.setattr(similar, "sign", lambda found: next(signed))
+    repeats = Repeats(near=True)
+    assert repeats.reason(text("a")) is None
+    assert repeats.reason(text("b")) == reason
+    assert len(repeats.signatures) == (2 if reason is None else 1)
+    assert repeats.reason(text("a")) == "duplicate"
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Leak)

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from cria_tricks.data import sources
+from cria_tricks.data.chat import Chat
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 ROW = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
 
@@ -84,3 +86,107 @@ def test_a_hub_data_set_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(BadInput, match="owner/name:x: cannot be loaded from the hub: no route$"):
         sources.find("owner/name:x", "train")
+
+
+def test_our_own_set_a_file_and_texts_are_described(tmp_path):
+    (tmp_path / "a.txt").write_text("Once.")
+    (tmp_path / "d.jsonl").write_text(ROW)
+    found = {name: sources.find(name, "eval").description for name in ("nguzo_saba", *map(str, tmp_path.iterdir()))}
+    assert sources.find("nguzo_saba", "train").description == "cria_tricks nguzo_saba train, 32 rows (Apache-2.0)"
+    assert found == {
+        "nguzo_saba": f"cria_tricks nguzo_saba eval, {len(sources.find('nguzo_saba', 'eval').rows)} rows (Apache-2.0)",
+        str(tmp_path / "a.txt"): "a.txt, 1 text files",
+        str(tmp_path / "d.jsonl"): f"d.jsonl, 1 rows, sha256 {hashlib.sha256(ROW.encode()).hexdigest()}",
+    }
+    (tmp_path / "texts.txt").mkdir()
+    (tmp_path / "texts.txt" / "b.txt").write_text("Twice.")
+    assert sources.find(str(tmp_path / "texts.txt"), "eval").rows[0].text == "Twice.", "a folder whatever its name"
+
+
+def test_rows_have_a_fingerprint_of_their_own():
+    rows = [
+        Chat(({"role": "user", "content": "a"},), "", "", "f:1"),
+        Chat((), "p", "c", "f:2"),
+        Chat((), "", "", "x", "t"),
+    ]
+    known = [
+        json.dumps(row) for row in ([[{"role": "user", "content": "a"}], "", ""], [[], "p", "c"], [[], "", "", "t"])
+    ]
+    assert sources.Source(rows, "").sha256 == hashlib.sha256("".join(known).encode()).hexdigest()
+    assert sources.Source(rows[1:], "").sha256 != sources.Source(rows[:0:-1], "").sha256
+
+
+@pytest.mark.parametrize("name", ["owner/name", "owner/name:train", "o.w-n_1/n.a-m_2:train[:10%]"])
+def test_names_of_the_hub(name):
+    assert sources.place(name, "train") == name
+
+
+@pytest.mark.parametrize("name", ["owner", "a/b/c", "a/b:", "a b/c", "a/b.jsonl", "a/b.json", "a/b.txt", "a/b:c d"])
+def test_names_of_nothing(name):
+    with pytest.raises(BadInput) as caught:
+        sources.place(name, "train")
+    assert str(caught.value) == (
+        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
+        "them, or a hub data set owner/name"
+    )
+
+
+def test_a_damaged_download_is_replaced_and_the_network_is_not_waited_for_for_ever(public_repository, monkeypatch):
+    public_repository.write_text(ROW)
+    honest, waits = sources.urllib.request.urlopen, []
+    monkeypatch.setattr(
+        sources.urllib.request, "urlopen", lambda url, timeout: waits.append(timeout) or honest(url, timeout=timeout)
+    )
+    kept = sources.place("kwanzaa", "train")
+    kept.write_text("damaged")
+    assert sources.place("kwanzaa", "train") == kept
+    assert kept.read_text() == ROW
+    assert [path.name for path in kept.parent.iterdir()] == ["kwanzaa_train.jsonl"]
+    assert waits == [30, 30]
+    found = sources.find("kwanzaa", "train").description
+    sha256 = hashlib.sha256(ROW.encode()).hexdigest()
+    assert found == f"AINative-Studio/kwanzaa kwanzaa_train.jsonl, sha256 {sha256} (GPL-3.0)"
+
+
+@pytest.mark.parametrize(
+    ("part", "splits", "taken"),
+    [
+        ("train", ["test", "train"], "train"),
+        ("eval", ["train", "test", "eval", "validation"], "validation"),
+        ("eval", ["test", "eval"], "eval"),
+        ("eval", ["train", "test"], "test"),
+        ("train", ["test", "validation"], None),
+        ("eval", ["train"], None),
+    ],
+)
+def test_the_split_of_a_hub_set(part, splits, taken, monkeypatch):
+    import datasets
+
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: splits)
+    if taken is None:
+        with pytest.raises(BadInput) as caught:
+            sources.find("owner/name", part)
+        assert str(caught.value) == (
+            f"data.{part}=owner/name: no such split; it has {', '.join(splits)}: name one as owner/name:SPLIT"
+        )
+        return
+    found = sources.find("owner/name", part)
+    assert found.description == f"owner/name ({taken}), 2 rows, from the Hugging Face hub"
+    assert [row.where for row in found.rows] == [f"owner/name:{taken} row {number}" for number in (0, 1)]
+
+
+def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeypatch):
+    def open_url(url, timeout):
+        raise sources.http.client.IncompleteRead(b"half")
+
+    monkeypatch.setattr(sources.urllib.request, "urlopen", open_url)
+    with pytest.raises(
+        BadInput, match=r"^data.eval=kwanzaa: cannot download .* \(IncompleteRead\(4 bytes read\)\); with a"
+    ):
+        sources.find("kwanzaa", "eval")
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(sources.Source)

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -244,6 +245,7 @@ def test_a_stream_says_what_it_cannot_know(rows):
     made.add_up(World())
     assert made.count == 30
     assert made.tokens > made.trained_tokens > 0
+    assert made.rows is made
 
 
 def test_the_fingerprint_sees_a_changed_byte_and_not_another_place(rows, tmp_path):
@@ -289,3 +291,27 @@ def test_a_pass_is_over_when_the_slowest_lane_is_through(rows):
     assert given.passes == 1
     fast.epoch, slow.epoch = 0, 2
     assert given.passes == 0
+
+
+def test_what_all_processes_have_given_is_added_up(tmp_path):
+    """Of 16 rows two are too long by one word; in the words of the tokenizer: a row has its words and an end."""
+    lines = [{"prompt": "a b", "completion": " ".join(["c"] * (14 if n in (3, 7) else 13))} for n in range(16)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    for overflow, cut, dropped, rows in (("truncate", 2, 0, 16), ("drop", 0, 2, 14)):
+        made = stream(path, f"data.overflow={overflow}", lanes=1)
+        first = made.lanes[0]
+        list(islice(first, rows))
+        assert (made.count, made.tokens, made.cut) == (0, 0, 0), "not yet"
+        made.add_up(SimpleNamespace(gather=lambda state: [state, {"1": state["0"]}, {"1": state["0"]}]))
+        assert (made.count, made.tokens, made.trained_tokens) == (2 * rows, 2 * rows * 16, 2 * rows * 14)
+        assert (made.cut, made.dropped) == (2 * cut, 2 * dropped)
+        assert made.tally.rows["read"] == 32
+
+
+def test_rows_of_a_text_come_in_another_order_with_another_seed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": " ".join(f"word{number}" for number in range(100))}))
+    orders = {seed: [key(row) for row in islice(stream(path, f"train.seed={seed}", lanes=1), 8)] for seed in (1, 2)}
+    assert sorted(orders[1]) == sorted(orders[2])
+    assert orders[1] != orders[2]

@@ -8,6 +8,7 @@ from cria_tricks.data import sources, texts
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import IGNORED, chunks, document, tokenize
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 HEAD = "The Project Gutenberg eBook of Umoja\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK UMOJA ***\r\n"
 FOOT = "\r\n*** END OF THE PROJECT GUTENBERG EBOOK UMOJA ***\r\nSTART: FULL LICENSE\r\n"
@@ -80,3 +81,75 @@ def test_a_text_becomes_rows_that_end_with_the_end_token(tokenizer):
     assert len(found.rows) > 3
     assert found.rows[-1]["labels"][-1] == tokenizer.eos_token_id
     assert found.trained_tokens == len(document(chat, tokenizer)) - 1
+
+
+def cut(content: bytes, piece: int, path) -> list[bytes]:
+    path.write_bytes(content)
+    found = list(texts.spans(path, piece))
+    assert {span.path for span in found} <= {str(path)}
+    assert all(before.end == after.begin for before, after in itertools.pairwise(found))
+    return [content[span.begin : span.end] for span in found]
+
+
+@pytest.mark.parametrize(
+    ("content", "piece", "pieces"),
+    [
+        (b"0123456789", 10, [b"0123456789"]),
+        (b"0123456789", 9, [b"012345678", b"9"]),
+        (b"0123456789", 4, [b"0123", b"4567", b"89"]),
+        (b"01234\n\n789", 8, [b"01234\n\n", b"789"]),  # a blank line in the second half
+        (b"0123\n\n6789", 8, [b"0123\n\n", b"6789"]),
+        (b"012\n\n56789", 8, [b"012\n\n", b"56789"]),
+        (b"01\n\n456789", 8, [b"01\n\n4567", b"89"]),  # in the first half it is too early
+        (b"0\n23\n\n6\n89", 8, [b"0\n23\n\n", b"6\n89"]),  # before a later line
+        (b"01234\n6789", 8, [b"01234\n", b"6789"]),  # the last line where there is no blank one
+        (b"0123\n\r\n789", 8, [b"0123\n\r\n", b"789"]),
+        (b"0123\n5\n789", 8, [b"0123\n5\n", b"789"]),
+        ("012é567".encode(), 4, [b"012", "é56".encode(), b"7"]),  # no character is cut in two
+        ("€€€".encode(), 4, ["€".encode()] * 3),
+        ("€€€".encode(), 5, ["€".encode()] * 3),
+        ("€€€".encode(), 6, ["€€".encode(), "€".encode()]),
+        (b"", 8, []),
+    ],
+)  # fmt: skip
+def test_where_a_text_is_cut(content, piece, pieces, tmp_path):
+    assert cut(content, piece, tmp_path / "a.txt") == pieces
+
+
+def test_a_piece_is_a_mebibyte_and_a_licence_is_near_an_end(tmp_path, monkeypatch):
+    assert (texts.PIECE, texts.EDGE) == (1_048_576, 131_072)
+    monkeypatch.setattr(texts, "EDGE", 64)
+    begin, end = b"*** START OF THE GUTENBERG\n", b"\n*** END OF THE GUTENBERG"
+    for before, behind in ((64 - len(begin), 65 - len(end)), (0, 0)):
+        text = b"\n" * before + begin + b"x" * 200 + end + b"y" * behind
+        assert cut(text, 1000, tmp_path / "a.txt") == [b"x" * 200 + b"\n"]
+    text = b"\n" * 38 + begin + b"x" * 200 + end + b"y" * 41
+    assert cut(text, 1000, tmp_path / "a.txt") == [text], "further inside it is part of the text"
+
+
+def test_a_licence_is_cut_at_the_first_begin_and_the_last_end(tmp_path):
+    begin, end = b"***START OF A GUTENBERG ***\n", b"***END OF A GUTENBERG"
+    assert cut(begin + b"a\n" + begin + b"b\n" + end + b"\nc\n" + end, 1000, tmp_path / "a.txt") == [
+        b"a\n" + begin + b"b\n" + end + b"\nc\n"
+    ]
+    for nothing in (begin + end, end + b"\nc"):
+        assert cut(nothing, 1000, tmp_path / "a.txt") == []
+
+
+def test_a_piece_names_its_bytes_and_where_it_is_no_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf one\r\ntwo \n" + b"caf\xe9")
+    assert texts.read(texts.Span(str(path), 0, 14)) == Chat((), "", "", f"{path} (bytes 0 to 14)", "one\ntwo")
+    assert texts.read(texts.Span(str(path), 4, 7)) == Chat((), "", "", f"{path} (bytes 4 to 7)", "one")
+    assert texts.read(texts.Span(str(path), 7, 9)) is None
+    with pytest.raises(BadInput) as caught:
+        texts.read(texts.Span(str(path), 14, 18))
+    assert str(caught.value) == f"data {path}: not UTF-8 text (byte 17)"
+    for look in (texts.read, lambda span: list(texts.spans(tmp_path / "none"))):
+        with pytest.raises(BadInput) as caught:
+            look(texts.Span(str(tmp_path / "none"), 0, 1))
+        assert str(caught.value) == f"data {tmp_path}/none: cannot be read: No such file or directory"
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(texts.Span)

@@ -4,8 +4,9 @@ import pytest
 
 from cria_tricks.data import sources
 from cria_tricks.data.chat import Chat
-from cria_tricks.data.tokens import IGNORED, TokenRows, tokenize, trained
+from cria_tricks.data.tokens import IGNORED, TokenRows, chunks, tokenize, trained
 from cria_tricks.errors import BadInput
+from tests.helpers import is_frozen
 
 
 def chat(*turns: tuple[str, str]) -> Chat:
@@ -119,6 +120,144 @@ def test_long_rows_are_dropped_or_refused_when_asked(tokenizer):
 
 def test_the_fullest_micro_batch_is_the_one_that_is_billed():
     labels = [[-100, 1], [-100, 1, 2, 3], [-100, -100, -100, 1, 2]]
-    rows = TokenRows([{"input_ids": [5] * len(each), "labels": each} for each in labels], 0, 0)
+    rows = TokenRows([{"input_ids": [5, *each[1:]], "labels": each} for each in labels], 0, 0)
     assert [rows.most_trained(size) for size in (1, 2, 3, 9)] == [3, 5, 6, 6]
-    assert (rows.longest, rows.tokens, rows.trained_tokens) == (5, 11, 6)
+    assert (rows.count, rows.longest, rows.tokens, rows.trained_tokens, rows.highest_id) == (3, 5, 11, 6, 5)
+    assert TokenRows([{"input_ids": [1, 9, 2], "labels": [1]}, {"input_ids": [3], "labels": [1]}], 0, 0).highest_id == 9
+
+
+class Words:
+    """A tokenizer of one token a word, its number; 0 ends a turn and 9 stands for a line break behind it."""
+
+    eos_token_id, chat_template = 0, "a template"
+
+    def __init__(self, tail=(0, 9)):
+        self.tail = list(tail)
+
+    def __call__(self, text, **options):
+        return {"input_ids": ([] if options.get("add_special_tokens", True) is False else [7]) + self._ids(text)}
+
+    def _ids(self, text):
+        return [int(word) for word in text.split()]
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, **options):
+        assert options == {"tokenize": True, "return_dict": False, "date_string": "26 Jul 2024"}
+        marks = {"system": 1, "user": 2, "assistant": 3}
+        ids = [each for m in messages for each in (marks[m["role"]], *self._ids(m["content"]), *self.tail)]
+        return ids + [3] * add_generation_prompt
+
+
+TURNS = (("user", "20 21"), ("assistant", "30 31 32"), ("user", "22"), ("assistant", "33"))
+IDS = [2, 20, 21, 0, 9, 3, 30, 31, 32, 0, 9, 2, 22, 0, 9, 3, 33, 0, 9]
+NO = IGNORED
+LABELS = [NO, NO, NO, NO, NO, NO, 30, 31, 32, 0, NO, NO, NO, NO, NO, NO, 33, 0, NO]
+
+
+@pytest.mark.parametrize("length", [7, 10, 18, 19, 20])
+def test_the_labels_of_each_turn_and_where_a_row_is_cut(length):
+    found = tokenize([chat(*TURNS)], Words(), length)
+    assert found.rows == [{"input_ids": IDS[:length], "labels": LABELS[:length]}]
+    assert (found.cut, found.dropped, found.count) == (length < 19, 0, 1)
+
+
+@pytest.mark.parametrize("length", [18, 19])
+@pytest.mark.parametrize("overflow", ["drop", "error"])
+def test_a_row_of_just_the_length_is_not_too_long(overflow, length):
+    if length == 19:
+        assert tokenize([chat(*TURNS)], Words(), length, overflow).rows == [{"input_ids": IDS, "labels": LABELS}]
+        return
+    with pytest.raises(BadInput) as caught:
+        tokenize([chat(*TURNS)], Words(), length, overflow)
+    assert (
+        str(caught.value)
+        == {
+            "drop": "file:1: all 1 rows are longer than data.max_length=18 tokens and were dropped; raise it, or set "
+            "data.overflow=truncate",
+            "error": "file:1: the row takes 19 tokens, data.max_length is 18; raise it, or set data.overflow to "
+            "truncate or drop",
+        }[overflow]
+    )
+
+
+def test_the_prompts_length_is_said_where_it_leaves_no_room():
+    with pytest.raises(BadInput) as caught:
+        tokenize([chat(*TURNS)], Words(), 6)
+    assert str(caught.value) == (
+        "file:1: the prompt alone takes 6 tokens, so data.max_length=6 leaves nothing to train on; raise it or take "
+        "the row out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tail", "labels"),
+    [
+        ((0,), [30, 31, 0]),
+        ((0, 9, 9), [30, 31, 0, NO, NO]),
+        ((9, 9), [30, 31, 9, 9]),
+        ((), [30, 31]),
+        ((0, 0), [30, 31, 0, 0]),
+    ],
+)
+def test_what_stands_behind_the_end_of_a_turn_is_not_trained_and_without_an_end_all_is(tail, labels):
+    (row,) = tokenize([chat(("user", "20"), ("assistant", "30 31"))], Words(tail), 64).rows
+    assert row["labels"] == [NO] * (3 + len(tail)) + labels
+
+
+def test_an_empty_turn_has_its_end_trained():
+    (row,) = tokenize([chat(("user", "20"), ("assistant", ""))], Words(), 64).rows
+    assert row["labels"] == [NO, NO, NO, NO, NO, 0, NO]
+
+
+def test_a_template_that_leaves_out_the_answer_or_fails():
+    class Silent(Words):
+        def apply_chat_template(self, messages, **options):
+            return [1, 2]
+
+    class Failing(Words):
+        def apply_chat_template(self, messages, **options):
+            raise ValueError("no system turn\nplease")
+
+    for tokenizer, said in (
+        (Silent(), "leaves out what the assistant says"),
+        (Failing(), "cannot write the row: no system turn"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            tokenize([chat(*TURNS)], tokenizer, 64)
+        assert str(caught.value) == f"file:1: this model's chat template {said}"
+
+
+def test_completions_and_texts_among_other_rows():
+    rows = [
+        Chat((), "20", "30 31", "file:1"),
+        Chat((), "", "", "file:2", "40 41 42 43 44"),
+        Chat((), "20", "3 4 5 6", "f"),
+    ]
+    found = tokenize(rows, Words(), 5, "drop")
+    assert found.rows == [
+        {"input_ids": [7, 20, 30, 31, 0], "labels": [NO, NO, 30, 31, 0]},
+        {"input_ids": [7, 40, 41, 42, 43], "labels": [NO, 40, 41, 42, 43]},
+        {"input_ids": [43, 44, 0], "labels": [NO, 44, 0]},
+    ]
+    assert (found.cut, found.dropped, found.tally.rows) == (0, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("length", "overlap", "rows"),
+    [
+        (4, 1, [([0, 1, 2, 3], 1), ([3, 4, 5, 6], 1)]),
+        (4, 2, [([0, 1, 2, 3], 1), ([2, 3, 4, 5], 2), ([4, 5, 6], 2)]),
+        (4, 3, [([0, 1, 2, 3], 1), ([1, 2, 3, 4], 3), ([2, 3, 4, 5], 3), ([3, 4, 5, 6], 3)]),
+        (6, 1, [([0, 1, 2, 3, 4, 5], 1), ([5, 6], 1)]),
+        (7, 1, [([0, 1, 2, 3, 4, 5, 6], 1)]),
+        (8, 1, [([0, 1, 2, 3, 4, 5, 6], 1)]),
+    ],
+)
+def test_the_pieces_of_seven_tokens(length, overlap, rows):
+    assert list(chunks(range(7), length, overlap)) == [
+        {"input_ids": ids, "labels": [NO] * known + ids[known:]} for ids, known in rows
+    ]
+    assert list(chunks([], length, overlap)) == []
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(TokenRows)

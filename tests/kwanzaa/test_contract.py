@@ -6,10 +6,13 @@ from functools import reduce
 
 import pytest
 
-from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, read
-from tests.kwanzaa.made import answer
+from cria_tricks.kwanzaa.contract import Answer
+from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, Reply, Violation, read
+from tests.helpers import is_frozen
+from tests.kwanzaa.made import SOURCES, answer
 
 LEFT_OUT = "left out"
+RESULTS = answer()["retrieval_summary"]["results"][:1]
 BROKEN = {
     "missing field": [
         ("version", LEFT_OUT), ("answer", LEFT_OUT), ("sources", LEFT_OUT), ("retrieval_summary", LEFT_OUT),
@@ -36,6 +39,11 @@ BROKEN = {
         ("retrieval_summary.query", "x" * 1001), ("retrieval_summary.results.0.snippet", "x" * 2001),
         ("unknowns.clarifying_questions", ["x" * 501]), ("unknowns.missing_context", ["x" * 1001]),
         ("retrieval_summary.namespaces", ["x"] * 21), ("integrity.safety_flags", ["x" * 201]),
+        ("sources.0.citation_label", "x" * 501), ("sources.0.license", ""), ("sources.0.content_type", ""),
+        ("sources.0.content_type", "x" * 101), ("sources.0.namespace", ""), ("sources.0.namespace", "x" * 101),
+        ("retrieval_summary.results.0.namespace", ""), ("retrieval_summary.results.0.namespace", "x" * 101),
+        ("retrieval_summary.query", ""), ("sources.0.tags", ["x" * 101]), ("retrieval_summary.results", RESULTS * 101),
+        ("sources", SOURCES[:1] * 101),
     ],
     "unknown value": [
         ("persona", "teacher"), ("persona", None), ("model_mode", "rag"), ("answer.tone", "angry"),
@@ -55,6 +63,12 @@ AT_THE_EDGE = [
     ("retrieval_summary.query", "x" * 1000), ("retrieval_summary.results.0.snippet", "x" * 2000),
     ("unknowns.clarifying_questions", ["x" * 500]), ("unknowns.missing_context", ["x" * 1000]),
     ("integrity.safety_flags", ["x" * 200]),
+    ("sources.0.citation_label", "x" * 500), ("sources.0.citation_label", "x"), ("sources.0.license", "x"),
+    ("sources.0.content_type", "x"), ("sources.0.content_type", "x" * 100), ("sources.0.namespace", "x"),
+    ("sources.0.namespace", "x" * 100), ("retrieval_summary.results.0.namespace", "x"),
+    ("retrieval_summary.results.0.namespace", "x" * 100), ("retrieval_summary.query", "x"), ("answer.text", "x"),
+    ("sources.0.tags", ["x" * 100]), ("retrieval_summary.results", RESULTS * 100), ("sources", SOURCES[:1] * 100),
+    ("retrieval_summary.namespaces", ["x"]), ("retrieval_summary.results.0.score", 0),
 ]  # fmt: skip
 """The largest and smallest that are allowed; the neighbours beyond are among those above."""
 UNREAD = {
@@ -192,3 +206,37 @@ def _damaged(whole, draw):
     else:
         parent[key] = draw.choice([None, True, 0, 1, 101, 0.5, 1.5, -1, "", "x", "x" * 600, [], {}, ["x"] * 60])
     return one
+
+
+def test_an_answer_that_was_read_stays_as_it_is():
+    found = Answer.model_validate(answer())
+    with pytest.raises(ValueError, match="frozen"):
+        found.answer.text = "x"
+    with pytest.raises(ValueError, match="frozen"):
+        found.version = "x"
+
+
+def test_what_a_broken_answer_says_of_its_parts():
+    found = read('{"answer": {"text": "x", "tone": "y"}, "sources": 3, "integrity": []}')
+    assert [found.said("answer", "tone"), found.said("answer", "z"), found.said("integrity", "z")] == ["y", None, None]
+    assert read("x").said("answer", "tone") is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        ('{"a": {"b": 1,}}', "invalid JSON"),
+        ('{"a": {"b": 1,}', "truncated JSON"),
+        ('{"a": "}",', "truncated JSON"),
+        ('{"a": "\\"}",}', "invalid JSON"),
+        ('{"a": "it breaks off }', "truncated JSON"),
+        ("} {,}", "invalid JSON"),
+    ],
+)
+def test_whether_the_first_brace_is_closed_again(raw, kind):
+    assert [violation.kind for violation in read(raw).violations] == [kind]
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Reply)
+    assert is_frozen(Violation)

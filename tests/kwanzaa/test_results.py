@@ -11,6 +11,7 @@ from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
 from cria_tricks.kwanzaa.reply import read
 from cria_tricks.kwanzaa.report import markdown, scores_table
 from cria_tricks.kwanzaa.results import Scored, summarise
+from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, REFUSAL, reply, row
 
 ABOUT = {"data": "made", "rows": 4, "rows_in_data": 4}
@@ -90,7 +91,18 @@ def test_the_loss_is_per_token_and_differences_are_paired(systems):
 def test_the_report_shows_every_system_and_ten_examples(systems):
     many = {name: scored * 6 for name, scored in systems.items()}
     found = summarise(many, {**ABOUT, "rows": 24})
-    assert len(found["examples"]) == 10
+    chosen = [0, 3, 5, 8, 10, 13, 15, 18, 20, 23]  # 23 / 9 apart, rounded
+    for example, number in zip(found["examples"], chosen, strict=True):
+        assert list(example["systems"]) == ["adapter", "base", "reference"]
+        for name, shown in example["systems"].items():
+            each = many[name][number]
+            assert shown == {
+                "text": each.reply.text, "read": each.reply.fields is not None,
+                "scores": {scorer: score.value for scorer, score in each.scores.items()},
+            }  # fmt: skip
+        assert (example["row"], example["query"]) == ("made:1", many["base"][number].row.prompt.query)
+        assert example["documents"] == [document.title for document in many["base"][number].row.prompt.documents]
+        assert example["reference"] == many["reference"][number].reply.text
     text = markdown(found)
     assert text.count("\n### ") == 10
     assert text.count("**base** (format 0.00") >= 5
@@ -106,3 +118,29 @@ def test_one_row_is_enough(systems):
     found = summarise({name: scored[:1] for name, scored in systems.items()}, {**ABOUT, "rows": 1})
     assert len(found["examples"]) == 1
     assert markdown(found).count("\n### ") == 1
+
+
+def test_ten_thousand_draws_from_the_same_seed():
+    means = resampled_means([[0.0, 1.0], [1.0, 3.0]])
+    assert means.shape == (10_000, 2)
+    assert torch.equal(means, resampled_means([[0.0, 1.0], [1.0, 3.0]], draws=10_000, seed=0))
+    assert set(means[:, 0].tolist()) == {0.0, 0.5, 1.0}
+
+
+def test_what_is_counted_of_every_system(systems):
+    found = summarise(systems, ABOUT)
+    adapter, base, reference = (found["systems"][name] for name in ("adapter", "base", "reference"))
+    assert [adapter["tokens"], base["tokens"], reference["cut_off"], reference["json"]] == [10, 10, None, 1.0]
+    assert "loss" not in reference
+    assert (base["citation_precision"], base["citation_recall"]) == (None, 0)
+    assert (adapter["violations"], adapter["json"], adapter["cut_off"]) == ({}, 1.0, 0)
+    assert found["systems"]["base"]["loss"]["value"] == 1.5
+    assert [entry["refusal"] for entry in found["answers"]["adapter"]] == [
+        {"value": float(should == did), "should": should, "did": did}
+        for should, did in ((True, True), (True, False), (False, False), (False, False))
+    ]
+    assert list(found)[:3] == list(ABOUT)
+
+
+def test_what_was_made_cannot_be_changed():
+    assert is_frozen(Scored)

@@ -65,6 +65,23 @@ def test_math_bound():
     assert ((linear_8bit(x.float(), codes, absmax, 0) - exact).abs() <= bound + 1e-4).all()
 
 
+@pytest.mark.parametrize(("large", "product"), [(6.0, 7.0), (-6.0, -5.0), (5.9375, 5.9375 + 21 * 5.9375 / 127)])
+def test_an_input_of_just_the_threshold_is_multiplied_in_16_bits(large, product):
+    """It leaves the 1 beside it its own scale; one below it makes the 1 to 21 of its steps."""
+    codes, absmax = torch.tensor([[127, 127]], dtype=torch.int8), torch.ones(1)
+    found = linear_8bit(torch.tensor([[large, 1.0]]), codes, absmax)
+    assert found.item() == pytest.approx(product, rel=1e-6)
+    assert linear_8bit(torch.tensor([[large, 1.0]]), codes, absmax, 0).item() == pytest.approx(
+        large + 21 * abs(large) / 127, rel=1e-6
+    )
+
+
+def test_rows_of_integers_by_hand():
+    codes, absmax = quantize_rows(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [-4.0, 4.0, 0.01]]))
+    assert codes.tolist() == [[64, -127, 32], [0, 0, 0], [-127, 127, 0]]
+    assert absmax.tolist() == [2.0, 0.0, 4.0]
+
+
 def test_mechanism():
     """One byte a weight and a fp32 scale a row. With outliers, the outlier path keeps the error of a row without."""
     x, w = inputs(False)
