@@ -327,7 +327,9 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
             forward = largest(forward, first, then + copied * memory.dropout, then + scaled)
             # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
             # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
-            backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32))
+            # The gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
+            shares = given * x * (name in ("q_proj", "k_proj", "gate_proj"))
+            backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32) + shares)
     waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
     return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
 
