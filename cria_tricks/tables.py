@@ -110,7 +110,7 @@ def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
         step = "" if before is None else f"{'-' if peak < before else '+'}{human(abs(peak - before))}"
         off = 100 * (rung["estimated_bytes"] / peak - 1)
         name = label if before is None else f"+ `{label}`"
-        rows.append((name, human(peak), step, "yes" if rung["fits"] else "no", f"{off:+.2f} %"))
+        rows.append((name, human(peak), step, "yes" if rung["fits"] else "no", f"{round(off, 2) + 0.0:+.2f} %"))
         before = peak
     return table(("toggle", "peak by dry run", "this step", "fits a T4", "by hand, off by"), rows)
 

@@ -10,7 +10,7 @@
 # > **Promise.** You predict the memory of a training step to the last byte. A weight is said to cost 16 bytes, and you
 # > find 4 of them that cost nothing on long rows: 4.6 GiB for Llama-3.2-1B.
 #
-# > **Card.** saves nothing / costs a millisecond / exact for the small model, within 1.7 % of a dry run for real ones /
+# > **Card.** saves nothing / costs a millisecond / exact for the small model, within 2 % of a dry run for real ones /
 # > 25 minutes / the first lesson
 #
 # This course does one real job on one small card: QLoRA (lessons 4 and 6 say what that is) of Llama-3.2-1B on 107
@@ -643,7 +643,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 1.7 % in 3,000 settings, held against a dry run.
+# - **Costs** a millisecond, and an error: at most 2 % in 3,000 settings, held against a dry run.
 # - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.

@@ -375,16 +375,16 @@ predicted = {
     "logits": 8 * 256 * V - 12 * N * V,
     "weights in 16 bits": 2 * learning,
     "final norm": 4 * N * D,
-    "hidden states of trained tokens": 2 * 2 * (N - 1) * D,
+    "hidden states of trained tokens": (4 + 2 + 2) * (N - 1) * D,
 }
 print({name: f"{size / MIB:+,.1f}" for name, size in predicted.items()})
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(predicted.values())
 
 # %% [markdown]
-# Three rows grew, by 53.5 MiB together. They tell where the peak has gone: from the way back *into the forward pass*.
-# There autocast still holds its 16-bit copies of what trains, the final norm's result is in use, and the trained
-# tokens' hidden states and gradients lie beside it. The head's 501 MiB in 16 bits are there as before; lesson 13 asks
-# why. Smaller chunks can gain no more than the distance to the next peak. And how long may a row be now?
+# Three rows grew, by 69.5 MiB together. They tell where the peak has gone: from the way back *into the forward pass*.
+# There autocast still holds its 16-bit copies of what trains, and the final norm's result is in use. The trained
+# tokens' hidden states are there twice, as they were picked and in 16 bits, and their gradients beside them. The head's
+# 501 MiB in 16 bits are there as before; lesson 13 asks why. Smaller chunks can gain no more than the distance to the next peak. And how long may a row be now?
 
 # %%
 first, second = sorted((moment.bytes for moment in moments(course.bill(after))), reverse=True)[:2]

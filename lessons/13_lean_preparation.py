@@ -7,7 +7,7 @@
 
 # %% [markdown]
 # # 13. Lean preparation: no fp32 copies that nobody asked for
-# > **Promise.** One line of nearly every QLoRA script costs this run 1,139 MiB. You find every byte of them, take them
+# > **Promise.** One line of nearly every QLoRA script costs this run 1,155 MiB. You find every byte of them, take them
 # > back, and train in 1,516 MiB what took 2,655. And you know which bits that changes, and which it does not.
 #
 # > **Card.** saves the embedding's fp32 copy, the head's 16-bit one, half of what waits between blocks / costs sums in
@@ -87,7 +87,7 @@ print(f"Llama-3.2-1B: {raised_bytes(128_256, 2048, 16) / MIB:,.1f} MiB more")
 assert stored(model) - at_first == raised_bytes(V, D, L)
 
 # %% [markdown]
-# That is 501 of 1,139. The others are in no weight.
+# That is 501 of 1,155. The others are in no weight.
 #
 # ## 2. From scratch, in five steps
 # **Write it down.** All that it does to weights:

@@ -267,16 +267,17 @@ def together(pair, over=()):
 
 pair = ("gradient_checkpointing", "chunked_loss")
 added, both = together(pair, over=set(fields) - set(pair))  # the last two to be switched on
-assert added == both
+assert round(added - both, 1) == 21.5
 added, both = together(("peft", "paged_optimizer"))
 assert both < 0.6 * added
 added, both = together(("gradient_checkpointing", "peft"))
-assert round(both - added) == 2_894
+assert round(both - added) == 2_910
 
 # %% [markdown]
-# Two rows of one moment *add*. LoRA and paging remove the *same row*, the states: the second finds little. And
+# Two rows of one moment *add*, but for 21.5 MiB: only with both switches the peak is inside of the forward pass, where
+# autocast's 16-bit copies of the adapters live. LoRA and paging remove the *same row*, the states: the second finds little. And
 # checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients lie. LoRA takes
-# these away, so together they save 2,894 MiB more than their sum.
+# these away, so together they save 2,910 MiB more than their sum.
 
 
 # %% tags=["hide-input"]

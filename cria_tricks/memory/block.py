@@ -278,6 +278,8 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         # as the result.
         cast = x != 2 or memory.bf16
         forward = largest(given * (2 * cast + 2 + 1), given + made * (4 + 2 + o * cast))
+    elif memory.pins_inputs:  # a CPU unpacks, in the input's dtype, and autocast makes a copy
+        forward += weight * (x + a * (a != x))
     # The result's gradient, the unpacked weight (int8 unpacks here only, in its input's dtype), the input's gradient.
     backward = made * o + weight * (x if memory.pins_inputs else a * memory.unpacks) + given * max(a, x)
     if learns and memory.accumulates and a < FP32:
