@@ -384,7 +384,8 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(pre
 # Three rows grew, by 69.5 MiB together. They tell where the peak has gone: from the way back *into the forward pass*.
 # There autocast still holds its 16-bit copies of what trains, and the final norm's result is in use. The trained
 # tokens' hidden states are there twice, as they were picked and in 16 bits, and their gradients beside them. The head's
-# 501 MiB in 16 bits are there as before; lesson 13 asks why. Smaller chunks can gain no more than the distance to the next peak. And how long may a row be now?
+# 501 MiB in 16 bits are there as before; lesson 13 asks why. Smaller chunks can gain no more than the distance to the
+# next peak. And how long may a row be now?
 
 # %%
 first, second = sorted((moment.bytes for moment in moments(course.bill(after))), reverse=True)[:2]

@@ -275,9 +275,9 @@ assert round(both - added) == 2_910
 
 # %% [markdown]
 # Two rows of one moment *add*, but for 21.5 MiB: only with both switches the peak is inside of the forward pass, where
-# autocast's 16-bit copies of the adapters live. LoRA and paging remove the *same row*, the states: the second finds little. And
-# checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients lie. LoRA takes
-# these away, so together they save 2,910 MiB more than their sum.
+# autocast's 16-bit copies of the adapters live. LoRA and paging remove the *same row*, the states: the second finds
+# little. And checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients lie.
+# LoRA takes these away, so together they save 2,910 MiB more than their sum.
 
 
 # %% tags=["hide-input"]
