@@ -286,54 +286,73 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
         # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
         own = given * (a if x != a or name in ("o_proj", "down_proj") else 0)
         backward = largest(backward - weight * (FP32 - a), backward - made * o - own)
+    found = Operation(name, keeps, pins, forward, backward, learns)
     if name in memory.adapted:
-        learns = memory.rank * (d_in + d_out) * FP32
-        raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
-        shared = x == a and not raised and not memory.dropout
-        keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
-        if memory.dropout:
-            # CUDA's says in a byte what stays, a CPU's is multiplied by.
-            keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32 if raised else x)
-            raised = 2 * raised if raised else given * x * (x != a)  # before and after; what is multiplied is counted
-        keeps[f"{name}'s A x"] = n * memory.rank * a
-        if a < FP32:
-            keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
-        # The base's product, before the adapter's input is there; then its result beside the raised input, B A x in the
-        # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
-        ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
-        beside = 0 if ends else 2 * made * max(a, o)
-        masked = keeps.get(f"{name}'s dropout", 0)
-        copied = given * a if x != a or raised else 0
-        host = keeps_nothing(memory)  # what nobody but autograd holds is there at once
-        sent = (copied + masked) * host
-        product = forward - masked - (0 if shared else given * a)
-        forward = largest(product, made * o + raised - masked * host, made * o + raised + beside - sent)
-        # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
-        gone = 0 if shared and source != GATED else given * a
-        backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
-        if memory.dora:  # both results, for the magnitudes' gradient
-            own = made * a if memory.dropout else made * o  # of the dropped input a product of its own
-            keeps |= {f"{name}'s W x": own, f"{name}'s B A x": made * a}
-            wide = FP32 if raised else x
-            whole = weight * a * (memory.dropout and (memory.quantised or wide != a))
-            keeps[f"{name} whole"] = whole
-            first, then = _dora_weight(memory, d_in, d_out, wide)
-            beside = raised + made * o * memory.dropout
-            # Of what is kept, some comes later, or is on the host.
-            first += beside - own * memory.dropout - made * a - whole - masked * host
-            if not shared and not (memory.dropout and wide == a):
-                first -= given * a
-            scaled = made * FP32 * (1 if ends else 3)
-            then += beside - sent - whole * (wide == a)  # which is W
-            scaled -= whole * (wide != a) * host
-            forward = largest(forward, first, then + copied * memory.dropout, then + scaled)
-            # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
-            # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
-            # The gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
-            shares = given * x * (name in ("q_proj", "k_proj", "gate_proj"))
-            backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32) + shares)
-    waits = given * x if source == GATED and source not in keeps | pins else 0  # nobody keeps it, but it is read
-    return Operation(name, keeps, pins, forward + waits, residual + backward, learns)
+        found = _adapted(memory, found, source, x)
+    # The gated product is kept by nobody where nothing needs it, but it is read.
+    waits = given * x if source == GATED and source not in {**found.keeps, **pins} else 0
+    return replace(found, forward=found.forward + waits, backward=residual + found.backward)
+
+
+def _adapted(memory: "MemoryEstimate", base: Operation, source: str, x: int) -> Operation:
+    """A product with its adapter, LoRA's or DoRA's.
+
+    Args:
+        memory: the setting.
+        base: the product alone.
+        source: what its input is called.
+        x: bytes of an element of the input.
+    """
+    name, n, a, o = base.name, memory.all_tokens, memory.operand, memory.product
+    d_in, d_out = memory.shape.linears[name]
+    given, made, weight = n * d_in, n * d_out, d_in * d_out
+    keeps, forward, backward = dict(base.keeps), base.forward, base.backward
+    learns = memory.rank * (d_in + d_out) * FP32
+    raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
+    shared = x == a and not raised and not memory.dropout
+    keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
+    if memory.dropout:
+        # CUDA's says in a byte what stays, a CPU's is multiplied by.
+        keeps[f"{name}'s dropout"] = given * (1 if memory.device.kind == "cuda" else FP32 if raised else x)
+        raised = 2 * raised if raised else given * x * (x != a)  # before and after; what is multiplied is counted
+    keeps[f"{name}'s A x"] = n * memory.rank * a
+    if a < FP32:
+        keeps[f"{name}'s A and B in 16 bits"] = memory.rank * (d_in + d_out) * a
+    # The base's product, before the adapter's input is there; then its result beside the raised input, B A x in the
+    # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
+    ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
+    beside = 0 if ends else 2 * made * max(a, o)
+    masked = keeps.get(f"{name}'s dropout", 0)
+    copied = given * a if x != a or raised else 0
+    host = keeps_nothing(memory)  # what nobody but autograd holds is there at once
+    sent = (copied + masked) * host
+    product = forward - masked - (0 if shared else given * a)
+    forward = largest(product, made * o + raised - masked * host, made * o + raised + beside - sent)
+    # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
+    gone = 0 if shared and source != GATED else given * a
+    backward = largest(made * o + given * x + raised, backward + given * x - gone, 3 * given * x - gone)
+    if memory.dora:  # both results, for the magnitudes' gradient
+        own = made * a if memory.dropout else made * o  # of the dropped input a product of its own
+        keeps |= {f"{name}'s W x": own, f"{name}'s B A x": made * a}
+        wide = FP32 if raised else x
+        whole = weight * a * (memory.dropout and (memory.quantised or wide != a))
+        keeps[f"{name} whole"] = whole
+        first, then = _dora_weight(memory, d_in, d_out, wide)
+        beside = raised + made * o * memory.dropout
+        # Of what is kept, some comes later, or is on the host.
+        first += beside - own * memory.dropout - made * a - whole - masked * host
+        if not shared and not (memory.dropout and wide == a):
+            first -= given * a
+        scaled = made * FP32 * (1 if ends else 3)
+        then += beside - sent - whole * (wide == a)  # which is W
+        scaled -= whole * (wide != a) * host
+        forward = largest(forward, first, then + copied * memory.dropout, then + scaled)
+        # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
+        # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
+        # The gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
+        shares = given * x * (name in ("q_proj", "k_proj", "gate_proj"))
+        backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32) + shares)
+    return replace(base, keeps=keeps, forward=forward, backward=backward, learns=learns)
 
 
 def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
