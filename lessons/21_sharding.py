@@ -141,7 +141,7 @@ course.show(
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And its *peak* grows
 # all the same (section 5). Full fine-tuning's peak hardly falls, and that is our choice: we send gradients once a step,
 # so each process keeps whole ones until the window's last micro-batch. If we sent them after every micro-batch, for
-# more traffic, half of them would be gone: by arithmetic a card would then need 14.1 GiB instead of section 5's 16.4.
+# more traffic, half of them would be gone: by arithmetic a card would then need 13.8 GiB instead of section 5's 16.1.
 # We build stage 3 first: with larger blocks it is what lets a model fit at all.
 #
 # ## 2. From scratch, in three steps
@@ -465,7 +465,7 @@ print(
 )
 assert apart_from_it < in_root - 16 * MIB
 assert needs["llama-3.1-8b"][1] > needs["llama-3.1-8b"][0]
-assert round(needs["llama-3.2-1b, full"][1] - unsent / 2 / GIB, 1) == 14.1  # gradients sent after every micro-batch
+assert round(needs["llama-3.2-1b, full"][1] - unsent / 2 / GIB, 1) == 13.8  # gradients sent after every micro-batch
 
 # %% [markdown]
 # ## 6. Where it breaks
