@@ -340,10 +340,10 @@ assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 # %% [markdown]
 # ## 4. What it costs
 # A bill costs a millisecond of arithmetic, so its price is its error. For real models the package walks a block on
-# paper as we did, for every technique of this course. We held 3,000 such bills against a *dry run*: the real modules,
-# loss and optimizer on tensors without data, every storage counted. Nobody chose the 3,000: a seed drew model, card,
-# length and every switch. And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each.
-# What would you accept as an error?
+# paper as we did, for every technique of this course. We held 1,900 such bills against a *dry run*: the real modules,
+# loss and optimizer on tensors without data, every storage counted. A seed drew model, card, length and every switch.
+# And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each. What error would you
+# accept?
 
 # %%
 study, dry_runs, on_a_card = (results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu"))
@@ -378,7 +378,7 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 3,000 bills by hand: most errors are too small to see, and those above half a per cent are on the "
+        "Figure 3. 1,900 bills by hand: most errors are too small to see, and those above half a per cent are on the "
         "safe side.",
     )
 
@@ -431,7 +431,7 @@ for tokens in (256, 1000, 1001, 1032, 1033, 2048):
     assert (held, short.peak.name) == expected
 
 # %% [markdown]
-# Up to 1,000 tokens the peak is at the end of the backward pass, at the *embedding*. There all gradients are alive, and
+# Up to 1,000 tokens the peak is at the end of the backward pass, the *embedding*. There all gradients are alive, and
 # each of them costs its 4 bytes. From 1,033 tokens on they cost nothing. In between the peak is where the backward pass
 # begins: the gradient of the *head* is the first one that is made.
 
@@ -643,7 +643,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 2 % in 3,000 settings, held against a dry run.
+# - **Costs** a millisecond, and an error: at most 2 % in 1,900 settings, held against a dry run.
 # - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.

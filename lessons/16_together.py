@@ -274,10 +274,10 @@ added, both = together(("gradient_checkpointing", "peft"))
 assert round(both - added) == 2_910
 
 # %% [markdown]
-# Two rows of one moment *add*, but for 21.5 MiB: only with both switches the peak is inside of the forward pass, where
-# autocast's 16-bit copies of the adapters live. LoRA and paging remove the *same row*, the states: the second finds
-# little. And checkpointing alone stops at the *next moment*, the end of the backward pass, where all gradients lie.
-# LoRA takes these away, so together they save 2,910 MiB more than their sum.
+# Two rows of one moment *add*, but for 21.5 MiB: only with both are autocast's copies of the adapters at the peak. LoRA
+# and paging remove the *same row*, the states: the second finds little. And checkpointing alone stops at the *next
+# moment*, the end of the backward pass, where all gradients lie. LoRA takes these away, so together they save 2,910 MiB
+# more than their sum.
 
 
 # %% tags=["hide-input"]
@@ -595,7 +595,7 @@ course.check(3, fair, of_fair, "a function (switches) -> a dict from each switch
 # <details><summary>Solutions</summary>
 #
 # ```python
-# mib_of_both = 1516.2 - (1494.2 - 32)  # the loss falls by 188 MiB, so the block is the peak, less its 32
+# mib_of_both = 1516.2 - (1494.8 - 32)  # the loss falls by 188 MiB, so the block is the peak, less its 32
 #
 #
 # def fewest(limit):

@@ -137,19 +137,22 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
 
 
 FIXED = ("weights: blocks' matrices", "weights: all others", "weights: added", "optimizer states", "batch")
-ALWAYS = ("matrices", "others", "states", "batch")
+ALWAYS = ("matrices", "others", "states")
 INSIDE = ("gradients", "weights in 16 bits", "block: kept", "block: open")
 MOMENTS = {
-    "loss": ("gradients before", "waiting: loss", "loss"),
-    "log-softmax": ("gradients before", "waiting: loss", "log-softmax"),
-    "head": ("gradients before", "waiting: loss", "head"),
-    "last norm": ("gradients before", "waiting: loss", "last norm"),
-    "forward": ("waiting: forward", "forward"),
-    "last block": ("waiting: last block", "last block"),
-    "first block": ("waiting: first block", "first block"),
-    "frozen block": ("waiting: frozen block", "frozen block"),
-    "embedding": ("gradients", "embedding"),
-    "optimizer step": ("gradients",),
+    "loss": ("batch", "gradients before", "waiting: loss", "loss"),
+    "log-softmax": ("batch", "gradients before", "waiting: loss", "log-softmax"),
+    "head": ("batch", "gradients before", "waiting: loss", "head"),
+    "last norm": ("batch", "gradients before", "waiting: loss", "last norm"),
+    "forward": ("batch: forward", "waiting: forward", "forward"),
+    "last block": ("batch", "waiting: last block", "last block"),
+    "first block": ("batch", "waiting: first block", "first block"),
+    "frozen block": ("batch", "waiting: frozen block", "frozen block"),
+    "embedding": ("batch", "gradients", "embedding"),
+    "optimizer step": (
+        "batch",
+        "gradients",
+    ),
 }
 """What a moment is made of, beside what lives :data:`ALWAYS`."""
 
@@ -175,7 +178,7 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str, dict[str, Any]], table: Any) -> None:
     """What depends on the attention: the batch with its mask, what blocks keep, and what is open in one."""
-    found: dict[str, dict[tuple[Any, ...], Part | None]] = {"batch": {}}
+    found: dict[str, dict[tuple[Any, ...], Part | None]] = {"batch": {}, "batch: forward": {}}
     by = ("stored", "kernel", "gradient_checkpointing", "activation_offload", "accumulates")
     for number, chosen in enumerate(stored.values()):
         for name, attention in of_kernel.items():
@@ -188,7 +191,8 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
                                accumulates=accumulates)  # fmt: skip
                 memory = estimate(recipe, shape, attention["card"].device)
                 where = (number, kernel, checkpointed, offloaded, accumulates)
-                found["batch"][number, kernel] = _rows(memory, FIXED[4:])
+                found["batch: forward"][number, kernel] = _rows(memory, FIXED[4:], "forward")
+                found["batch"][number, kernel, checkpointed] = _rows(memory, FIXED[4:])
                 for moment in ("loss", "forward", "last block", "first block", "frozen block"):
                     waits = found.setdefault(f"waiting: {moment}", {})
                     waits[where[:-1]] = _rows(memory, ("blocks: waiting",), moment)
@@ -196,7 +200,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
                         inside = _rows(memory, INSIDE, moment)
                         found.setdefault(moment, {})[where] = inside and _that_can_be_largest(inside)
     for name, entries in found.items():
-        fields = by[:2] if name == "batch" else by[:-1] if name.startswith("waiting") else by
+        fields = {"batch: forward": by[:2], "batch": by[:3]}.get(name, by[:-1] if name.startswith("waiting") else by)
         table(name, fields, entries.items())
 
 
