@@ -10,7 +10,7 @@
 # > **Promise.** You predict the memory of a training step to the last byte. A weight is said to cost 16 bytes, and you
 # > find 4 of them that cost nothing on long rows: 4.6 GiB for Llama-3.2-1B.
 #
-# > **Card.** saves nothing / costs a millisecond / exact for the small model, within 2 % of a dry run for real ones /
+# > **Card.** saves nothing / costs a millisecond / exact for the small model, within 3 % of a dry run for real ones /
 # > 25 minutes / the first lesson
 #
 # This course does one real job on one small card: QLoRA (lessons 4 and 6 say what that is) of Llama-3.2-1B on 107
@@ -353,7 +353,7 @@ if study and dry_runs:
     print(f"dry run against real steps, {len(dry_runs['cases'])} cases: the worst is {dry_runs['worst']:+.5%}")
     allocator = f"the worst is {on_a_card['by_hand_worst']:+.1%}" if on_a_card else "not measured yet"
     print(f"by hand against CUDA's allocator: {allocator}")
-    assert -0.005 < study["worst_under"] < study["worst_over"] < 0.02
+    assert -0.005 < study["worst_under"] < study["worst_over"] < 0.03
 else:
     print("the committed results are not beside this package: see benchmarks/results/cpu in the repository")
 
@@ -370,7 +370,7 @@ def errors(theme: Theme):
     axes.text(T4.memory_bytes / GIB, 1.75, " a T4", color=theme.alarm, va="center")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel="peak of a training step by dry run, GiB", ylabel="error of the bill, %", ylim=(-2, 2))
+    axes.set(xlabel="peak of a training step by dry run, GiB", ylabel="error of the bill, %", ylim=(-2, 3.5))
     axes.grid(axis="y")
     return drawn
 
@@ -643,7 +643,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 2 % in 1,900 settings, held against a dry run.
+# - **Costs** a millisecond, and an error: at most 2.9 % in 1,900 settings, held against a dry run.
 # - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.
