@@ -170,6 +170,7 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         name = "/".join([memory.kernel, *(word for word, holds in (
             ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
             ("joined", memory.joins_documents), (kernel, True), ("masked", masked),
+            ("new", shape.experts > 1 and chosen["new"]),
         ) if holds)])  # fmt: skip
         classes[key(chosen.values())] = name
         of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card})
