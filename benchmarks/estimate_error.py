@@ -1,6 +1,6 @@
 """How far the estimate by hand is off on settings that nobody chose: drawn by a seed, each against its dry run.
 
-    python -m benchmarks.estimate_error --settings 3000 --seed 7     # half an hour on one core
+    python -m benchmarks.estimate_error --settings 3000 --seed 7     # an hour on one core
     python -m benchmarks.estimate_error --seed 7 --one 1234          # one of them again, moment by moment
 
 A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle

@@ -153,7 +153,7 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
         read = dict(operation.reads) if keeps_nothing(memory) else {}
         held = pins | read | tensors
         if operation.name in ("first norm", "second norm"):
-            normed = f"{operation.name}'s output"  # is read until the next one, whoever keeps it
+            normed = f"{operation.name}'s output"  # is read until the next norm has run
         opened = operation.forward + beside + (0 if normed in held else hidden)
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
         if operation.name == "weighted values" and keeps_nothing(memory):
@@ -349,7 +349,7 @@ def _adapted(memory: "MemoryEstimate", base: Operation, source: str, x: int) -> 
         forward = largest(forward, first, then + copied * memory.dropout, then + scaled)
         # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
         # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
-        # The gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
+        # Besides, the gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
         shares = given * x * (name in ("q_proj", "k_proj", "gate_proj"))
         backward = largest(backward - own, made * FP32 * 4 + made * o * (o < FP32) + shares)
     return replace(base, keeps=keeps, forward=forward, backward=backward, learns=learns)

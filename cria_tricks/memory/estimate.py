@@ -344,9 +344,13 @@ def _inside(point: block.Point) -> tuple[Row, Row]:
 
 
 class _Waiting(NamedTuple):
-    """What blocks keep from their forward to their backward pass: all blocks, all but an open one, and only that.
+    """What waits in blocks for their backward pass.
 
-    And what waits while a frozen block is open that has a trained copy beside it.
+    Attributes:
+        all: of all blocks.
+        others: of all but the last, while the last is open.
+        one: while the first is open, and the others are done.
+        frozen: while a frozen block is open that has a trained copy beside it.
     """
 
     all: Row
@@ -419,7 +423,7 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
 
 
 def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
-    """Autocast's copies of what trains in blocks, which live until the forward pass ends, whoever keeps them."""
+    """Autocast's copies of what trains in blocks, which autocast holds until the forward pass ends."""
     copied, matrices = memory.trained_weights, sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
     if memory.trains_all:
         copied = memory.shape.layers * matrices

@@ -1,6 +1,6 @@
 """The estimate on settings that nobody chose: a seeded sample, each against a dry run made now.
 
-Another and larger one: ``CRIA_SEED=12 CRIA_SETTINGS=100 pytest tests/memory/test_estimate_error.py``; 3,000 of them
+Another and larger one: ``CRIA_SEED=12 CRIA_SETTINGS=100 pytest tests/memory/test_estimate_error.py``; many of them
 with a summary: ``make bench-estimate``.
 """
 
@@ -44,7 +44,7 @@ def test_a_setting_drawn_by_seed_is_within_what_is_promised(number):
 
 
 def test_the_committed_bills_are_those_of_today_and_within_what_is_promised():
-    """500 of 3,000, because a bill takes 10 milliseconds. (The sample above makes its dry runs anew.)"""
+    """The first 500, because a bill takes 10 milliseconds. (The sample above makes its dry runs anew.)"""
     found = json.loads(RESULTS.read_text())
     another = "a number of the bill has changed: if it was meant, make bench-estimate holds all anew, in a minute"
     for number, line in enumerate(found["cases"][:500]):
