@@ -93,7 +93,8 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     classes = {}
     for chosen in combinations(STORED):
         memory = estimate(plain(**chosen), shape, NEW.device)
-        found = (memory.operand, memory.bf16 and shape.experts > 1, memory.others, memory.stream, memory.product,
+        bf16 = memory.bf16 and (memory.pins_inputs or shape.experts > 1)  # else it is as large as fp16
+        found = (memory.operand, bf16, memory.others, memory.stream, memory.product,
                  memory.unpacks, memory.pins_inputs, memory.raises_inputs, chosen["peft"])  # fmt: skip
         classes[key(chosen.values())] = str(list(stored).index(found) if found in stored else len(stored))
         stored.setdefault(found, chosen)
