@@ -184,6 +184,7 @@ def quality(runs: Sequence[Mapping[str, Any]]) -> str:
         mine = [run for run in runs if run["case"] == case]
         losses = [run["eval_loss_after"] for run in mine]
         apart = [run["eval_loss_after"] - plain[run["seed"]] for run in mine if run["seed"] in plain]
+        peaks = [run["peak_bytes"] for run in mine if "peak_bytes" in run]
         rows.append(
             (
                 f"`{case}`",
@@ -191,7 +192,7 @@ def quality(runs: Sequence[Mapping[str, Any]]) -> str:
                 f"{statistics.mean(losses):.4f}",
                 f"{max(losses) - min(losses):.4f}",
                 f"{min(apart):+.4f} to {max(apart):+.4f}" if apart and case != "fp32" else "",
-                _bytes(max(run["peak_bytes"] for run in mine)),
+                _bytes(max(peaks)) if peaks else "",
                 f"{mine[0]['trainable']:,}",
             )
         )

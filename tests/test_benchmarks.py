@@ -1,10 +1,13 @@
-"""The benchmarks of the dry run hold together."""
+"""The benchmarks of the dry run, and of quality, hold together."""
 
 import json
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks import dry_run_error, gpu_error
+from benchmarks import dry_run_error, gpu_error, quality
 from benchmarks.common import HERE
 from cria_tricks.cases import settings_of
 from cria_tricks.hardware import T4
@@ -37,3 +40,34 @@ def test_the_comparison_on_a_card_has_enough_sets():
     assert len(set(gpu_error.SETS)) == len(gpu_error.SETS) >= 16
     assert len(gpu_error.TOKENS) >= 2
     assert len(set(dry_run_error.SETS)) >= 20
+
+
+def test_products_and_attention_in_fp16_are_computed_in_fp32_and_their_results_rounded():
+    class Dtypes(TorchDispatchMode):
+        """What reaches the kernels."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            seen.extend((func, one.dtype) for one in tensors if func in quality.PRODUCTS)
+            return func(*args, **(kwargs or {}))
+
+    def attended(q, k, v):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    seen = []
+    a, b = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(0)).half()
+    heads = [torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(n)).half() for n in range(3)]
+    with Dtypes(), quality.RoundedProducts():
+        found = [a @ b, a[0] @ b[0], torch.addmm(a[0], a[0], b[0])]
+        in_half = attended(*(one.clone().requires_grad_() for one in heads))
+    assert {func for func, _ in seen} == quality.PRODUCTS
+    assert {dtype for _, dtype in seen} == {torch.float32}
+    x, y = a.float(), b.float()
+    for one, wanted in zip(found, [x @ y, x[0] @ y[0], torch.addmm(x[0], x[0], y[0])], strict=True):
+        assert one.dtype == torch.float16
+        assert torch.equal(one, wanted.half())
+    for one, wanted in zip(in_half, attended(*(one.float().requires_grad_() for one in heads)), strict=True):
+        assert one.dtype == torch.float16
+        # Four roundings to 11 bits: the result, its gradient, their product, and what comes out.
+        assert (one.float() - wanted).abs().max() <= 4 * 2**-11 * wanted.abs().max()
