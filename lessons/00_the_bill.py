@@ -339,11 +339,11 @@ assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 
 # %% [markdown]
 # ## 4. What it costs
-# A bill costs a millisecond of arithmetic, so its price is its error. For real models the package walks a block on
-# paper as we did, for every technique of this course. We held 1,900 such bills against a *dry run*: the real modules,
-# loss and optimizer on tensors without data, every storage counted. A seed drew model, card, length and every switch.
-# And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each. What error would you
-# accept?
+# A bill costs a millisecond of arithmetic, so its price is its error. The package walks a block on paper as we did, for
+# every technique. We held 1,900 such bills against a *dry run*: the real modules (most models cut to 2 to 4 blocks),
+# loss and optimizer on tensors without data, every storage counted. Model, card, length and every switch were drawn at
+# random. And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each. What error would
+# you accept?
 
 # %%
 study, dry_runs, on_a_card = (results.study(f"{name}_error") for name in ("estimate", "dry_run", "gpu"))
@@ -378,8 +378,8 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 1,900 bills by hand: most errors are too small to see, and those above half a per cent are on the "
-        "safe side.",
+        "Figure 3. 1,900 bills by hand: most errors are too small to see, and every error over half a per cent is a "
+        "bill that is too high.",
     )
 
 # %% [markdown]
@@ -431,9 +431,9 @@ for tokens in (256, 1000, 1001, 1032, 1033, 2048):
     assert (held, short.peak.name) == expected
 
 # %% [markdown]
-# Up to 1,000 tokens the peak is at the end of the backward pass, the *embedding*. There all gradients are alive, and
-# each of them costs its 4 bytes. From 1,033 tokens on they cost nothing. In between the peak is where the backward pass
-# begins: the gradient of the *head* is the first one that is made.
+# Up to 1,000 tokens the peak is at the end of the backward pass, where the *embedding* gets its gradient. There all
+# gradients are alive, at 4 bytes each. From 1,033 tokens on they cost nothing. In between the peak is at the *head*,
+# whose gradient comes first, on a line of its own.
 
 
 # %% tags=["hide-input"]
@@ -468,8 +468,8 @@ def all_moments(theme: Theme):
 
 course.show(
     all_moments,
-    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients come where activations have gone, and no "
-    "moment fits a T4.",
+    "Figure 4. Eight moments of one step of Llama-3.2-1B: most gradients appear after a block's activations "
+    "are freed, and no moment fits a T4.",
 )
 
 # %% [markdown]

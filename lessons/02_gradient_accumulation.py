@@ -440,8 +440,9 @@ assert predicted == eight
 
 # %% [markdown]
 # So 4.6 GiB buy what would have cost 134. Later the price falls. With lesson 3's checkpointing, a step without
-# accumulation peaks at the end of the backward pass. There all gradients exist anyway, so accumulation adds only 3,154
-# MiB. Lesson 4 leaves few weights to train, so few gradients wait (exercise 1).
+# accumulation peaks at the end of the backward pass, where all gradients exist anyway. Accumulation makes them wait in
+# the forward pass too, and the peak there is only 3,154 MiB higher. Lesson 4 leaves few weights to train, so few
+# gradients wait (exercise 1).
 
 # %%
 later = course.bill(course.so_far("03_gradient_checkpointing"))

@@ -381,11 +381,11 @@ print({name: f"{size / MIB:+,.1f}" for name, size in predicted.items()})
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(predicted.values())
 
 # %% [markdown]
-# Three rows grew, by 69.5 MiB together. They tell where the peak has gone: from the way back *into the forward pass*.
-# There autocast still holds its 16-bit copies of what trains, and the final norm's result is in use. The trained
-# tokens' hidden states are there twice, as they were picked and in 16 bits, and their gradients beside them. The head's
-# 501 MiB in 16 bits are there as before; lesson 13 asks why. Smaller chunks can gain no more than the distance to the
-# next peak. And how long may a row be now?
+# Three lines grew, by 69.5 MiB together. They show that the peak has moved from the backward pass *into the forward
+# pass*. There autocast still holds its 16-bit copies of what trains, and the final norm's result is in use. The trained
+# tokens' hidden states are there in fp32 and once more in 16 bits, with their gradients beside them. The head's 501 MiB
+# in 16 bits are there as before; lesson 13 asks why. Smaller chunks can gain no more than the distance to the next
+# peak. And how long may a row be now?
 
 # %%
 first, second = sorted((moment.bytes for moment in moments(course.bill(after))), reverse=True)[:2]
@@ -598,7 +598,8 @@ course.check(
 # </details>
 #
 # ## In one breath
-# - **Saves** all logits but one chunk's: $12\,N V \to 8\,C V$ bytes; 2,756 MiB of our 5,357.
+# - **Saves** all logits but one chunk's: $12\,N V \to 8\,C V$ bytes; 2,756 MiB of our 5,357, and the
+#   peak falls to 2,671.
 # - **Costs** no product; the head is read once a chunk. A head that trains holds its gradient, $4\,V D$ bytes, from the
 #   forward pass on.
 # - **Exact within rounding**: the bound is plain cross entropy's, and has no $C$ in it.

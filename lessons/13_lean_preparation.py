@@ -8,14 +8,14 @@
 # %% [markdown]
 # # 13. Lean preparation: no fp32 copies that nobody asked for
 # > **Promise.** One line of nearly every QLoRA script costs this run 1,155 MiB. You find every byte of them, take them
-# > back, and train in 1,516 MiB what took 2,655. And you know which bits that changes, and which it does not.
+# > back, and train in 1,516 MiB what took 2,671. And you know which bits that changes, and which it does not.
 #
 # > **Card.** saves the embedding's fp32 copy, the head's 16-bit one, half of what waits between blocks / costs sums in
 # > 16 bits / approximate: a sum between blocks is off by half a step of its 16-bit format at most / 30 minutes / after
 # > lesson 12
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB; its bill
-# stands at 2,655 MiB. In lesson 6 NF4 saved 1,377 MiB of weights, and the peak fell by 239. The rest was given back by
+# stands at 2,671 MiB. In lesson 6 NF4 saved 1,377 MiB of weights, and the peak fell by 239. The rest was given back by
 # peft's `prepare_model_for_kbit_training`. What is it for?
 
 # %% tags=["hide-input"]
@@ -87,7 +87,7 @@ print(f"Llama-3.2-1B: {raised_bytes(128_256, 2048, 16) / MIB:,.1f} MiB more")
 assert stored(model) - at_first == raised_bytes(V, D, L)
 
 # %% [markdown]
-# That is 501 of 1,155. The others are in no weight.
+# That is 501 of 1,155 MiB. The other 654 are not in the weights.
 #
 # ## 2. From scratch, in five steps
 # **Write it down.** All that it does to weights:
@@ -398,7 +398,7 @@ print(f"{saved / MIB:,.1f} MiB, of which {100 * -sum(list(predicted.values())[:2
 assert saved == -sum(predicted.values())
 
 # %% [markdown]
-# It is nearly the sum that lesson 6 gave back, but not from the same rows: the final norm's 8 MiB and the picked hidden
+# In lesson 6 nearly as much was lost, but not on the same lines of the bill: the final norm's 8 MiB and the hidden
 # states' 16 came with the chunked loss. And the second edit, inputs uncast, saves nothing here: at this moment no block
 # is open, and on a T4 peft would not cast anyway.
 #
@@ -522,8 +522,8 @@ for rate, steps in ((2e-4, 400), (2e-5, 4000)):
 # %% [markdown]
 # bf16 is left behind. fp16 gets away with it at our rate, and not at a tenth of it.
 #
-# **`nan`, in fp16.** The usual preparation does buy one thing: an fp32 stream cannot overflow. How near to the end of
-# fp16 does a model come? We ran SmolLM2 in fp32 over all 134 real rows and looked for the largest activation:
+# **`nan`, in fp16.** The usual preparation does buy one thing: an fp32 stream cannot overflow. fp16 holds numbers up
+# to 65,504. How near does a model come? We ran SmolLM2 in fp32 over all real rows, 107 to train and 27 to evaluate:
 
 # %% tags=["hide-input"]
 study = results.study("activations")
@@ -535,13 +535,13 @@ if study:
     assert 2.62 < end / largest < 2.64
 
 # %% [markdown]
-# Each row has the same largest number, because it belongs to the first token, and all rows begin with the same one.
-# Other rows and training change such numbers, so a run in lean fp16 begins with a look at its first batch. If that has
-# room to grow less than four times, as here, the trainer warns with the number. If it overflows already, the trainer
-# refuses.
+# The largest activation is the same in each row. It belongs to the first token, which is always the same and sees no
+# other. Other models, and training, change it, so a run in lean fp16 first checks its first batch. If the largest
+# activation is above a quarter of 65,504, as here, the trainer prints a warning with the number. If it overflows, the
+# trainer refuses to start.
 #
-# Some models that were trained in bf16 pass 65,504. Then lean fp16 is infinite, and the norm of it `nan`. Cure: bf16
-# where it is real, or the usual preparation.
+# Some models that were trained in bf16 pass 65,504. Then the fp16 stream becomes `inf`, and its norm `nan`. Cure: bf16
+# on a card that computes it, or the usual preparation.
 
 # %%
 for dtype in (fp16, torch.float32):

@@ -7,14 +7,15 @@
 
 # %% [markdown]
 # # 16. Together: why savings do not add up
-# > **Promise.** Each alone, twelve switches save 43,866 MiB of a step that has 32,046. You find where they went: one
-# > rule, proved in a few lines and checked on all 14,080 ways to flip a switch, says what it is worth beside others.
+# > **Promise.** Each alone, twelve switches save 43,866 MiB of a step that has 32,046. You find where the rest went:
+# > one rule, proved in a few lines and checked on all 14,080 ways to flip a switch, says what it is worth beside
+# > others.
 #
 # > **Card.** saves nothing itself, and shows what does; its last switch, compile, may save seconds / costs a
 # > compilation / the rule is exact, compile exact within rounding / 35 minutes / after lesson 15
 #
-# The job, once more: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course
-# began at a peak of 31.3 GiB, 31.7 with CUDA's own, and every lesson flipped a switch. This one flips them together.
+# The job: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course began at a
+# peak of 31.3 GiB, 31.7 with CUDA's own, and every lesson flipped a switch. This one flips them together.
 
 # %% tags=["hide-input"]
 import itertools
@@ -274,10 +275,10 @@ added, both = together(("gradient_checkpointing", "peft"))
 assert round(both - added) == 2_910
 
 # %% [markdown]
-# Two rows of one moment *add*, but for 21.5 MiB: only with both are autocast's copies of the adapters at the peak. LoRA
-# and paging remove the *same row*, the states: the second finds little. And checkpointing alone stops at the *next
-# moment*, the end of the backward pass, where all gradients lie. LoRA takes these away, so together they save 2,910 MiB
-# more than their sum.
+# Checkpointing and chunked loss shrink two lines of one moment, so their savings *add*, less 21.5 MiB: only with both
+# does the peak hold autocast's copies of the adapters. LoRA and paging remove the *same line*, the optimizer states, so
+# the second finds little. And checkpointing alone stops at the *next moment*, the end of the backward pass, where all
+# gradients lie. LoRA takes these away, so together they save 2,910 MiB more than their sum.
 
 
 # %% tags=["hide-input"]
@@ -453,9 +454,9 @@ assert front[0].memory.fits
 assert front[0].seconds < 0.7 * next(entry.seconds for entry in front if not entry.set)
 
 # %% [markdown]
-# Without checkpointing, and with all logits, a token takes a third less time by estimate, in half of the card. So a
-# recipe with everything on is not the best one; it is the one for a small card. Take the fastest line that fits yours.
-# Compile is one flag more. The same reckoning gives it a third less time on a T4; we have not measured it:
+# Without checkpointing, and with all logits, a token takes a third less time by estimate, in half of the card. Switch
+# everything on for a small card only; else take the fastest line that fits yours. Compile is one more flag. The
+# same reckoning gives it a third less time on a T4; we have not measured it:
 
 # %%
 with_compile = with_settings(whole, ["tricks.compile=true"])
@@ -466,8 +467,9 @@ print(f"{8 * 2048 * bench.bill(whole).seconds:.1f} s a step -> {8 * 2048 * bench
 # %% [markdown]
 # ## 6. Where it breaks
 # **`does not fit`, where the savings said it would.** LoRA saves 9,846 MiB alone, a paged optimizer 9,428. From 32,046
-# that leaves 12,772: under 14.74 GiB, CUDA's own included. On a card the run ends with `torch.OutOfMemoryError: CUDA
-# out of memory`. Cause: both savings are of the same states. Cure: read the table, and shrink another row.
+# that leaves 12,772 MiB: with CUDA's own 381 MiB still under the card's 15,094. The run ends with
+# `torch.OutOfMemoryError: CUDA out of memory`. Cause: both savings are the same states. Cure: read the table and
+# shrink another line.
 
 # %%
 added_up = peaks[0] - sum(saved["alone"][fields.index(field)] for field in ("peft", "paged_optimizer"))

@@ -140,8 +140,9 @@ course.show(
 # %% [markdown]
 # Stages 1 and 2 together save 65 of 1,152 MiB. Only stage 3 finds something: it halves the state. And its *peak* grows
 # all the same (section 5). Full fine-tuning's peak hardly falls, and that is our choice: we send gradients once a step,
-# so each process keeps whole ones until the window's last micro-batch. If we sent them after every micro-batch, for
-# more traffic, half of them would be gone: by arithmetic a card would then need 13.8 GiB instead of section 5's 16.1.
+# so each process keeps whole ones until the window's last micro-batch. Sending them after every
+# micro-batch would free half of them and cost more traffic: by our estimate a card would then need 13.8 GiB instead of
+# section 5's 16.1.
 # We build stage 3 first: with larger blocks it is what lets a model fit at all.
 #
 # ## 2. From scratch, in three steps
