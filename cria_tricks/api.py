@@ -28,6 +28,7 @@ def train(
     *,
     settings: Iterable[str] = (),
     resume: bool = False,
+    other_base: bool = False,
     console: "Console | None" = None,
 ) -> dict[str, Any]:
     """Train a recipe, and write its adapter and its report.
@@ -40,6 +41,7 @@ def train(
         out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
         resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
+        other_base: let a resumed run go on over another base than it began over.
         console: where progress is shown; standard error when left out.
 
     Returns:
@@ -60,7 +62,7 @@ def train(
     wanted = with_settings(recipes.get(recipe), _several(settings))
     with importing():  # this imports torch, which takes seconds; an error in the recipe was raised before that
         from cria_tricks.run import train as run
-    return run(wanted, out, resume=resume, console=console)
+    return run(wanted, out, resume=resume, other_base=other_base, console=console)
 
 
 def plan(

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from cria_tricks import dangers, durable
-from cria_tricks.errors import BadInput, usable_path
+from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
 
@@ -99,6 +99,16 @@ def load_side_network(model: Any, folder: Path) -> None:
         raise BadInput(f"{folder}: its side network does not fit this model")
     for name, parameter in trained.items():
         parameter.data.copy_(saved[name])
+
+
+def trained_over(folder: Path) -> dict[str, Any]:
+    """The identity of the base that an adapter was trained over, as far as its folder tells."""
+    try:
+        return dict(json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["base"])
+    except FileNotFoundError:  # of plain peft
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{folder / PROVENANCE}: does not say what it was trained over: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("allowed: what 16 bits alone do to the unmerged model", f"{check['bound']:.3g}"),
         ("largest difference that the adapter itself makes", f"{check['adapter_effect']:.3g}"),
         ("same most likely token", f"{check['same_argmax']:.2%} of positions"),
+        *([("the base", check["other_base"])] if "other_base" in check else []),
     ]
 
 

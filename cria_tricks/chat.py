@@ -1,15 +1,15 @@
 """Talk to a trained adapter, over the base that it was trained over."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cria_tricks import models
+from cria_tricks import identity, models, pretrained
 from cria_tricks.adapters import add_side_network
-from cria_tricks.artifact import CONFIGS, RECIPE, SIDE_NETWORK, load_side_network, refuse_unsafe
+from cria_tricks.artifact import CONFIGS, RECIPE, SIDE_NETWORK, load_side_network, refuse_unsafe, trained_over
 from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device, this_device
@@ -18,7 +18,15 @@ from cria_tricks.recipe import Recipe, Tricks, from_toml
 from cria_tricks.tricks import flash_decoding, resolve
 
 
-def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def open_folder(
+    folder: str | Path,
+    device: Device | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    base: str | Path | None = None,
+    other_base: bool = False,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Any, Any]:
     """Load an adapter over its base as it was trained, or a fully fine-tuned model.
 
     An adapter that learnt beside quantised matrices has learnt to make up for their rounding too, so it gets the same
@@ -29,27 +37,30 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
         device: where to; this machine's card, or its CPU, when left out.
         dtype: of base and adapter; what the device computes fast when left out.
+        base: where the base lies now, if it is not where the adapter says.
+        other_base: whether the base may be another one than the adapter was trained over.
+        say: takes a warning.
 
     Returns:
         Model in eval mode, and tokenizer.
 
     Raises:
-        BadInput: if the folder holds neither, is damaged or not safe to read, or the base cannot be had.
+        BadInput: if the folder holds neither, is damaged or not safe to read, or the base cannot be had, is not the one
+            that the adapter was trained over, or has not the weights that its config describes.
     """
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     quiet_libraries()
     folder, device = usable_path("adapter", folder), device or this_device()
     dtype = dtype or _dtype(device)
-    config, base = base_of(folder)
+    config, below = base_of(folder, base)
+    if below:
+        for warning in other_than_trained_over(folder, below, other_base):
+            say(f"warning: {warning}")
     rounded = _rounding(folder, device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            base.path if base else folder,
+        model = pretrained.causal_lm(
+            below.path if below else folder,
+            below.name if below else str(folder),
             dtype=dtype,
-            trust_remote_code=False,
-            use_safetensors=True,
             **flash_decoding.for_chat(device),
             **rounded,
         )
@@ -58,12 +69,14 @@ def open_folder(folder: str | Path, device: Device | None = None, dtype: torch.d
         if config and config.name == SIDE_NETWORK:
             add_side_network(model, json.loads(config.read_text())["blocks"])
             load_side_network(model, folder)
-        elif base:
-            model = PeftModel.from_pretrained(model, str(folder))
+        elif below:
+            model = pretrained.adapter(model, folder)
         # Not model.to(dtype): it rounds the rotary frequencies too, which shifts the positions of distant tokens.
         for weight in model.parameters():
             weight.data = weight.data.to(dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = pretrained.tokenizer(folder, str(folder))
+    except BadInput:
+        raise
     except Exception as error:  # a damaged file raises whatever its reader raises: tokenizers a bare Exception
         if is_out_of_memory(error):
             raise
@@ -97,14 +110,18 @@ def _rounding(folder: Path, device: Device) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(**plan.quantization), **where}
 
 
-def base_of(folder: Path) -> tuple[Path | None, models.Weights | None]:
-    """Check a folder, and find the base model it names.
+def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, models.Weights | None]:
+    """Check a folder, and bring the base model it names.
+
+    Args:
+        folder: of an adapter, or of a whole model.
+        base: where the base lies now, if it is not where the adapter says.
 
     Returns:
         An adapter's config and its base; ``None`` twice for a whole model.
 
     Raises:
-        BadInput: if the folder holds neither, is damaged or not safe to read, or names no base.
+        BadInput: if the folder holds neither, is damaged or not safe to read, or its base cannot be had.
     """
     config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
     if config or any((folder / name).is_file() for name in ("config.json", MANIFEST)):
@@ -112,33 +129,42 @@ def base_of(folder: Path) -> tuple[Path | None, models.Weights | None]:
     if not config and not (folder / "config.json").is_file():
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     if config is None:
+        if base:
+            raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
         return None, None
+    if base:
+        return config, models.fetch(models.find(str(base)))
+    recorded = trained_over(folder)
     try:
-        return config, models.find(json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if recorded.get("kind") == "folder" and not Path(name).is_dir():  # and never a model of the hub of that name
+            raise BadInput(f"{folder}: was trained over the folder {name}, which is not there; name it with --base")
+        return config, models.fetch(models.find(name), recorded.get("revision") or "")
+    except BadInput:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{config}: names no base model that can be found: {error}") from None
 
 
-def open_base(name: str) -> Any:
-    """Load the model that a name stands for, as :func:`open_folder` loads one.
+def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -> list[str]:
+    """Hold a base against the one that an adapter was trained over.
+
+    Raises:
+        BadInput: if it is another one, and that is not wanted.
+    """
+    return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed)
+
+
+def open_base(weights: models.Weights) -> Any:
+    """Load a base model as :func:`open_folder` loads one.
 
     Raises:
         BadInput: if it cannot be had.
     """
-    from transformers import AutoModelForCausalLM
-
     quiet_libraries()
-    device, weights = this_device(), models.find(name)
+    device, weights = this_device(), models.fetch(weights)
     options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            weights.path, trust_remote_code=False, use_safetensors=True, **options
-        )
-        return model.to(device.kind).eval()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise BadInput(f"model {name}: cannot be loaded: {first_line(error)}") from None
+    return pretrained.causal_lm(weights.path, weights.name, **options).to(device.kind).eval()
 
 
 def _dtype(device: Device) -> torch.dtype:

@@ -46,7 +46,7 @@ FREE = {
 }
 """Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval"}
-"""Fields that name a place; what counts is the rows there."""
+"""Fields that name a place; what counts is the rows there. So it is with ``model``, once its weights are known."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     differ = [
         f"{key} ({old[key]!r}, now {new[key]!r})"
         for key in new
-        if key not in FREE | BY_CONTENT and old[key] != new[key]
+        if key not in FREE | BY_CONTENT and old[key] != new[key] and not (key == "model" and "base" in before)
     ]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]

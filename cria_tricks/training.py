@@ -5,13 +5,14 @@ Imported only when nothing of the recipe, the data and the folders can be refuse
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from cria_tricks import artifact, card, models, profiling, provenance, report
+from cria_tricks import artifact, card, identity, models, pretrained, profiling, provenance, report
 from cria_tricks.console import Voice
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
@@ -62,7 +63,9 @@ def carry_out(job: Job) -> dict[str, Any]:
     """
     quiet_libraries()
     recipe, plan, world, console = job.recipe, job.plan, job.world, job.console
-    weights = models.find(recipe.model)
+    weights = models.fetch(models.find(recipe.model))
+    pretrained.refuse_misfit(Path(weights.path), weights.name)
+    began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
     tokenizer = load_tokenizer(weights)
     rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
@@ -80,7 +83,7 @@ def carry_out(job: Job) -> dict[str, Any]:
                 console.print(f"data.train: {stream.tally.in_words()}")
             job.warn(report.data_warnings(rows, recipe))
         job.warn(report.step_warnings(trained.run))
-        summary = _written(job, weights, tokenizer, rows, trained)
+        summary = _written(job, weights, tokenizer, rows, trained, began_over)
     return world.first(lambda: summary)
 
 
@@ -135,7 +138,12 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
 
 
 def _written(
-    job: Job, weights: Weights, tokenizer: PreTrainedTokenizerBase, rows: dict[str, Any], trained: Trained
+    job: Job,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: dict[str, Any],
+    trained: Trained,
+    began_over: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
     recipe, world, model = job.recipe, job.world, trained.loaded.model
@@ -147,7 +155,7 @@ def _written(
     summary |= {"adapter": str(folder), "model": weights.name}
     summary["monitor"] = world.gather(trained.monitor.summary())
     summary["profile"] = profiling.read(job.folders.folder / "profile") if recipe.train.profile else None
-    made = provenance.describe(summary, weights, job.sources)
+    made = provenance.describe(summary, weights, job.sources, began_over)
     text = card.model_card(summary, made, weights.name, weights.note, recipe)
     in_one = sharded.weights(model, keep=world.is_first)
 

@@ -259,13 +259,13 @@ course.show(curve, "Figure 2. The loss of each step, and that of the evaluation 
 
 # %% [markdown]
 # A falling loss is not yet a good answer. `cria eval` lets the model write on the evaluation rows and scores what it
-# wrote: format, citations, grounding, refusals. `--base` is *before*, the adapter is *after*, and `--reference` scores
-# the data's own answers: the ceiling that a scorer should give. The base gets 0 for format by construction: the real
-# rows' system prompt names the contract and never shows its fields, so no model can know them before it is trained.
+# wrote: format, citations, grounding, refusals. `--with-base` is *before*, the adapter is *after*, and `--reference`
+# scores the data's own answers: the ceiling that a scorer should give. The base gets 0 for format by construction: the
+# real rows' system prompt names the contract and never shows its fields, so no model can know them untrained.
 
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-_ = cria("eval", ADAPTER, "--data", DATA, "--base", "--reference", "--out", RUN / "eval", *few)
+_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--reference", "--out", RUN / "eval", *few)
 told = (RUN / "eval" / "eval.md").read_text()
 print(told[told.rindex("\n## ") :])  # its last section: answers to read
 

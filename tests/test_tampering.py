@@ -94,7 +94,7 @@ def test_each_file_altered_in_turn(name, damage, command, adapter, run_cria):
 @pytest.mark.parametrize("name", FILES)
 def test_so_does_evaluation_and_it_writes_nothing(name, adapter, run_cria, tmp_path):
     flip(adapter / name)
-    code, stdout, stderr = run_cria("eval", adapter, "--out", tmp_path / "eval", "--base")
+    code, stdout, stderr = run_cria("eval", adapter, "--out", tmp_path / "eval", "--with-base")
     assert (code, stdout) == (2, "")
     assert stderr.splitlines()[-1].startswith("error: ")
     assert not list((tmp_path / "eval").rglob("*.json*"))

@@ -32,10 +32,14 @@ class Settings:
     Attributes:
         batch_size: rows that are answered together.
         max_new_tokens: longest answer, in tokens.
+        base: where the base lies now, if it is not where the adapter says.
+        other_base: whether the base may be another one than was trained over.
     """
 
     batch_size: int = 8
     max_new_tokens: int = 2048
+    base: str | Path | None = None
+    other_base: bool = False
 
 
 def evaluate(
@@ -100,7 +104,7 @@ def evaluate(
 def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool) -> Path | None:
     if adapter is None:
         if base:
-            raise BadInput("--base: is the model below an adapter; name the adapter's folder")
+            raise BadInput("--with-base: is the model below an adapter; name the adapter's folder")
         if not reference:
             raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
         return None
@@ -131,7 +135,12 @@ def _answers(
 
     below = _base_name(folder) if base else ""
     console.print(f"loading {folder}, writing to {place}")
-    model, tokenizer = open_folder(folder)
+    warnings: list[str] = []
+    whole = not any((folder / name).is_file() for name in CONFIGS)
+    beneath = None if whole else settings.base
+    model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
+    for warning in warnings:
+        console.print(warning)
     prompts = prompt_ids(source.rows, tokenizer)
     rounded = quantization_of(folder)
     with_what = {
@@ -152,7 +161,7 @@ def _answers(
         }
         answers = Answers(place / f"answers-{system}.jsonl", about)
         if any(row not in answers.rows for row in range(rows)):
-            with _asked(model, system, below) as asked:
+            with _asked(model, system, folder, settings.base or below, settings.other_base) as asked:
                 answer_rows(
                     asked,
                     tokenizer,
@@ -165,14 +174,16 @@ def _answers(
                     system=system,
                 )
         found[system] = answers.rows
-    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
+    more = {"warnings": warnings} if warnings else {}
+    return found, with_what | more | {"batch_size": settings.batch_size, "versions": versions()}
 
 
 @contextlib.contextmanager
-def _asked(model: Any, system: str, below: str) -> Iterator[Any]:
+def _asked(model: Any, system: str, folder: Path, below: str | Path, other_base: bool) -> Iterator[Any]:
     """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
+    from cria_tricks import models
     from cria_tricks.adapters import without_adapter
-    from cria_tricks.chat import open_base
+    from cria_tricks.chat import open_base, other_than_trained_over
     from cria_tricks.tricks.side_network import SideBlock
 
     if system == "adapter":
@@ -182,7 +193,9 @@ def _asked(model: Any, system: str, below: str) -> Iterator[Any]:
             yield plain
     else:
         model.to("meta")  # two whole models may not fit beside each other
-        yield open_base(below)
+        weights = models.fetch(models.find(str(below)))
+        other_than_trained_over(folder, weights, other_base)
+        yield open_base(weights)
 
 
 def _base_name(folder: Path, must: bool = True) -> str:
@@ -196,7 +209,7 @@ def _base_name(folder: Path, must: bool = True) -> str:
         return from_toml(str(folder / "recipe.toml")).model
     if must:
         raise BadInput(
-            f"--base: {folder} holds a whole model and no recipe.toml that names what it was trained from; evaluate "
-            "that model by itself, as another ADAPTER"
+            f"--with-base: {folder} holds a whole model and no recipe.toml that names what it was trained from; "
+            "evaluate that model by itself, as another ADAPTER"
         )
     return ""

@@ -148,9 +148,9 @@ def _train(
 
     # Only now the heavy libraries: what was wrong so far took a second to say.
     import torch
-    from transformers import AutoConfig, set_seed
+    from transformers import set_seed
 
-    from cria_tricks import models, report
+    from cria_tricks import models, pretrained, report
     from cria_tricks.data.prepare import eval_rows, train_rows
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
     from cria_tricks.measure import Meter, every_tensor
@@ -159,14 +159,14 @@ def _train(
     from cria_tricks.training import count_parameters
 
     quiet_libraries()
-    weights = models.find(recipe.model)
+    weights = models.fetch(models.find(recipe.model))
     tokenizer = load_tokenizer(weights)
     rows = {
         "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print),
         "eval": eval_rows(recipe, found["eval"], tokenizer),
     }
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))
-    config = AutoConfig.from_pretrained(weights.path, trust_remote_code=False)
+    config = pretrained.config(weights.path, weights.name)
     parts = find_blocks(blocks, config.num_hidden_layers, stages, config.model_type)
     context = context_of(weights.path)
     if recipe.train.save_steps:

@@ -31,7 +31,7 @@ def adapter(tmp_path_factory):
 
 def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
     out = tmp_path / "eval"
-    code, stdout, stderr = run_cria("eval", adapter, "--base", "--reference", *SHORT, "--out", out, "--json")
+    code, stdout, stderr = run_cria("eval", adapter, "--with-base", "--reference", *SHORT, "--out", out, "--json")
     assert code == 0, stderr
     found = json.loads(stdout)
     assert found == {**json.loads((out / "eval.json").read_text()), "out": str(out)}
@@ -53,7 +53,7 @@ def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
     assert len(found["examples"]) == 3
 
     before = (out / "answers-base.jsonl").read_text()
-    again = run_cria("eval", adapter, "--base", "--reference", *SHORT, "--out", out, "--json")
+    again = run_cria("eval", adapter, "--with-base", "--reference", *SHORT, "--out", out, "--json")
     assert json.loads(again[1]) == found, "nothing is answered twice, and the draws are seeded"
     assert "rows" not in again[2]
     assert (out / "answers-base.jsonl").read_text() == before
@@ -76,10 +76,10 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
 
     one = ["--data", str(ROWS), "--limit", "1", "--max-new-tokens", "1"]  # bf16 is slow where it is emulated
     with pretend(replace(this_device(), real_bf16=bf16)):
-        code, stdout, stderr = run_cria("eval", adapter, "--base", *one, "--out", tmp_path, "--json")
+        code, stdout, stderr = run_cria("eval", adapter, "--with-base", *one, "--out", tmp_path, "--json")
         assert code == 0, stderr
         _, tokenizer = open_folder(adapter)
-        plain = open_base(models.find("random:tiny").name)
+        plain = open_base(models.find("random:tiny"))
     assert plain.dtype == (torch.bfloat16 if bf16 else torch.float32)
     loss, tokens = reference_loss(plain, tokenizer, read_jsonl(ROWS)[0])
     assert json.loads(stdout)["systems"]["base"]["loss"]["value"] == pytest.approx(loss / tokens, rel=apart)
@@ -102,11 +102,11 @@ def test_a_whole_model_is_held_against_what_it_was_trained_from(run_cria, few_ro
     code, _, stderr = run_cria("train", "baseline", *sets, *few_rows, "--out", tmp_path / "run")
     assert code == 0, stderr
     folder = tmp_path / "run" / "model"
-    code, stdout, stderr = run_cria("eval", folder, "--base", *SHORT, "--json")
+    code, stdout, stderr = run_cria("eval", folder, "--with-base", *SHORT, "--json")
     assert code == 0, stderr
     assert json.loads(stdout)["differences"]["loss"]["value"] < 0, "it learnt something"
     (folder / "recipe.toml").unlink()
-    code, _, stderr = run_cria("eval", folder, "--base", *SHORT)
+    code, _, stderr = run_cria("eval", folder, "--with-base", *SHORT)
     assert code == 2
     assert "holds a whole model and no recipe.toml that names what it was trained from" in stderr
 
@@ -128,7 +128,10 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
     ("arguments", "said"),
     [
         (["eval"], "name the folder of an adapter, or give --reference"),
-        (["eval", "--base", "--reference"], "--base: is the model below an adapter; name the adapter's folder"),
+        (
+            ["eval", "--with-base", "--reference"],
+            "--with-base: is the model below an adapter; name the adapter's folder",
+        ),
         (["eval", "none"], "none: holds neither adapter_config.json nor config.json"),
         (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
         (["eval", "--reference", "--data", "pairs.jsonl"], "pairs.jsonl:1: to be evaluated, a row needs messages"),

