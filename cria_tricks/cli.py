@@ -275,7 +275,7 @@ def explain(
 @app.command()
 def doctor(
     selftest: Annotated[
-        bool, typer.Option("--selftest", help="Look for six failures of the libraries that raise nothing.")
+        bool, typer.Option("--selftest", help="Look for seven failures of the libraries that raise nothing.")
     ] = False,
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Measure what passes between processes, or cards, and how fast.")

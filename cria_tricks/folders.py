@@ -64,7 +64,7 @@ class Folders:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
         self.start = self._find_start() if resume else None
 
-    def over(self, base: Mapping[str, Any], *, other_base: bool) -> Mapping[str, Any]:
+    def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
         """Write down which base the run is over; a resumed run goes on over the same one.
 
         Args:

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +110,20 @@ def quiet_libraries() -> None:
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def refuse_unfit(plan: Plan, weights: Weights) -> None:
+    """Find out from config and headers, before a weight is read, whether a model can be trained as planned.
+
+    Args:
+        plan: what would run.
+        weights: where the model lies.
+
+    Raises:
+        BadInput: if it is no decoder, does not fit the plan, or its files do not fit its config.
+    """
+    _refuse_unfit(plan, weights)
+    pretrained.refuse_misfit(Path(weights.path), weights.name)
 
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:

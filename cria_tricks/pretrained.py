@@ -42,49 +42,49 @@ SHOWN = 3
 """Names of tensors that an error quotes."""
 
 
-def config(path: str | Path, name: str) -> Any:
+def config(folder: str | Path, name: str) -> Any:
     """Load a model's config.
 
     Args:
-        path: folder or hub id.
+        folder: of the model; :func:`cria_tricks.models.fetch` brings a hub's here.
         name: what errors call the model.
 
     Raises:
         BadInput: if it cannot be had, or is of a kind that transformers does not know.
     """
-    return _loaded(AutoConfig.from_pretrained, path, name)
+    return _loaded(AutoConfig.from_pretrained, folder, name)
 
 
-def tokenizer(path: str | Path, name: str) -> Any:
+def tokenizer(folder: str | Path, name: str) -> Any:
     """Load a tokenizer.
 
     Args:
-        path: folder or hub id.
+        folder: of a model or an adapter.
         name: what errors call the model.
 
     Raises:
         BadInput: if there is none, or it cannot be read.
     """
-    if Path(path).is_dir() and not any((Path(path) / file).is_file() for file in weight_files.TOKENIZER):
+    if not any((Path(folder) / file).is_file() for file in weight_files.TOKENIZER):
         raise BadInput(f"model {name}: the folder has no tokenizer; copy tokenizer.json and its companions into it")
-    return _loaded(AutoTokenizer.from_pretrained, path, name)
+    return _loaded(AutoTokenizer.from_pretrained, folder, name)
 
 
-def causal_lm(path: str | Path, name: str, **options: Any) -> Any:
+def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     """Load a model that predicts the next token, with all of its own weights and no others.
 
     Args:
-        path: a folder with safetensors, see :func:`cria_tricks.models.fetch` for a hub's.
+        folder: of the model.
         name: what errors call the model.
         options: for ``from_pretrained``: dtype, quantization, device map, attention.
 
     Raises:
         BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; or the folder cannot be read.
     """
-    refuse_misfit(Path(path), name)
-    refuse_nonfinite(Path(path), name)
+    refuse_misfit(Path(folder), name)
+    refuse_nonfinite(Path(folder), name)
     model, info = _loaded(
-        AutoModelForCausalLM.from_pretrained, path, name, use_safetensors=True, output_loading_info=True, **options
+        AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
     _refuse(info, name)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -230,13 +230,11 @@ def _blocks(unknown: list[str], missing: list[str]) -> str:
     return ", or correct num_hidden_layers in config.json" if odd and all(map(block.search, odd)) else ""
 
 
-def _loaded(from_pretrained: Callable[..., Any], path: str | Path | None, name: str, **options: Any) -> Any:
+def _loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
     """Call a library's loader without running code of the folder's, and turn what it raises into one line."""
     try:
         # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
-        return from_pretrained(path, trust_remote_code=False, **options)
-    except OSError as error:  # offline, missing, gated: transformers raises OSError for all three
-        raise BadInput(f"model {name}: cannot be loaded: {first_line(error)}; {_cure(path, error)}") from None
+        return from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
         if is_out_of_memory(error):
             raise
@@ -247,11 +245,3 @@ def _loaded(from_pretrained: Callable[..., Any], path: str | Path | None, name: 
         else:
             said = f"{first_line(error)}; is the folder whole?"
         raise BadInput(f"model {name}: cannot be loaded: {said}") from None
-
-
-def _cure(path: str | Path | None, error: OSError) -> str:
-    if path is not None and Path(path).is_dir():
-        return f"the folder is damaged: {weight_files.AGAIN}"
-    if "gated" in str(error).lower() or "401" in str(error):
-        return f"ask for access at https://huggingface.co/{path}, then run: hf auth login"
-    return "check the name and the network, or give a local folder: --set model=DIR"

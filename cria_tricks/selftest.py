@@ -1,4 +1,4 @@
-r"""Six failures of the libraries beneath us that raise nothing, looked for on this machine: ``cria doctor --selftest``.
+r"""Seven failures of the libraries that raise nothing, looked for on this machine: ``cria doctor --selftest``.
 
 Each check goes the real way (load, tokenise, trainer, loss, evaluation), with the versions that are installed, and
 compares what comes out with the same thing got another way. The model has the shape of ``random:tiny`` and is made on
@@ -8,6 +8,7 @@ failure with the plain libraries.
 """
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -24,7 +26,7 @@ from cria_tricks.catalogue import CONFIGS
 from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.data.chat import check_rows
 from cria_tricks.data.tokens import IGNORED, tokenize
-from cria_tricks.errors import Diverged, Interrupted, first_line, is_out_of_memory
+from cria_tricks.errors import BadInput, Diverged, Interrupted, first_line, is_out_of_memory
 from cria_tricks.hardware import this_device
 from cria_tricks.load import Loaded, load, load_tokenizer, quiet_libraries
 from cria_tricks.models import Weights
@@ -42,6 +44,9 @@ have no fixed order, by some 1e-6. The failures move them by 0.1 and more."""
 SAME_LOSS = 1e-4
 """The same for losses. Summed in another order in fp32 they differ by 1e-6; torch's own in bf16 by 1e-3 to 7e-3."""
 
+A_TENSOR = "model.layers.1.mlp.up_proj.weight"
+"""Of a base, the tensor that the first check takes away."""
+
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -55,6 +60,22 @@ TURNS = [
     {"role": "user", "content": "And three more?"},
     {"role": "assistant", "content": "Seven: 4 + 3."},
 ]
+
+
+def whole_base(weights: Weights) -> tuple[bool, str]:
+    """Take a tensor away from the base and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(weights.path, folder, dirs_exist_ok=True)
+        file = Path(folder) / "model.safetensors"
+        tensors = load_file(file)
+        del tensors[A_TENSOR]
+        save_file(tensors, file, {"format": "pt"})
+        try:
+            loaded = load(resolve(Recipe()), Weights("selftest", folder, folder))
+        except BadInput:
+            return True, f"a base without {A_TENSOR} is refused by the name of the tensor"
+        made_up = loaded.model.get_parameter(A_TENSOR).std().item()
+    return False, f"a base without {A_TENSOR} was loaded, with random numbers of size {made_up:.2g} there"
 
 
 def trained_tokens(weights: Weights) -> tuple[bool, str]:
@@ -152,6 +173,14 @@ class Check:
 
 
 CHECKS = (
+    Check(
+        whole_base,
+        "Is a base refused of which a tensor is missing?",
+        "transformers puts random numbers in the place of a missing tensor and leaves out one that it does not know; "
+        "it says so in a report on the screen, which scripts hide",
+        "from_pretrained(..., output_loading_info=True) gives what was missing and unexpected: stop unless both are "
+        "empty; then fetch or save the base again",
+    ),
     Check(
         trained_tokens,
         "Are the trained tokens the assistant's, all of them and no others?",

@@ -7,17 +7,16 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from cria_tricks import artifact, card, identity, models, pretrained, profiling, provenance, report
+from cria_tricks import artifact, card, identity, models, profiling, provenance, report
 from cria_tricks.console import Voice
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
-from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries
+from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.memory.estimate import MemoryEstimate, estimate
 from cria_tricks.memory.shape import Shape, context_of, find_shape
@@ -64,7 +63,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     quiet_libraries()
     recipe, plan, world, console = job.recipe, job.plan, job.world, job.console
     weights = models.fetch(models.find(recipe.model))
-    pretrained.refuse_misfit(Path(weights.path), weights.name)
+    refuse_unfit(plan, weights)
     began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
     tokenizer = load_tokenizer(weights)
     rows = _rows(job, tokenizer)

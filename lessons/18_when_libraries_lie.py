@@ -6,9 +6,9 @@
 # ---
 
 # %% [markdown]
-# # 18. When libraries lie: six failures that raise nothing
-# > **Promise.** With plain libraries you switch on six failures that stop no run, predict what the log will say, and
-# > catch each with one line. The package asks the six in one command, in seconds.
+# # 18. When libraries lie: seven failures that raise nothing
+# > **Promise.** With plain libraries you switch on seven failures that stop no run, predict what the log will say, and
+# > catch each with one line. The package asks all seven in one command, in seconds.
 #
 # > **Card.** saves runs that are dead and do not say so / costs seconds before a run, and no byte in it / exact: a
 # > healthy machine passes, and each failure trips its own check alone / 30 minutes / after lesson 17
@@ -20,6 +20,7 @@
 # %% tags=["hide-input"]
 import logging
 import math
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -30,6 +31,7 @@ import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -89,7 +91,7 @@ print(f"failure 6: {1 - (2.534 - 2.365) / (2.534 - 1.258):.0%} of the learning i
 
 # %% tags=["hide-input"]
 def where_they_are(theme: Theme):
-    """A step from left to right, and the six places."""
+    """A step from left to right, and the places of the first six."""
     sketch = course.Sketch(theme, 41, 10.4)
     stations = (
         (0.2, "labels\n(B, T)", "1. mask of\nzeros", 0),
@@ -112,13 +114,15 @@ def where_they_are(theme: Theme):
 
 
 course.show(
-    where_they_are, "Figure 1. The way of a step, where each of the six failures sits, and what becomes of the run."
+    where_they_are,
+    "Figure 1. The way of a step, where the first six failures sit, and what becomes of the run. The "
+    "seventh comes before: the base.",
 )
 
 # %% [markdown]
-# ## 2. From scratch, six times
-# A model of two blocks with random weights and a tokenizer of single bytes will do: none of the six needs a good model.
-# Every check is one line, and is asked twice: of the healthy way, and of the other.
+# ## 2. From scratch, seven times
+# A model of two blocks with random weights and a tokenizer of single bytes will do: none of the seven needs a good
+# model. Every check is one line, and is asked twice: of the healthy way, and of the other.
 
 # %%
 tiny = selftest.make(Path(folder.name), vocab_size=512).path
@@ -398,6 +402,29 @@ course.show(
 )
 
 # %% [markdown]
+# **7. A base that is half random.** The file of a base lacks one tensor, for example because a script saved only a part
+# of the model. transformers loads it all the same, and fills the gap with random numbers. It prints a report, but
+# scripts that silence the libraries hide it. The lost tensor has 131,072 weights. Predict how many of them are right
+# after the load.
+
+# %%
+tensors = load_file(Path(tiny) / "model.safetensors")
+lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+torn = Path(folder.name) / "torn"
+shutil.copytree(tiny, torn)
+save_file(tensors, torn / "model.safetensors", {"format": "pt"})
+other, info = AutoModelForCausalLM.from_pretrained(torn, dtype=torch.float32, output_loading_info=True)
+filled = other.model.layers[1].mlp.up_proj.weight.detach()
+print(f"{(filled == lost).sum()} of {filled.numel():,} weights are right")
+_, whole = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, output_loading_info=True)
+print("missing:", *info["missing_keys"])
+assert not (filled == lost).any()
+ask("whole base", lambda info: not (info["missing_keys"] or info["unexpected_keys"]), whole, info)
+
+# %% [markdown]
+# A trained base is broken by that, and fine-tuning repairs a part of the damage: the loss falls, and looks like
+# learning.
+#
 # ## 3. Prove it
 # A check that cannot fail proves nothing. One that fails on a healthy run is switched off within a week. So each line
 # must say yes once and no once:
@@ -406,12 +433,12 @@ course.show(
 for name, (of_healthy, of_sick) in asked.items():
     print(f"{name:32}{'holds' if of_healthy else 'fails':8}{'holds' if of_sick else 'fails'}")
 assert all(of_healthy and not of_sick for of_healthy, of_sick in asked.values())
-assert len(asked) == 6
+assert len(asked) == 7
 
 # %% [markdown]
-# The package goes further: its six checks drive the way that your run will take, from text to gradient, through loader,
-# trainer and evaluation. Switch one failure on in it, and ask all. How many fail? `tests/test_selftest.py` does so
-# for each of the six; here it is the leak.
+# The package goes further: its seven checks drive the way that your run will take, from text to gradient, through
+# loader, trainer and evaluation. Switch one failure on in it, and ask all. How many fail? `tests/test_selftest.py` does
+# so for each of the seven; here it is the leak.
 
 # %%
 collate = PadToLongest.__call__
@@ -458,6 +485,7 @@ assert found["ok"]
 # Exit code 0 if all hold, else 1, with cause and cure of what fails; `--json` for scripts. Run it on the machine that
 # trains, after every update of a library. What keeps the package from each failure is as short as its check:
 #
+# - base: headers and config are compared, and the loader's account is read (`pretrained.py`)
 # - mask: answers by prefix, and a row without any is refused (`data/tokens.py`)
 # - leak: packed rows get positions and no mask (`data/batches.py`)
 # - bf16: the sum is fp32 whatever comes in (`losses.py`)
@@ -500,7 +528,7 @@ print("the lines above speak for", found["device"], "and bitsandbytes", found["v
 # ## 7. Exercises
 # 1. **Predict.** Two runs end with losses between 1 and 2, in bf16. What is the smallest difference, above zero, that
 #    you can see between them? Your answer is a loss.
-# 2. **Build.** A seventh failure: SmolLM2's padding token *is* its end token. Code that masks labels by that number
+# 2. **Build.** An eighth failure: SmolLM2's padding token *is* its end token. Code that masks labels by that number
 #    masks the end of every answer, and the model never stops. Fill in `teaches_to_stop(row, end)`. `row["labels"]` is a
 #    list of token ids with -100 where nothing is trained, and `end` is the id of the end token. Return True if the last
 #    trained label is `end`, else False; also False if no label is trained. (One line or two.)
@@ -584,9 +612,10 @@ course.check(
 # - **Costs** seconds before a run; in it, one look at each loss.
 # - **Exact**: on a CPU healthy ways agree to the bit, or to a millionth; each failure is far beyond the limit.
 # - **When**: before the first run on a machine, and after every update.
-# - **When not**: it is no proof. It knows six failures, one model of two blocks, and not your data.
+# - **When not**: it is no proof. It knows seven failures, one model of two blocks, and not your data.
 #
 # ## Sources
+# - The base: `_initialize_missing_keys` and `utils/loading_report.py` of transformers 5.23.
 # - The mask: `apply_chat_template` in `tokenization_utils_base.py` of transformers 5.23; issues 30650, 34172. TRL 1.16
 #   (`sft_trainer.py`) refuses an empty one.
 # - The leak: transformers issue 31629; `_preprocess_mask_arguments` in `masking_utils.py`, 5.23.

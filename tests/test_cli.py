@@ -501,10 +501,13 @@ def test_long_rows_are_counted_in_the_report(run_cria, few_rows, tmp_path):
 
 @pytest.mark.parametrize("kind", ["BertConfig", "T5Config", "ViTConfig"])
 def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(kind, run_cria, few_rows, tmp_path, tokenizer):
+    import torch
     import transformers
+    from safetensors.torch import save_file
 
     name = {"BertConfig": "BertForMaskedLM", "T5Config": "T5ForConditionalGeneration", "ViTConfig": "ViTModel"}[kind]
     getattr(transformers, kind)(architectures=[name]).save_pretrained(tmp_path / "model")
+    save_file({"of.another": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
     tokenizer.save_pretrained(tmp_path / "model")
     sets = [*QUICK, *few_rows, "--set", f"model={tmp_path / 'model'}"]
     code, _, stderr = run_cria("train", "baseline", *sets, "--out", tmp_path / "run")
@@ -513,12 +516,15 @@ def test_a_model_of_another_kind_is_refused_before_its_weights_are_read(kind, ru
 
 
 def test_a_gated_model_says_how_to_get_access(run_cria, few_rows, tmp_path, monkeypatch):
-    import transformers
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
 
     def gated(*arguments, **options):
-        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it at https://...\n401")
+        answer = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+        raise GatedRepoError("403 Client Error.\nAccess to this model is restricted", response=answer)
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", gated)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gated)
     sets = [*QUICK, *few_rows, "--set", "model=meta-llama/Llama-3.2-1B-Instruct"]
     code, _, stderr = run_cria("train", "baseline", *sets, "--out", tmp_path / "run")
     assert (code, (tmp_path / "run").exists()) == (2, False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks import arguments, load, losses, selftest
+from cria_tricks import arguments, load, losses, pretrained, selftest
 from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import Interrupted
@@ -45,6 +45,12 @@ def test_all_hold_and_cost_seconds_of_a_slow_core(run_cria):
 
 
 # Each failure, switched back on.
+
+
+def test_a_base_with_made_up_numbers(monkeypatch):
+    for check in ("refuse_misfit", "_refuse"):
+        monkeypatch.setattr(pretrained, check, lambda *_: None)
+    assert "was loaded, with random numbers of size" in only_failing("whole_base")
 
 
 def of_the_template(chat, tokenizer):

@@ -150,9 +150,9 @@ def _train(
     import torch
     from transformers import set_seed
 
-    from cria_tricks import models, pretrained, report
+    from cria_tricks import identity, models, pretrained, report
     from cria_tricks.data.prepare import eval_rows, train_rows
-    from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries
+    from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.monitor import Monitor
     from cria_tricks.parallel.pipeline_fit import fit
@@ -160,6 +160,8 @@ def _train(
 
     quiet_libraries()
     weights = models.fetch(models.find(recipe.model))
+    refuse_unfit(plan, weights)
+    folders.over(identity.of(weights))
     tokenizer = load_tokenizer(weights)
     rows = {
         "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print),
