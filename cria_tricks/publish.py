@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import artifact, durable
-from cria_tricks.errors import BadInput, usable_path
+from cria_tricks import artifact, durable, identity
+from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.models import is_hub_id
 
 TAG = "v0.1.0"
@@ -93,6 +93,8 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
     names = [file["path"] for file in prepared["files"]]
     try:
         _refuse_what_is_there(api, prepared)
+        if warning := _another_base_there(api, folder):
+            say(f"warning: {warning}")
         api.create_repo(repo, private=prepared["private"], exist_ok=True)
         say(f"sending {len(names)} files to {repo}")
         sent = api.create_commit(
@@ -164,6 +166,20 @@ def _unusable_base(folder: Path) -> str:
         if is_hub_id(base) and not (folder_then or Path(base).is_dir())
         else f"its base is {base}, which is not on the hub"
     )
+
+
+def _another_base_there(api: Any, folder: Path) -> str:
+    """Say so if the hub's newest base is another than the adapter was trained over; the card names the right commit."""
+    base = artifact.trained_over(folder)
+    if base.get("kind") != "hub" or not base.get("weights"):
+        return ""
+    try:
+        files = {file.rfilename: file.lfs for file in api.model_info(base["name"], files_metadata=True).siblings}
+    except Exception as error:  # gone, gated, or the network; the adapter itself may be sent all the same
+        return f"{base['name']} cannot be compared with the base that this was trained over: {first_line(error)}"
+    there = {name: files[name].sha256 for name in base["weights"] if files.get(name)}
+    differ = identity.other(base, {"weights": there}, "weights")
+    return f"{base['name']} has changed on the hub since this was trained over it: {differ}" if differ else ""
 
 
 def _in_one_line(error: Exception) -> str:

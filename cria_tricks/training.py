@@ -151,7 +151,7 @@ def _written(
     parameters, context = count_parameters(model), context_of(weights.path)
     summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
     summary |= report.compare(trained.estimated, trained.run)
-    summary |= {"adapter": str(folder), "model": weights.name}
+    summary |= {"adapter": str(folder), "model": weights.name, "base": identity.of(weights)}
     summary["monitor"] = world.gather(trained.monitor.summary())
     summary["profile"] = profiling.read(job.folders.folder / "profile") if recipe.train.profile else None
     made = provenance.describe(summary, weights, job.sources, began_over)

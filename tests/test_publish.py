@@ -16,7 +16,15 @@ from cria_tricks import durable
 from cria_tricks.artifact import verify
 from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.errors import BadInput, redacted
-from cria_tricks.publish import _in_one_line, _notes, _refuse_what_is_there, _unusable_base, prepare, push
+from cria_tricks.publish import (
+    _another_base_there,
+    _in_one_line,
+    _notes,
+    _refuse_what_is_there,
+    _unusable_base,
+    prepare,
+    push,
+)
 from tests.hub import TOKEN, Repo
 
 
@@ -227,6 +235,38 @@ def test_a_folder_of_ones_own_is_not_on_the_hub_though_it_looks_so(adapter, tmp_
     assert _unusable_base(adapter) == ""
     (tmp_path / "owner" / "base").mkdir(parents=True)
     assert _unusable_base(adapter) == "its base is owner/base, which is not on the hub"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "there", "said"),
+    [
+        ({"kind": "random"}, None, ""),
+        ({"kind": "hub", "weights": {}}, None, ""),
+        ({"kind": "hub", "weights": {"m.safetensors": "a" * 64}}, {"m.safetensors": "a" * 64, "n": None}, ""),
+        (
+            {"kind": "hub", "weights": {"m.safetensors": "a" * 64}},
+            {"m.safetensors": "b" * 64},
+            "owner/base has changed on the hub since this was trained over it: m.safetensors was sha256 aaaaaaaaaaaa and "
+            "is sha256 bbbbbbbbbbbb",
+        ),
+        (
+            {"kind": "hub", "weights": {"m.safetensors": "a" * 64}},
+            ValueError("gone"),
+            "owner/base cannot be compared with the base that this was trained over: gone",
+        ),
+    ],
+)
+def test_a_base_that_changed_on_the_hub_is_told(recorded, there, said, tmp_path):
+    (tmp_path / "provenance.json").write_text(json.dumps({"base": {"name": "owner/base", **recorded}}))
+
+    def model_info(repo, files_metadata):
+        assert (repo, files_metadata) == ("owner/base", True)
+        if isinstance(there, Exception):
+            raise there
+        lfs = {name: SimpleNamespace(sha256=digest) if digest else None for name, digest in there.items()}
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, lfs=about) for name, about in lfs.items()])
+
+    assert _another_base_there(SimpleNamespace(model_info=model_info), tmp_path) == said
 
 
 def answered(status: int) -> Exception:

@@ -196,7 +196,11 @@ def _train(
             )  # fmt: skip
         descriptions = {part: source.description for part, source in found.items()}
         summary = report.summarise(recipe, plan, run, meter, rows, descriptions, parameters, context)
-        summary |= report.compare(None, run) | {"model": weights.name, "adapter": str(folders.folder / "adapter")}
+        summary |= report.compare(None, run) | {
+            "model": weights.name,
+            "adapter": str(folders.folder / "adapter"),
+            "base": identity.of(weights),
+        }
         summary["monitor"] = world.gather(monitor.summary())
         summary["pipeline"] = of_the_pipeline(run.training, parts, world.data, schedule, recipe)
         _write(summary, folders, loop, world, tokenizer, weights, found, recipe)
