@@ -113,17 +113,18 @@ def quiet_libraries() -> None:
 
 
 def refuse_unfit(plan: Plan, weights: Weights) -> None:
-    """Find out from config and headers, before a weight is read, whether a model can be trained as planned.
+    """Find out, before a model is loaded and a folder is begun, whether it can be trained as planned.
 
     Args:
         plan: what would run.
         weights: where the model lies.
 
     Raises:
-        BadInput: if it is no decoder, does not fit the plan, or its files do not fit its config.
+        BadInput: if it is no decoder, does not fit the plan, its files do not fit its config, or a weight is not finite.
     """
     _refuse_unfit(plan, weights)
     pretrained.refuse_misfit(Path(weights.path), weights.name)
+    pretrained.refuse_nonfinite(Path(weights.path), weights.name)
 
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:

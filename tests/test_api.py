@@ -120,7 +120,7 @@ def test_train_takes_every_form_of_a_recipe(tmp_path, monkeypatch):
     for form in forms(tmp_path):
         assert cria_tricks.train(form, "out", settings=["steps=3"], resume=True) == {"steps": 1}
     wanted = with_settings(cria_tricks.recipes.kwanzaa(T4), ["train.max_steps=3"])
-    assert handed == [((wanted, "out"), {"resume": True, "console": None})] * len(forms(tmp_path))
+    assert handed == [((wanted, "out"), {"resume": True, "other_base": False, "console": None})] * len(forms(tmp_path))
 
 
 def test_the_package_is_light_until_it_is_asked():

@@ -246,8 +246,8 @@ def test_a_folder_of_ones_own_is_not_on_the_hub_though_it_looks_so(adapter, tmp_
         (
             {"kind": "hub", "weights": {"m.safetensors": "a" * 64}},
             {"m.safetensors": "b" * 64},
-            "owner/base has changed on the hub since this was trained over it: m.safetensors was sha256 aaaaaaaaaaaa and "
-            "is sha256 bbbbbbbbbbbb",
+            "owner/base has changed on the hub since this was trained over it: m.safetensors was sha256 aaaaaaaaaaaa "
+            "and is sha256 bbbbbbbbbbbb",
         ),
         (
             {"kind": "hub", "weights": {"m.safetensors": "a" * 64}},

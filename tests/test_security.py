@@ -166,7 +166,7 @@ def test_a_base_that_has_only_pickles_is_refused(tmp_path, run_cria, tokenizer):
     (folder / "model.safetensors").unlink()
     code, _, stderr = run_cria("train", "baseline", "--set", f"model={folder}", "--out", tmp_path / "run")
     assert code == 2
-    assert "model.safetensors" in stderr.splitlines()[-1]
+    assert "has its weights as a pickle (pytorch_model.bin)" in stderr.splitlines()[-1]
 
 
 def test_a_peft_folder_with_only_a_pickle_is_refused(trained, tmp_path):

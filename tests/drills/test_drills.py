@@ -1,10 +1,13 @@
 """A few rounds of each drill; the scripts beside this file run many."""
 
 import json
+import os
+import random
 import shutil
 
 import pytest
 
+from tests.drills import faults
 from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
@@ -86,3 +89,35 @@ def test_spoilt_input_ends_in_one_line_and_changes_nothing(tens, fuzz):
 @pytest.mark.parametrize("seed", [1000, 1001])
 def test_so_it_does_through_the_real_command(seed, fuzz):
     check(fuzz.case(seed), real=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    yield faults.Place(tmp_path_factory.mktemp("faults"))
+    os.environ.pop("HF_HUB_OFFLINE")
+    if before is not None:
+        os.environ["HF_HUB_OFFLINE"] = before
+
+
+CATALOGUE = faults.catalogue()
+SAMPLE = CATALOGUE if os.environ.get("CRIA_ALL") else random.Random(0).sample(CATALOGUE, 40)
+
+
+@pytest.mark.parametrize("fault", SAMPLE, ids=lambda fault: fault.name)
+def test_a_fault_ends_in_one_line_and_loses_nothing(fault, place):
+    place.check(fault)
+
+
+def test_the_catalogue_is_long_and_every_fault_has_a_name_of_its_own():
+    assert len({fault.name for fault in CATALOGUE}) == len(CATALOGUE) >= 120
+
+
+def test_a_fault_is_noticed_when_its_guard_is_out(place):
+    fault = next(one for one in CATALOGUE if one.name == "row: an empty text")
+    with faults.without_guards(place, fault) as number:
+        with pytest.raises(AssertionError):
+            place.check(fault)
+    assert number == 1
+    place.check(fault)
