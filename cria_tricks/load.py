@@ -120,7 +120,7 @@ def refuse_unfit(plan: Plan, weights: Weights) -> None:
         weights: where the model lies.
 
     Raises:
-        BadInput: if it is no decoder, does not fit the plan, its files do not fit its config, or a weight is not finite.
+        BadInput: if it is no decoder, does not fit the plan, its files contradict its config, or a weight is NaN.
     """
     _refuse_unfit(plan, weights)
     pretrained.refuse_misfit(Path(weights.path), weights.name)
