@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, is_out_of_memory
+from cria_tricks.errors import (
+    BadInput,
+    Diverged,
+    Interrupted,
+    JobFailed,
+    Lost,
+    OutOfMemory,
+    Unfinished,
+    is_out_of_memory,
+)
 from cria_tricks.last_words import leave, unforeseen
 from cria_tricks.parallel import world
 from cria_tricks.startup import end_at_once, importing
@@ -571,7 +580,7 @@ def main() -> None:
         leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
         leave(f"error: {error}", 2)
-    except (Diverged, JobFailed) as error:
+    except (Diverged, JobFailed, Unfinished) as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:
         leave(f"error: {error}", 3)

@@ -1,5 +1,6 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -19,17 +20,40 @@ class BadInput(ValueError):
         super().__init__(re.sub(r"(\S{200})\S{60,}(\S{40})", r"\1...\2", redacted(line)))
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What the system says when there is no room."""
+
+
 class Unwritten(BadInput):
     """A file or folder could not be written; what was saved before it is whole. Exit code 2.
 
     Args:
         path: what could not be written.
         reason: why, in the system's words.
+        number: the system's number for the reason, if there is one; it decides what is advised.
     """
 
-    def __init__(self, path: Path, reason: str):
+    def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
         self.reason = f"{path}: cannot be written: {reason}"
-        super().__init__(f"{self.reason}; what was saved before is whole: make room, then go on with --resume")
+        cure = "make room" if number in _FULL else "mend that"
+        super().__init__(f"{self.reason}; {WHOLE}: {cure}, then {AGAIN}")
+
+
+WHOLE = "what was saved before is whole"
+AGAIN = "run the command again (a training run: with --resume)"
+
+
+class Unfinished(RuntimeError):
+    """Something unforeseen stopped a result from being written; what was saved before it is whole. Exit code 1.
+
+    Args:
+        path: what could not be written.
+        error: why.
+    """
+
+    def __init__(self, path: Path, error: BaseException):
+        said = redacted(f"{type(error).__name__}: {first_line(error)}")
+        super().__init__(f"{path}: cannot be written: {said}; {WHOLE}: {AGAIN}")
 
 
 class Diverged(RuntimeError):
@@ -50,6 +74,10 @@ class JobFailed(RuntimeError):
 
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
+
+
+FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interrupted)
+"""Errors that are one sentence already."""
 
 
 def redacted(text: str) -> str:

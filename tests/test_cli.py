@@ -14,7 +14,7 @@ import torch
 import typer
 
 from cria_tricks import cli, models
-from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory
+from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.folders import Folders
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
@@ -542,6 +542,12 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
         (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
         (cli.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
         (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
+        (
+            Unfinished(Path("run/adapter"), KeyError("x")),
+            1,
+            "error: run/adapter: cannot be written: KeyError: 'x'; what was saved before is whole: run the command "
+            "again (a training run: with --resume)\n",
+        ),
         (JobFailed("the job ended"), 1, "error: the job ended\n"),
         (
             Lost("another process died"),
