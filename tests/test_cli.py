@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from cria_tricks import cli, models
+from cria_tricks import artifact, cli, models
 from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.folders import Folders
 from cria_tricks.hardware import trust
@@ -576,3 +576,37 @@ def test_an_unforeseen_error_keeps_its_traceback_and_is_a_failure(run_cria, monk
     code, _, stderr = run_cria("train")
     assert code == 1
     assert "KeyError: 'nothing'" in stderr
+
+
+def test_a_disk_that_fills_up_under_the_adapter_is_one_line_and_the_state_is_kept(
+    run_cria, few_rows, tmp_path, monkeypatch
+):
+    """Of tokenizers comes a bare Exception; the limit on a file's size makes it as a full disk does."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    honest = artifact.save_weights
+
+    def save_weights(model, folder, weights=None):
+        honest(model, folder, weights)
+        if folder.name.startswith("adapter"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+
+    monkeypatch.setattr(artifact, "save_weights", save_weights)
+    out = tmp_path / "run"
+    try:
+        code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1] == (
+        f"error: {out / 'adapter'}: cannot be written: File too large; what was saved before is whole: make room, then "
+        "run the command again (a training run: with --resume)"
+    )
+    assert not list(out.glob("adapter*"))
+    monkeypatch.undo()
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume")
+    assert code == 0, stderr
+    assert "going on from" in stderr
+    assert artifact.verify(out / "adapter").files
