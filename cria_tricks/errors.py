@@ -1,9 +1,16 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
 import errno
+import logging
 import os
 import re
 from pathlib import Path
+
+# bitsandbytes tells every user of a CPU with 16-bit products about a package that nothing here needs. This module is
+# imported before bitsandbytes is, whatever of ours is used.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
 """Variables that hold a token of the hub."""

@@ -1,46 +1,78 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a command: it ends in one line that says what is saved, with exit code 130.
 
-The first signal raises ``KeyboardInterrupt``, so that half-written folders are taken away and child processes end. The
-next one ends the process at once. So does the first one while libraries are imported: nothing is begun by then, and
-an exception inside an import may come out as another one, or not at all.
+The first signal raises ``KeyboardInterrupt``, so that half-written folders are removed and child processes end. The
+next signal ends the process at once. While libraries are imported, the first one does too: nothing has begun by then,
+and an exception inside an import may come out as another one, or get lost.
 
-This module imports only what Python has loaded by itself, because a command installs it before all else.
+A command calls :func:`listen` before it imports anything else. Therefore this module imports only what Python has
+loaded by itself; ``signal`` and ``typing`` would take longer than the rest of it.
 """
+
+from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from typing import Any, NoReturn
 
 CODE = 130
-"""The exit code of a command that was interrupted."""
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The exit code of an interrupted command."""
 NOTHING = "nothing was written"
 
 
 class _State:
-    """What the handler needs to know.
+    """What the signal handler needs to know.
 
     Attributes:
         saved: what is saved so far, in words.
-        importing: whether a signal ends the process at once.
+        importing: whether a signal ends the process at once; a count, because blocks may be nested.
         asked: whether a signal has come.
-        speaking: whether the last words are being written; nothing may cut them off.
-        code: the exit code, once the last words are said.
+        speaking: whether the last line is being written; nothing may cut it off.
+        code: the exit code, once the last line is written.
+        listening: whether the process is a command that handles the signals.
+        first: whether this is the first process of a run, the one that speaks.
     """
 
     saved = NOTHING
     importing = 0
-    asked = speaking = False
+    asked = speaking = listening = False
     code: int | None = None
+    first = True
 
 
 _state = _State()
 
 
+def listen() -> None:
+    """Handle the signals from now on, while imports run. Only a command calls this; importing the package does not."""
+    sys.excepthook, sys.unraisablehook = _uncaught, _unraisable  # first: the import below can be interrupted, too
+    _state.importing, _state.listening = 1, True
+    _state.first = int(os.environ.get("RANK", 0)) == 0  # now, as the number is taken out of there later
+    _install()
+    atexit.register(_be_deaf)  # registered first, so it runs last
+
+
+def _install() -> None:
+    import signal
+
+    for number in heard():
+        signal.signal(number, _handle)
+
+
+def heard() -> tuple[signal.Signals, ...]:
+    """The signals to handle. An ignored SIGHUP, as nohup leaves it, stays ignored."""
+    import signal
+
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
 class AtOnce:
-    """A block in which a signal ends the process at once: nothing is written there, and exceptions may get lost."""
+    """A block in which a signal ends the process at once, because exceptions may get lost there."""
 
     def __enter__(self) -> None:
         _state.importing += 1
@@ -49,32 +81,20 @@ class AtOnce:
         _state.importing -= 1
 
 
-def listen() -> None:
-    """Handle the signals from now on. Only a command does so; importing the package does not."""
-    for number in heard():
-        signal.signal(number, _handle)
-    sys.excepthook = _uncaught
-    sys.unraisablehook = _unraisable
-    atexit.register(_be_deaf)  # first of all, so it is called last
-
-
-def heard() -> tuple[signal.Signals, ...]:
-    """The signals to handle; an ignored SIGHUP, as nohup leaves it, stays ignored."""
-    return tuple(n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
-
-
 def begin() -> None:
-    """Forget an earlier command of this process."""
-    _state.asked, _state.saved = False, NOTHING
+    """Begin a command: nothing is saved, no signal has come, and the command's own modules are imported."""
+    _state.saved = NOTHING
+    _state.asked = _state.speaking = False
+    _state.importing = 0
 
 
 def now_saved(sentence: str) -> None:
-    """Say what is saved by now, and how to go on, for the line of an interrupted command."""
+    """Keep what is saved by now, and how to go on, for the line of an interrupted command."""
     _state.saved = sentence
 
 
 def asked() -> bool:
-    """Whether a signal has come. Then whatever exception ends the command, the signal is why."""
+    """Whether a signal has come. Then it is the reason for whatever exception ends the command."""
     return _state.asked
 
 
@@ -83,33 +103,45 @@ def words() -> str:
     return f"interrupted; {_state.saved}"
 
 
-def speak(text: str) -> None:
-    """Write the last words to standard error, whole; what comes after them ends the process without a word."""
+def speaking() -> None:
+    """Tell that the command's last line comes now. No later signal cuts it off or adds another."""
     _state.speaking = True
-    try:
-        os.write(2, text.encode(errors="backslashreplace"))
-    except OSError:  # nobody may be there any more to read it
-        pass
+
+
+def is_speaking() -> bool:
+    """Whether the command's last line is written, or being written."""
+    return _state.speaking or _state.code is not None
+
+
+def is_over(code: int) -> None:
+    """Tell that everything is said: from here on a signal ends the process without a word, with this exit code.
+
+    A launcher's signal handlers, which raise, are replaced.
+    """
+    _state.code = code
+    if _state.listening:
+        _install()
 
 
 def end(code: int) -> NoReturn:
-    """End the command. From here a signal ends the process with the same code."""
+    """End the command with an exit code."""
     _state.code = code
     for stream in (sys.stdout, sys.stderr):
-        try:
+        try:  # noqa: SIM105 (contextlib is among the imports that take longer)
             stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # nobody may be there any more to read it; Python would end with exit code 120
             pass
     if _state.asked:
-        os._exit(code)  # the libraries' farewells may wait, for threads that send files for example
+        os._exit(code)  # at once: the libraries' exit functions may wait for threads, for example for an upload
     sys.exit(code)
 
 
 def hung_up() -> None:
-    """Let words for a terminal that is gone go nowhere; as errors they would stop the save."""
+    """Send what is written to a terminal that is gone nowhere; as errors, the words would stop the save."""
     for number in range(3):
         try:
-            if not os.isatty(number) and os.fstat(number).st_mode & 0o170000 == 0o020000:  # a device, and no terminal
+            is_device = os.fstat(number).st_mode & 0o170000 == 0o020000
+            if is_device and not os.isatty(number):
                 nowhere = os.open(os.devnull, os.O_RDWR)
                 os.dup2(nowhere, number)
                 os.close(nowhere)
@@ -118,12 +150,14 @@ def hung_up() -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
+    import signal
+
     if number == signal.SIGHUP:
         hung_up()
     if _state.code is not None:
         os._exit(_state.code)
     if _state.speaking:
-        return
+        return  # to the line that is being written
     if _state.asked or _state.importing:
         _end_at_once()
     _state.asked = True
@@ -131,21 +165,25 @@ def _handle(number: int, frame: Any) -> None:
 
 
 def _end_at_once() -> NoReturn:
-    if not _state.speaking and int(os.environ.get("RANK", 0)) == 0:  # one process of several speaks
-        shown = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar may have hidden the cursor
-        speak(f"{shown}{words()}\n")
+    if _state.first and not _state.speaking:
+        _state.speaking = True
+        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
+        try:  # noqa: SIM105 (the same)
+            os.write(2, f"{cursor}{words()}\n".encode(errors="backslashreplace"))
+        except OSError:  # nobody may be there any more to read it
+            pass
     os._exit(CODE)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A signal between two lines of the entry itself."""
+    """Catch a signal that came between two lines of the entry itself."""
     if issubclass(kind, KeyboardInterrupt):
         _end_at_once()
     sys.__excepthook__(kind, error, trace)
 
 
 def _unraisable(about: Any) -> None:
-    """A signal inside a destructor, where Python drops the exception and prints its traceback."""
+    """Catch a signal that came inside a destructor, where Python prints the traceback and goes on."""
     if isinstance(about.exc_value, KeyboardInterrupt):
         _end_at_once()
     if not _state.asked and _state.code is None:
@@ -153,6 +191,8 @@ def _unraisable(about: Any) -> None:
 
 
 def _be_deaf() -> None:
-    """Everything is said and done; what is left takes Python's objects away, the handler among them."""
+    """Ignore signals while Python takes its objects away, the handler among them."""
+    import signal
+
     for number in heard():
         signal.signal(number, signal.SIG_IGN)

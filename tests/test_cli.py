@@ -558,8 +558,8 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
         (MemoryError(), 3, "error: out of memory\n"),
         (RuntimeError("CUDA error: out of memory"), 3, "error: out of memory\n"),
         (Interrupted("interrupted after step 6"), 130, "interrupted after step 6; go on with --resume\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (typer.Abort(), 130, "interrupted\n"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing was written\n"),
+        (typer.Abort(), 130, "interrupted; nothing was written\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable
+from cria_tricks import durable, interrupts
 from cria_tricks.errors import BadInput
 
 
@@ -80,6 +80,7 @@ class Answers:
                 f"goes on after {len(self.rows)} answers"
             ) from None
         self.rows.update(answered)
+        interrupts.now_saved(f"{len(self.rows)} answers are in {self.path}; the same command goes on after them")
 
     def _whole_lines(self) -> list[str]:
         try:
