@@ -6,7 +6,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY := $(VENV)/.ready
 
-.PHONY: train test test-processors test-gpu site serve check check-all lint types drill drill-dump fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -53,6 +53,10 @@ types: $(READY)
 # Kill the smoke recipe 50 times at random moments, resume it each time. Takes long; nothing else should run beside it.
 drill: $(READY)
 	$(VENV)/bin/python -m tests.drills.disconnect --kills 50 --out build/drill
+
+# SIGINT, SIGTERM and SIGHUP at 60 random moments, one to three times, resumed each time: some minutes.
+drill-signals: $(READY)
+	$(VENV)/bin/python -m tests.drills.signals --moments 60
 
 # 200 MB of made texts, filtered, deduplicated and streamed; killed and resumed, every row accounted for.
 drill-dump: $(READY)

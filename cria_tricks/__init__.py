@@ -6,19 +6,14 @@ True
 >>> report = cria_tricks.train("smoke", out="runs/mine")  # doctest: +SKIP
 """
 
-import logging
-
-from cria_tricks import recipes
-from cria_tricks.api import estimate, plan, train
-from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
-from cria_tricks.memory.answer import PlanAnswer
-from cria_tricks.recipe import Recipe, Tricks
-from cria_tricks.version import __version__
-
-# Told to every user of a CPU with 16-bit products; the package it misses is one that nothing here needs.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-)
+TYPE_CHECKING = False  # typing's own would cost its import; type checkers know the name
+if TYPE_CHECKING:
+    from cria_tricks import recipes
+    from cria_tricks.api import estimate, plan, train
+    from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
+    from cria_tricks.memory.answer import PlanAnswer
+    from cria_tricks.recipe import Recipe, Tricks
+    from cria_tricks.version import __version__
 
 __all__ = [
     "BadInput",
@@ -34,3 +29,27 @@ __all__ = [
     "recipes",
     "train",
 ]
+
+_MODULES = {
+    "api": ("estimate", "plan", "train"),
+    "errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
+    "memory.answer": ("PlanAnswer",),
+    "recipe": ("Recipe", "Tricks"),
+    "version": ("__version__",),
+}
+"""Where the names are. They are imported when they are used, so that the command handles Ctrl-C before that."""
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name == "recipes":
+        return import_module("cria_tricks.recipes")
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"cria_tricks.{module}"), name)
+    raise AttributeError(f"module 'cria_tricks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cria_tricks import durable, figures, results, tables
+from cria_tricks import durable, figures, interrupts, results, tables
 from cria_tricks.errors import BadInput
 from cria_tricks.results import Case
 
@@ -28,6 +28,7 @@ def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[C
     cases = [*results.read(committed), *named]
     counted = (results.study("growth", committed) or {"cases": {}})["cases"]
     drawings = figures.of_cases(cases, counted)
+    interrupts.now_saved(f"{out} may hold a part of the files; the same command writes all of them")
     for name, drawing in drawings.items():
         for theme in figures.THEMES:
             durable.write_file(out / f"{name}-{theme}.svg", figures.save(drawing, theme))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from cria_tricks import interrupts
 from cria_tricks.data.batches import real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import Diverged
@@ -109,9 +110,10 @@ class Agree(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C, or the system's SIGTERM, ends the run after the current optimizer step, with a checkpoint.
+    """Ctrl-C, the system's SIGTERM, or SIGHUP ends the run after the current optimizer step, with a checkpoint.
 
-    A second one ends it at once.
+    SIGHUP comes when the terminal goes away; under nohup it is ignored, and stays so. A second signal ends the run at
+    once.
 
     Args:
         world: the processes of the run.
@@ -128,10 +130,12 @@ class StopOnSignal(TrainerCallback):
     def __enter__(self) -> None:
         self.before = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in interrupts.heard():
                 self.before[number] = signal.signal(number, self._request)
 
     def _request(self, number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            interrupts.hung_up()
         if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.LAUNCHERS:
             return
         if self.requested or self.world.size == 1:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cria_tricks import dangers, durable
+from cria_tricks import dangers, durable, interrupts
 from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Unwritten
@@ -96,6 +96,7 @@ class Checkpoints:
         with durable.new_folder(path) as aside:
             yield aside
             (aside / RUN).write_text(json.dumps({**self.about, "spent": spent}, indent=2) + "\n", encoding="utf-8")
+        interrupts.now_saved(f"step {step} is saved in {path}; go on with --resume")
         _prune(self.folder)
         if self.mirror:
             try:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cria_tricks import interrupts, waiting
 from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, is_out_of_memory
+from cria_tricks.errors import (
+    BadInput,
+    Diverged,
+    Interrupted,
+    JobFailed,
+    Lost,
+    OutOfMemory,
+    Unfinished,
+    is_out_of_memory,
+)
 from cria_tricks.last_words import leave, unforeseen
 from cria_tricks.parallel import world
 from cria_tricks.startup import end_at_once, importing
@@ -112,7 +121,7 @@ def plan(
     """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
     from cria_tricks import api
 
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
         found = api.plan(
             recipe,
             gpu=gpu,
@@ -165,7 +174,11 @@ def launch(
     elastic = launch.Elastic(max_restarts, nodes, endpoint)
     words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
     print(launch.shown(words), flush=True)
-    if not only_print and (code := launch.run(words)):
+    if only_print:
+        return
+    with waiting.paused():  # the processes speak
+        code = launch.run(words)
+    if code:
         raise typer.Exit(code)
 
 
@@ -201,8 +214,8 @@ def _job(
     try:
         hub.follow(started, job, say)
     except KeyboardInterrupt:
-        aside.print("no longer followed; the job goes on, and costs:", *jobs_hub.ways_on(started, job), sep="\n  ")
-        raise typer.Exit(130) from None
+        ways = "; ".join(jobs_hub.ways_on(started, job))
+        leave(f"no longer followed; the job goes on, and costs: {ways}", interrupts.CODE)
     found = hub.fetch(job, folder)
     say(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", f"adapter: {folder}")
 
@@ -400,16 +413,20 @@ def chat(
     other_base: OtherBase = False,
 ) -> None:
     """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
-    from cria_tricks.chat import answer, open_folder
+    with importing():
+        from transformers import TextStreamer
 
-    model, tokenizer = open_folder(adapter, base=base, other_base=other_base, say=aside.print)
-    from transformers import TextStreamer
+        from cria_tricks.chat import answer, open_folder
+
+    with waiting.doing(f"loading {adapter}"):
+        model, tokenizer = open_folder(adapter, base=base, other_base=other_base, say=aside.print)
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages = [{"role": "system", "content": system}] if system else []
     while text := prompt or _ask():
         messages.append({"role": "user", "content": text})
-        reply = answer(model, tokenizer, messages, max_new_tokens, streamer)
+        with waiting.doing("answering"):
+            reply = answer(model, tokenizer, messages, max_new_tokens, streamer)
         messages.append({"role": "assistant", "content": reply})
         if prompt:
             return
@@ -479,8 +496,9 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
-    from cria_tricks.card import check_rows
-    from cria_tricks.merge import merge as run
+    with importing():
+        from cria_tricks.card import check_rows
+        from cria_tricks.merge import merge as run
 
     with contextlib.redirect_stdout(sys.stderr):
         found = run(adapter, out, base=base, other_base=other_base, say=aside.print)
@@ -566,23 +584,24 @@ def _status(entry: dict[str, Any]) -> str:
 
 def _ask() -> str:
     try:
-        return input("you> " if sys.stdin.isatty() else "").strip()
+        with waiting.paused():
+            return input("you> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return ""
 
 
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
+    interrupts.begin()
     end_at_once()
     world.see_one_card()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)  # of typer.Exit; a command gives none
+        code = _run()
     except UsageError as error:
         leave(f"error: {error.format_message().rstrip('.')}; see cria --help", 2)
     except BadInput as error:
         leave(f"error: {error}", 2)
-    except (Diverged, JobFailed) as error:
+    except (Diverged, JobFailed, Unfinished) as error:
         leave(f"error: {error}", 1)
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
@@ -591,7 +610,7 @@ def main() -> None:
     except Interrupted as error:
         leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):
-        leave("interrupted", 130)
+        leave(interrupts.words(), interrupts.CODE)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             unforeseen()
@@ -603,5 +622,26 @@ def main() -> None:
             sys.exit(code)
 
 
+def _run() -> int | None:
+    """Run the command; the exit code of typer.Exit.
+
+    Raises:
+        KeyboardInterrupt: if a signal came, whatever a library or typer, which returns 130, has made of it.
+    """
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except (SystemExit, Interrupted):
+        raise
+    except BaseException:
+        if interrupts.asked():
+            raise KeyboardInterrupt from None
+        raise
+    if code == interrupts.CODE and interrupts.asked():
+        raise KeyboardInterrupt
+    return code
+
+
 if __name__ == "__main__":
-    main()
+    from cria_tricks.entry import main as start
+
+    start()

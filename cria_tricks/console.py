@@ -13,6 +13,13 @@ class Aside(Console):
         """Go on in silence; rich would end the process, and with it the save that is to come."""
         self.quiet = True
 
+    def _check_buffer(self) -> None:
+        """Do the same for a terminal that is gone (EIO), or a log on a full disk; rich knows broken pipes alone."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
+
 
 class Voice:
     """Says sentences on a console. What another process gets of it is silent: one speaks for all.

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cria_tricks.dangers import leaves
-from cria_tricks.errors import BadInput, Unwritten
+from cria_tricks.errors import AGAIN, FORESEEN, WHOLE, BadInput, OutOfMemory, Unfinished, Unwritten, is_out_of_memory
 from cria_tricks.units import human
 
 MANIFEST = "manifest.json"
@@ -39,6 +39,7 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
 
     Raises:
         Unwritten: if the disk is full or cannot be written; what was there before still is.
+        OutOfMemory, Unfinished: if something else went wrong in the block; the same holds.
     """
     aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, OLD))
     try:
@@ -48,6 +49,7 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
+            _as_the_umask_says(aside)
             if manifest:
                 _write_manifest(aside)
             for path in aside.rglob("*"):
@@ -62,6 +64,18 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _as_the_umask_says(folder: Path) -> None:
+    """Give all files the mode that a plainly opened one gets; safetensors makes files that only their owner can read.
+
+    The folder was made by mkdir, so its own mode shows the umask.
+    """
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o777 != mode:
+            with contextlib.suppress(OSError):  # a file system without modes, such as Drive's
+                path.chmod(mode)
 
 
 def _put_back(old: Path, folder: Path) -> None:
@@ -194,20 +208,38 @@ def unlisted(folder: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def unwritten_in_one_line(path: Path) -> Iterator[None]:
-    """Turn what a full or broken disk raises, under its many names, into one sentence."""
+    """Turn whatever goes wrong while a result is written into one sentence that names the result and the reason.
+
+    Raises:
+        Unwritten: if the disk is full, broken or protected. Libraries have many names for that.
+        OutOfMemory: if there was no memory to write it.
+        Unfinished: for everything else.
+    """
     try:
         yield
+    except FORESEEN:
+        raise
     except OSError as error:
-        raise Unwritten(path, error.strerror or str(error)) from None
+        raise Unwritten(path, error.strerror or str(error), error.errno) from None
     except Exception as error:
-        # torch.save and safetensors have errors of their own for a disk that is full.
-        if not _is_about_writing(error):
-            raise
-        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-        raise Unwritten(path, f"the disk took only a part of it, {human(free)} are free") from None
+        if is_out_of_memory(error):
+            raise OutOfMemory(f"{path}: cannot be written: out of memory; {WHOLE}: {AGAIN}") from None
+        if number := _system_error(error):
+            raise Unwritten(path, os.strerror(number), number) from None
+        if _is_about_writing(error):
+            free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+            raise Unwritten(path, f"the disk took only a part of it, {human(free)} are free") from None
+        raise Unfinished(path, error) from error
+
+
+def _system_error(error: Exception) -> int:
+    """The system's number in an error of a library written in Rust; tokenizers raises a bare Exception with it."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def _is_about_writing(error: Exception) -> bool:
+    """Whether torch or safetensors says, in its own way, that the disk did not take a file."""
     return type(error).__name__ == "SafetensorError" or (
         type(error) is RuntimeError and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
     )

@@ -1,8 +1,16 @@
 """The errors a user can meet. Everything else that raises is a bug of ours."""
 
+import errno
+import logging
 import os
 import re
 from pathlib import Path
+
+# bitsandbytes tells every user of a CPU with 16-bit products about a package that nothing here needs. This module is
+# imported before bitsandbytes is, whatever of ours is used.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
 """Variables that hold a token of the hub."""
@@ -19,17 +27,40 @@ class BadInput(ValueError):
         super().__init__(re.sub(r"(\S{200})\S{60,}(\S{40})", r"\1...\2", redacted(line)))
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What the system says when there is no room."""
+
+
 class Unwritten(BadInput):
     """A file or folder could not be written; what was saved before it is whole. Exit code 2.
 
     Args:
         path: what could not be written.
         reason: why, in the system's words.
+        number: the system's number for the reason, if there is one; it decides what is advised.
     """
 
-    def __init__(self, path: Path, reason: str):
+    def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
         self.reason = f"{path}: cannot be written: {reason}"
-        super().__init__(f"{self.reason}; what was saved before is whole: make room, then go on with --resume")
+        cure = "make room" if number in _FULL else "mend that"
+        super().__init__(f"{self.reason}; {WHOLE}: {cure}, then {AGAIN}")
+
+
+WHOLE = "what was saved before is whole"
+AGAIN = "run the command again (a training run: with --resume)"
+
+
+class Unfinished(RuntimeError):
+    """Something unforeseen stopped a result from being written; what was saved before it is whole. Exit code 1.
+
+    Args:
+        path: what could not be written.
+        error: why.
+    """
+
+    def __init__(self, path: Path, error: BaseException):
+        said = redacted(f"{type(error).__name__}: {first_line(error)}")
+        super().__init__(f"{path}: cannot be written: {said}; {WHOLE}: {AGAIN}")
 
 
 class Diverged(RuntimeError):
@@ -50,6 +81,10 @@ class JobFailed(RuntimeError):
 
 class Interrupted(RuntimeError):
     """The user, or the system, stopped the run and its state was saved. Exit code 130."""
+
+
+FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interrupted)
+"""Errors that are one sentence already."""
 
 
 def redacted(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable, identity
+from cria_tricks import durable, identity, interrupts
 from cria_tricks.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, other_versions, refuse_another_run
 from cria_tricks.errors import BadInput, Unwritten, usable_path
 from cria_tricks.recipe import Recipe
@@ -110,10 +110,14 @@ class Folders:
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # this machine is a new one
+            if self.resume is not None:
+                saved = f"{self.start.path} is whole" if self.start else f"no step is saved in {self.folder} yet"
+                interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 durable.write_file(place / "recipe.toml", self.recipe.to_toml())
                 durable.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")
             yield
+            interrupts.now_saved(f"the run is finished, and its results are in {self.folder}")
 
     def monitor(self, rank: int) -> Path:
         """Where a process writes its samples."""

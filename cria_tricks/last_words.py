@@ -8,6 +8,7 @@ import threading
 import traceback
 from typing import NoReturn
 
+from cria_tricks import interrupts
 from cria_tricks.errors import redacted
 from cria_tricks.parallel import world
 
@@ -25,8 +26,9 @@ def unforeseen() -> NoReturn:
 
 
 def _say(text: str) -> None:
+    interrupts.speaking()
     if world.processes() > 1 and threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in interrupts.heard():
             signal.signal(number, signal.SIG_IGN)  # a launcher ends the others as soon as one has died
     if world.may_speak():  # else another process of the run has said it
         with contextlib.suppress(OSError):  # nobody may be there any more to read it

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import artifact, durable, identity
+from cria_tricks import artifact, durable, identity, interrupts
 from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.models import is_hub_id
 
@@ -97,6 +97,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
             say(f"warning: {warning}")
         api.create_repo(repo, private=prepared["private"], exist_ok=True)
         say(f"sending {len(names)} files to {repo}")
+        interrupts.now_saved(f"nothing is tagged in {repo}; the same command goes on")
         sent = api.create_commit(
             repo,
             [CommitOperationAdd(name, folder / name) for name in names],
@@ -107,6 +108,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         raise
     except Exception as error:  # httpx's, the hub's, and what an upload's thread raised
         raise BadInput(f"publish: {repo}: {_in_one_line(error)}") from None
+    interrupts.now_saved(f"{repo} is published as {tag}")
     say(f"tagged {tag}")
     return {"url": f"{api.endpoint}/{repo}/tree/{tag}", "commit": sent.oid}
 

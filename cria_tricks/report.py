@@ -138,9 +138,10 @@ def compare(memory: MemoryEstimate | PerProcess | None, run: Run) -> dict[str, A
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
     """Write report.json, report.md and report.png into a folder."""
-    durable.write_file(folder / "report.png", _draw(report))
-    durable.write_file(folder / "report.md", _markdown(report))
-    durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
+    with durable.unwritten_in_one_line(folder / "report.md"):
+        durable.write_file(folder / "report.png", _draw(report))
+        durable.write_file(folder / "report.md", _markdown(report))
+        durable.write_file(folder / "report.json", json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, context: int = 0) -> list[str]:

@@ -22,6 +22,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.startup import importing
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import resolve
+from cria_tricks.waiting import doing
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,11 @@ def _checked(
     """Find what can be wrong with the rows and the folders."""
     console.quiet = console.quiet or not world.is_first
     lanes = recipe.tricks.gradient_accumulation
-    train_rows = (
-        open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")
-    )
-    found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
+    with doing("reading the rows"):
+        train_rows = (
+            open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")
+        )
+        found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
     folders = world.first(lambda: Folders(recipe, out, resume, about, Voice(console)))
     job = Job(recipe, plan, world, found, folders, other_base, console, began)

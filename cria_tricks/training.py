@@ -33,6 +33,7 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.tracking import trackers
 from cria_tricks.trainer import Run, fit
 from cria_tricks.tricks import still_off
+from cria_tricks.waiting import doing
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def carry_out(job: Job) -> dict[str, Any]:
     refuse_unfit(plan, weights)
     began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
     tokenizer = load_tokenizer(weights)
-    rows = _rows(job, tokenizer)
+    with doing("turning rows into tokens"):
+        rows = _rows(job, tokenizer)
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
     highest_id = max(part.highest_id for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id)
@@ -82,7 +84,8 @@ def carry_out(job: Job) -> dict[str, Any]:
                 console.print(f"data.train: {stream.tally.in_words()}")
             job.warn(report.data_warnings(rows, recipe))
         job.warn(report.step_warnings(trained.run))
-        summary = _written(job, weights, tokenizer, rows, trained, began_over)
+        with doing("writing the result"):
+            summary = _written(job, weights, tokenizer, rows, trained, began_over)
     return world.first(lambda: summary)
 
 
@@ -116,10 +119,10 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
     expected = estimated.allocated_bytes if estimated else None
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape), monitor:
-        with meter.phase("load"):
+        with meter.phase("load"), doing(f"loading {weights.name}"):
             loaded = load(plan, weights)
             meter.track(every_tensor(loaded.model))
-        with _onlookers(job, monitor, progress) as onlookers:
+        with _onlookers(job, monitor, progress) as onlookers, doing("training"):
             run = fit(
                 loaded,
                 plan,

@@ -13,8 +13,8 @@ import pytest
 import torch
 import typer
 
-from cria_tricks import cli, models
-from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory
+from cria_tricks import artifact, cli, models
+from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.folders import Folders
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
@@ -548,6 +548,12 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
         (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
         (cli.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
         (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
+        (
+            Unfinished(Path("run/adapter"), KeyError("x")),
+            1,
+            "error: run/adapter: cannot be written: KeyError: 'x'; what was saved before is whole: run the command "
+            "again (a training run: with --resume)\n",
+        ),
         (JobFailed("the job ended"), 1, "error: the job ended\n"),
         (
             Lost("another process died"),
@@ -558,8 +564,8 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
         (MemoryError(), 3, "error: out of memory\n"),
         (RuntimeError("CUDA error: out of memory"), 3, "error: out of memory\n"),
         (Interrupted("interrupted after step 6"), 130, "interrupted after step 6; go on with --resume\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (typer.Abort(), 130, "interrupted\n"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing was written\n"),
+        (typer.Abort(), 130, "interrupted; nothing was written\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -576,3 +582,37 @@ def test_an_unforeseen_error_keeps_its_traceback_and_is_a_failure(run_cria, monk
     code, _, stderr = run_cria("train")
     assert code == 1
     assert "KeyError: 'nothing'" in stderr
+
+
+def test_a_disk_that_fills_up_under_the_adapter_is_one_line_and_the_state_is_kept(
+    run_cria, few_rows, tmp_path, monkeypatch
+):
+    """Of tokenizers comes a bare Exception; the limit on a file's size makes it as a full disk does."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    honest = artifact.save_weights
+
+    def save_weights(model, folder, weights=None):
+        honest(model, folder, weights)
+        if folder.name.startswith("adapter"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+
+    monkeypatch.setattr(artifact, "save_weights", save_weights)
+    out = tmp_path / "run"
+    try:
+        code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1] == (
+        f"error: {out / 'adapter'}: cannot be written: File too large; what was saved before is whole: make room, then "
+        "run the command again (a training run: with --resume)"
+    )
+    assert not list(out.glob("adapter*"))
+    monkeypatch.undo()
+    code, _, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", out, "--resume")
+    assert code == 0, stderr
+    assert "going on from" in stderr
+    assert artifact.verify(out / "adapter").files

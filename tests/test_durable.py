@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from cria_tricks import durable
-from cria_tricks.errors import BadInput, Unwritten
+from cria_tricks.errors import BadInput, Diverged, Lost, OutOfMemory, Unfinished, Unwritten
 
 
 def write(folder: Path, text: str) -> None:
@@ -216,30 +216,83 @@ class SafetensorError(Exception):
 PART = "the disk took only a part of it, 5.0 KiB are free"
 
 
+NO_ROOM = "make room, then run the command again (a training run: with --resume)"
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (OSError(28, "No space left on device"), "No space left on device"),
-        (OSError("without a number"), "without a number"),
+        (OSError(28, "without a number"), "without a number"),
         (SafetensorError("I/O"), PART),
+        (SafetensorError("I/O error: File too large (os error 27)"), "File too large"),
+        (Exception("No space left on device (os error 28)"), "No space left on device"),
         (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos"), PART),
         (RuntimeError("PytorchStreamWriter failed writing file"), PART),
-        (RuntimeError("something else"), None),
-        (NotImplementedError("PytorchStreamWriter"), None),
-        (ValueError("inline_container"), None),
     ],
 )
-def test_what_a_disk_raises_is_one_sentence_and_all_else_is_left_alone(error, said, tmp_path, monkeypatch):
+def test_what_a_full_disk_raises_is_one_sentence(error, said, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=5120))
-    with pytest.raises(type(error) if said is None else Unwritten) as caught:  # noqa: SIM117
-        with durable.unwritten_in_one_line(tmp_path / "none" / "f"):
-            raise error
-    if said is None:
-        assert caught.value is error
-    else:
-        assert caught.value.reason == f"{tmp_path / 'none' / 'f'}: cannot be written: {said}"
+    file = tmp_path / "none" / "f"
+    with pytest.raises(Unwritten) as caught, durable.unwritten_in_one_line(file):
+        raise error
+    assert str(caught.value) == f"{file}: cannot be written: {said}; what was saved before is whole: {NO_ROOM}"
     assert asked == ([tmp_path] if said == PART else []), "the nearest folder that is there"
+
+
+def test_a_protected_folder_asks_for_no_room(tmp_path):
+    with pytest.raises(Unwritten, match="Permission denied; .*: mend that, then") as caught:  # noqa: SIM117
+        with durable.unwritten_in_one_line(tmp_path):
+            raise PermissionError(13, "Permission denied")
+    assert caught.value.reason == f"{tmp_path}: cannot be written: Permission denied"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_no_memory_to_write_with_is_one_sentence_too(error, tmp_path):
+    said = f"^{tmp_path}/f: cannot be written: out of memory; what was saved before is whole: "
+    with pytest.raises(OutOfMemory, match=said), durable.new_folder(tmp_path / "f"):
+        raise error
+
+
+def test_anything_else_that_stops_a_result_names_it_and_the_reason(tmp_path):
+    write(tmp_path / "f", "one")
+    said = f"^{tmp_path}/f: cannot be written: KeyError: 'x'; what was saved before is whole: run the command again "
+    with pytest.raises(Unfinished, match=said) as caught, durable.new_folder(tmp_path / "f"):
+        raise KeyError("x")
+    assert isinstance(caught.value.__cause__, KeyError), "for whoever looks for the bug"
+    assert names(tmp_path) == ["f"]
+    assert durable.damage(tmp_path / "f") == ""
+
+
+@pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), Lost("gone")])
+def test_what_is_one_sentence_already_stays_as_it_is(error, tmp_path):
+    with pytest.raises(type(error)) as caught, durable.new_folder(tmp_path / "f"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_all_files_of_a_result_have_the_mode_that_the_umask_gives(umask, file, folder, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    before = os.umask(umask)
+    try:
+        with durable.new_folder(tmp_path / "f") as aside:
+            (aside / "inner").mkdir()
+            (aside / "a.txt").write_text("a")
+            save_file({"w": torch.ones(1)}, aside / "inner" / "w.safetensors")  # 0600 under any umask
+            (aside / "b").touch()
+            (aside / "b").chmod(0o777)
+        durable.copy_folder(tmp_path / "f", tmp_path / "g")
+    finally:
+        os.umask(before)
+    for copy in ("f", "g"):
+        found = {path.is_dir(): path.stat().st_mode & 0o777 for path in (tmp_path / copy).rglob("*")}
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / copy).rglob("*") if path.is_file()}
+        assert modes == {file}
+        assert found[True] == folder
 
 
 def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable
+from cria_tricks import durable, interrupts
 from cria_tricks.errors import BadInput
 
 
@@ -61,6 +61,7 @@ class Answers:
             number = len(self.rows) + 2
             raise BadInput(f"{path}:{number}: is damaged; remove the file, or name another --out") from None
         durable.write_file(path, "".join(f"{line}\n" for line in whole))
+        self._saved()
 
     def add(self, answered: Mapping[int, Written]) -> None:
         """Write a batch, and have the system really write it.
@@ -80,6 +81,10 @@ class Answers:
                 f"goes on after {len(self.rows)} answers"
             ) from None
         self.rows.update(answered)
+        self._saved()
+
+    def _saved(self) -> None:
+        interrupts.now_saved(f"{len(self.rows)} answers are in {self.path}; the same command goes on after them")
 
     def _whole_lines(self) -> list[str]:
         try:

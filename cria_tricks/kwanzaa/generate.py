@@ -88,9 +88,6 @@ def answer_rows(
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
                     console.print(f"{system} {done + begin + len(batch):>4}/{len(chats)} rows")
-    except KeyboardInterrupt:
-        console.print(f"{len(answers.rows)} answers are in {answers.path}; the same command goes on after them")
-        raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

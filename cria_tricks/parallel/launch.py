@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks import folders, recipes
+from cria_tricks import folders, interrupts, recipes
 from cria_tricks.errors import BadInput, Lost, first_line, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.memory.shape import find_shape
@@ -179,8 +179,9 @@ def run(words: list[str]) -> int:
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return max((code for code in codes if code > 0), default=1)  # killed ones have none of their own
-    except SignalException:
-        return 130
+    except SignalException:  # the processes have said what is saved
+        interrupts.is_over(interrupts.CODE)
+        return interrupts.CODE
     except (RendezvousError, DistError) as error:
         raise Lost(f"the machines of this run did not meet, or lost each other ({first_line(error)})") from None
     return 0

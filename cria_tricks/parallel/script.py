@@ -5,7 +5,7 @@ from collections.abc import Callable
 import typer
 
 from cria_tricks import cli
-from cria_tricks.errors import BadInput, Diverged, Lost, is_out_of_memory
+from cria_tricks.errors import BadInput, Diverged, Lost, Unfinished, is_out_of_memory
 
 
 def run(function: Callable[..., None]) -> None:
@@ -26,6 +26,8 @@ def run(function: Callable[..., None]) -> None:
         cli.leave(f"error: {error}", 2)
     except (Diverged, Lost) as error:
         cli.leave(f"error: {error}; nothing was saved", 1)
+    except Unfinished as error:
+        cli.leave(f"error: {error}", 1)
     except KeyboardInterrupt:
         cli.leave("interrupted; nothing was saved", 130)
     except Exception as error:

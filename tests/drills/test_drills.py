@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.drills import faults
 from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
+from tests.drills.signals import Signals
 
 # fp32, because the recipe's own precision differs between processors.
 TINY = (
@@ -30,6 +32,16 @@ def test_three_kills_end_bit_identical(tmp_path):
     assert drill.in_saves >= 1
     assert len(drill.lost) == 3
     assert max(drill.lost) <= 2
+
+
+def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path):
+    drill = Signals(tmp_path)
+    drill.whole()
+    assert drill.press("run", signal.SIGINT, lambda: True, [0, 0, 0]) == 130  # in the first imports
+    assert not (tmp_path / "run").exists()
+    assert drill.press("run", signal.SIGHUP, drill.said_by("run", "step    1/"), [0]) == 130
+    assert drill.ends == {"nothing was written": 1, "go on with --resume": 1}
+    drill.finish("run")
 
 
 def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_path, monkeypatch):

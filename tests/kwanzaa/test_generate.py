@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from cria_tricks import interrupts
 from cria_tricks.adapters import without_adapter
 from cria_tricks.console import Aside
 from cria_tricks.data.chat import Chat
@@ -178,7 +179,7 @@ def test_answers_of_something_else_are_refused_and_left_alone(content, said, tmp
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_model, tmp_path, monkeypatch, capfd):
+def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_model, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
@@ -197,7 +198,7 @@ def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_mo
     path = tmp_path / "a.jsonl"
     with pytest.raises(stop if stop is KeyboardInterrupt else OutOfMemory) as caught:
         generate.answer_rows(model, Letters(), CHATS, prompts, Answers(path, ABOUT), **options)
-    told = capfd.readouterr().err + str(caught.value)
+    told = interrupts.words() if stop is KeyboardInterrupt else str(caught.value)
     assert f"2 answers are in {path}" in told
     assert Answers(path, ABOUT).rows.keys() == {0, 2}, "the shortest first"
     stop = None

@@ -94,7 +94,7 @@ def test_a_process_whose_neighbour_dies_says_so_in_one_line(tmp_path):
 @pytest.fixture
 def handlers():
     """Whatever a test does to them."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -114,6 +114,20 @@ def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatc
     with pytest.raises(SystemExit, match="1"):
         last_words.leave("error: another died", 1)
     assert capsys.readouterr().err == "error: another died\n"
+
+
+def test_a_hangup_asks_for_the_save_and_an_ignored_one_stays_ignored(handlers):
+    stop = StopOnSignal(World())
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL, "a second one ends the run at once"
+    assert stop.requested
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopOnSignal(World())
+    with stop:
+        signal.raise_signal(signal.SIGHUP)
+    assert not stop.requested
 
 
 @pytest.mark.parametrize("size", [1, 2])
