@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cria_tricks import quiet
 from cria_tricks.console import Aside
 from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, is_out_of_memory
 from cria_tricks.last_words import leave, unforeseen
@@ -596,6 +597,7 @@ def _ask() -> str:
 def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
     end_at_once()
+    quiet.plain()
     world.see_one_card()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; while it trains, the trainer's own
     try:

@@ -1,7 +1,6 @@
 """Plan -> Loaded: the one place that calls ``from_pretrained`` to train."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
-from cria_tricks import network
+from cria_tricks import network, quiet
 from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory
 from cria_tricks.models import Weights
@@ -114,7 +113,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet.drop()
 
 
 def _from_hub(from_pretrained: Callable[..., Any], weights: Weights, **arguments: Any) -> Any:
