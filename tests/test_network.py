@@ -16,6 +16,8 @@ from cria_tricks import models, network
 from cria_tricks.data import shards, sources
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import find_config
+from cria_tricks.publish import push
+from tests.hub import TOKEN
 
 HUNG = "cannot be had from the hub: 127.0.0.1 has not answered"
 
@@ -197,3 +199,35 @@ def test_the_cure_of_an_unknown_model_of_the_hub_is_the_nearest_one(monkeypatch)
     ):
         monkeypatch.setattr("huggingface_hub.hf_hub_download", download(error))
         assert said in refused(lambda name=name: network.config_of(name))
+
+
+def test_publishing_to_a_hub_that_never_answers_ends_in_one_line(hub_at, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    prepared = {"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0", "private": True, "files": []}
+    with hanging() as (port, taken):
+        hub_at(port)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+        began = time.monotonic()
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        said = refused(lambda: push(prepared))
+        assert time.monotonic() - began < 10 * network.BOUND
+        assert taken
+    assert re.fullmatch(r"publish: owner/name: .*; nothing was tagged", said)
+    assert TOKEN not in said
+
+
+def test_publishing_offline_is_refused(hub_at, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused(lambda: push({"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0"}))
+    assert said.startswith("publish: owner/name: can only be reached over the network, and --offline or HF_HUB_OFFLINE")
+
+
+def test_the_real_rows_are_not_waited_for_for_ever(monkeypatch, tmp_path, online):
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(network, "BOUND", 0.3)
+    with hanging() as (port, taken):
+        monkeypatch.setattr(sources, "_KWANZAA", f"http://127.0.0.1:{port}/kwanzaa_{{part}}.jsonl")
+        said = refused(lambda: sources.place("kwanzaa", "train"))
+        assert taken
+    assert said.startswith("data.train=kwanzaa: cannot download http://127.0.0.1")
+    assert said.endswith("(timed out); with a copy of the file at hand: --set data.train=FILE.jsonl")
