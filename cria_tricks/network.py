@@ -68,11 +68,15 @@ class Patience:
 
     Attributes:
         since: when it was first asked after its last answer; ``None`` while it answers.
+        last: when it was asked last; what was long ago says nothing of now.
         answered: whether it has answered before.
+        says: what it does instead of an answer.
     """
 
     def __init__(self) -> None:
         self.since: float | None = None
+        self.last = -GIVEN_UP
+        self.says = "does not answer"
         self.answered = self.told = False
         self.given_up = -GIVEN_UP
 
@@ -87,22 +91,24 @@ class Patience:
         now = time.monotonic()
         bound = ONCE_ANSWERED if self.answered else BOUND
         if now - self.given_up < GIVEN_UP:
-            raise OfflineModeIsEnabled(f"{host} has not answered")
-        self.since = now if self.since is None else self.since
+            raise OfflineModeIsEnabled(f"{host} {self.says}")
+        if self.since is None or now - self.last > GIVEN_UP:
+            self.since, self.told = now, False
+        self.last = now
         waited = now - self.since
         # The library pauses for up to 4 s before it asks again at this point: the rest of the bound is for that.
         left = 0.6 * bound - waited
         if left < AGAIN:
             self.given_up, self.since, self.told = now, None, False
-            raise OfflineModeIsEnabled(f"{host} has not answered for {waited:.0f} s")
+            raise OfflineModeIsEnabled(f"{host} {self.says} (asked for {waited:.0f} s)")
         if waited >= AGAIN and not self.told:
             self.told = True
-            _say(f"{host} does not answer; asking again, for {bound:.0f} s at most")
+            _say(f"{host} {self.says}; asking again, for {bound:.0f} s at most")
         return left
 
     def answers(self) -> None:
         """Note an answer."""
-        self.since, self.answered, self.told = None, True, False
+        self.since, self.answered, self.told, self.says = None, True, False, "does not answer"
 
 
 _patience: dict[str, Patience] = {}
@@ -148,9 +154,12 @@ def _after(response: Any) -> None:
     wait = re.search(r"\bt=(\d+)", response.headers.get("ratelimit", ""))
     if response.status_code == 429 and wait:
         _say(f"{host} was asked too often (429), and asks to wait for {wait[1]} s")
-    if response.status_code < 500:  # else it is asked again, and the time runs on
-        with _lock:
-            _patience.setdefault(host, Patience()).answers()
+    with _lock:
+        patience = _patience.setdefault(host, Patience())
+        if response.status_code < 500:
+            patience.answers()
+        else:  # it is asked again, and the time runs on
+            patience.says = f"answers {response.status_code}"
 
 
 def _say(sentence: str) -> None:
@@ -164,8 +173,8 @@ def why(error: BaseException) -> str:
 
     chain = list(_chain(error))
     silent = next((each for each in chain if isinstance(each, OfflineModeIsEnabled)), None)
-    # datasets throws the cause away, and keeps a ConnectionError; httpx's own errors are no such.
-    cut = any(isinstance(each, ConnectionError) or type(each).__module__.startswith("httpx") for each in chain)
+    # datasets throws the cause away, and keeps a ConnectionError; those of httpx, under any of its names, are no such.
+    cut = any(isinstance(each, ConnectionError) or "TransportError" in _names(each) for each in chain)
     if offline() and (cut or any(isinstance(each, LocalEntryNotFoundError) for each in chain)):
         return f"it is not in the cache of this machine, and {FORBIDDEN}"
     if silent or cut:
@@ -178,6 +187,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _names(error: BaseException) -> list[str]:
+    return [kind.__name__ for kind in type(error).__mro__]
 
 
 def config_of(hub_id: str) -> Path:

@@ -17,9 +17,9 @@ from cria_tricks.data import shards, sources
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import find_config
 from cria_tricks.publish import push
-from tests.hub import TOKEN
+from tests.hub import TOKEN, Hub
 
-HUNG = "cannot be had from the hub: 127.0.0.1 has not answered"
+HUNG = "cannot be had from the hub: 127.0.0.1 does not answer"
 
 
 @contextlib.contextmanager
@@ -131,6 +131,49 @@ def test_a_host_that_has_answered_is_given_more_time():
     later.answers()
     assert patience.left("host") == pytest.approx(0.6 * network.BOUND, abs=0.1)
     assert later.left("host") == pytest.approx(0.6 * network.ONCE_ANSWERED, abs=0.1)
+
+
+def test_silence_of_long_ago_says_nothing_of_now(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(network.time, "monotonic", lambda: clock[0])
+    patience = network.Patience()
+    for seconds, left in ((0, 6), (2, 4), (2, 2), (1.4, 0.6)):
+        clock[0] += seconds
+        assert patience.left("host") == pytest.approx(left)
+    clock[0] += 31
+    assert patience.left("host") == pytest.approx(6)
+    clock[0] += 6
+    for seconds in (0, 5, 24):
+        clock[0] += seconds
+        with pytest.raises(ConnectionError, match="host does not answer"):
+            patience.left("host")
+    clock[0] += 2
+    assert patience.left("host") == pytest.approx(6)
+
+
+def test_a_hub_that_says_no_is_not_taken_for_one_that_is_silent(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with Hub() as hub:
+        hub.alone(monkeypatch, tmp_path)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+        hub.instead = {"README.md": (404, {"error": "none"}), "config.json": (404, {"error": "none"})}
+        said = refused(lambda: sources.find("nobody/nothing", "train"))
+        assert hub.asked
+        assert "nobody/nothing" in said
+        assert "does not answer" not in said
+        said = refused(lambda: network.config_of("nobody/nothing"))
+        assert "from the hub: the hub has no such model, or does not show it to this login; check the name" in said
+
+
+def test_a_hub_that_is_down_is_told_as_such(hub_at, monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub_at(int(hub.url.rpartition(":")[2]))
+        hub.instead = {"config.json": (503, {"error": "down"})}
+        said = refused(lambda: network.config_of("nobody/nothing"))
+        assert hub.asked
+    assert "had from the hub: 127.0.0.1 answers 503 (asked for 1 s), and it is not in the cache" in said
 
 
 def test_offline_a_model_of_the_hub_is_refused_by_name(hub_at, monkeypatch):
