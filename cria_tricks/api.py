@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cria_tricks import given, recipes
+from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.hardware.cards import find_card
 from cria_tricks.memory.answer import PlanAnswer
-from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.startup import importing
 
@@ -58,6 +57,8 @@ def train(
         >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
         True
     """
+    from cria_tricks import given
+
     changes = _several(settings)
     given.training(given.recipe(recipe, changes), out, resume)
     wanted = with_settings(recipes.get(recipe), changes)
@@ -106,6 +107,9 @@ def plan(
     """
     if nproc < 1:
         raise BadInput(f"nproc={nproc}: must be a whole number above 0")
+    from cria_tricks import given
+    from cria_tricks.memory.shape import find_shape
+
     changes = [*([f"model={model}"] if model else []), *_several(settings)]
     card = None if gpu is None else _device(gpu)
     shape = find_shape(given.recipe(recipe, changes, card).model)
@@ -150,6 +154,9 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
+    from cria_tricks import given
+    from cria_tricks.memory.shape import find_shape
+
     changes = _several(settings)
     card = None if gpu is None else _device(gpu)
     shape = find_shape(given.recipe(recipe, changes, card).model)
