@@ -59,8 +59,12 @@ def train(
         >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
         True
     """
-    wanted = with_settings(recipes.get(recipe), _several(settings))
-    with importing():  # this imports torch, which takes seconds; an error in the recipe was raised before that
+    from cria_tricks import given
+
+    changes = _several(settings)
+    given.training(given.recipe(recipe, changes), out, resume)
+    wanted = with_settings(recipes.get(recipe), changes)
+    with importing():  # this imports torch, which takes seconds
         from cria_tricks.run import train as run
     return run(wanted, out, resume=resume, other_base=other_base, console=console)
 
@@ -105,15 +109,19 @@ def plan(
     """
     if nproc < 1:
         raise BadInput(f"nproc={nproc}: must be a whole number above 0")
-    device = _device(gpu)
-    asked = [f"model={model}"] if model else []
-    wanted = with_settings(recipes.get(recipe, device), [*asked, *_several(settings)])
+    from cria_tricks import given
+    from cria_tricks.memory.shape import find_shape
+
+    changes = [*([f"model={model}"] if model else []), *_several(settings)]
+    card = None if gpu is None else _device(gpu)
+    shape = find_shape(given.recipe(recipe, changes, card).model)
+    device = card or _device(None)
+    wanted = with_settings(recipes.get(recipe, device), changes)
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
     from cria_tricks.memory import bill, toggles
-    from cria_tricks.memory.shape import find_shape
 
-    bench = toggles.Bench(find_shape(wanted.model), device, nproc)
+    bench = toggles.Bench(shape, device, nproc)
     found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
     if advise:
         found["front"] = bill.front(bench, wanted)
@@ -148,14 +156,19 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
-    device = _device(gpu)
-    wanted = with_settings(recipes.get(recipe, device), _several(settings))
-    from cria_tricks.memory.estimate import estimate as by_hand
+    from cria_tricks import given
     from cria_tricks.memory.shape import find_shape
+
+    changes = _several(settings)
+    card = None if gpu is None else _device(gpu)
+    shape = find_shape(given.recipe(recipe, changes, card).model)
+    device = card or _device(None)
+    wanted = with_settings(recipes.get(recipe, device), changes)
+    from cria_tricks.memory.estimate import estimate as by_hand
     from cria_tricks.tricks import resolve
 
     resolve(wanted, device)  # refuses what cannot work there
-    return by_hand(wanted, find_shape(wanted.model), device)
+    return by_hand(wanted, shape, device)
 
 
 def _device(gpu: str | Device | None) -> Device:

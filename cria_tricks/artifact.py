@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from cria_tricks import dangers, durable
 from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.side_network import SideBlock
 
 SIDE_NETWORK = "side_network.json"
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 """Files that name an adapter's base model: peft's, and ours for a side network."""
+RESULTS = ("adapter", "model", "merged")
+"""Folders in a run's, in which there may be one."""
 RECIPE, PROVENANCE = "recipe.toml", "provenance.json"
 _UNREAD = re.compile(r"\..*|.*\.(md|png|jpe?g|gif|svg|pdf)|licen[cs]e.*|notice.*|desktop\.ini", re.IGNORECASE)
 """Names that no loader opens: hidden ones (the hub adds .gitattributes, downloads .cache/), texts and pictures."""
@@ -73,6 +72,10 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
         folder: there already.
         weights: the model's state dict; its own when left out.
     """
+    from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is told without
+
+    from cria_tricks.tricks.side_network import SideBlock
+
     given = {} if weights is None else {"state_dict": weights}
     if hasattr(model, "peft_config"):
         # By default peft may ask the hub, and save embeddings that nobody trained.
@@ -93,6 +96,8 @@ def load_side_network(model: Any, folder: Path) -> None:
     Raises:
         BadInput: if the file does not fit.
     """
+    from safetensors.torch import load_file
+
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = load_file(folder / "side_network.safetensors")
     if {name: p.shape for name, p in trained.items()} != {name: tensor.shape for name, tensor in saved.items()}:
@@ -111,6 +116,57 @@ def trained_over(folder: Path) -> dict[str, Any]:
         raise BadInput(f"{folder / PROVENANCE}: does not say what it was trained over: {first_line(error)}") from None
 
 
+def refuse_moved_base(folder: Path, base: str) -> None:
+    """Refuse an adapter whose base was a folder that is not there, before a model of its name is asked of the hub.
+
+    Args:
+        folder: of the adapter.
+        base: the name in its config.
+
+    Raises:
+        BadInput: if the folder is not there.
+    """
+    if trained_over(folder).get("kind") == "folder" and not Path(base).is_dir():
+        raise BadInput(f"{folder}: was trained over the folder {base}, which is not there; name it with --base")
+
+
+def refuse_another(folder: Path, *more: str) -> None:
+    """Refuse a folder that holds neither an adapter nor a model, and name the one inside that does.
+
+    Args:
+        folder: as it was given.
+        *more: names of files that make it one, too.
+
+    Raises:
+        BadInput: if it holds none.
+    """
+    if not folder.exists():
+        raise BadInput(f"{folder}: there is no such folder; name the folder of an adapter, such as runs/smoke/adapter")
+    if not folder.is_dir():
+        raise BadInput(f"{folder}: is a file; name the folder that it is in")
+    if any((folder / name).is_file() for name in (*CONFIGS, "config.json", *more)):
+        return
+    inside = [name for name in RESULTS if any((folder / name / file).is_file() for file in (*CONFIGS, "config.json"))]
+    if inside:
+        raise BadInput(f"{folder}: is the folder of a run; what it has trained is in {folder / inside[0]}: name that")
+    if (folder / "checkpoints").is_dir():
+        raise BadInput(
+            f"{folder}: is the folder of a run that has not ended, so there is no adapter yet; go on with it: "
+            f"cria train {folder / RECIPE} --out {folder} --resume"
+        )
+    raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
+
+
+def named_base(folder: Path) -> str:
+    """The base model that an adapter's config names; nothing where it cannot be read, or for a whole model."""
+    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
+    try:
+        found = json.loads(config.read_text(encoding="utf-8")) if config else {}
+        return str(found.get("base_model_name_or_path") or "")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+
+
 @dataclass(frozen=True)
 class Verified:
     """What ``verify`` found in a whole folder."""
@@ -127,6 +183,7 @@ def verify(folder: str | Path) -> Verified:
         BadInput: naming the first file that is missing, changed, or has no place in an adapter's folder.
     """
     folder = usable_path("adapter", folder)
+    refuse_another(folder, durable.MANIFEST)
     if not (folder / durable.MANIFEST).is_file():
         raise BadInput(f"{folder}: has no {durable.MANIFEST}, so it is no folder that cria train wrote")
     refuse_unsafe(folder)

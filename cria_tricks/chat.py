@@ -9,7 +9,16 @@ import torch
 
 from cria_tricks import identity, models, pretrained
 from cria_tricks.adapters import add_side_network
-from cria_tricks.artifact import CONFIGS, RECIPE, SIDE_NETWORK, load_side_network, refuse_unsafe, trained_over
+from cria_tricks.artifact import (
+    CONFIGS,
+    RECIPE,
+    SIDE_NETWORK,
+    load_side_network,
+    refuse_another,
+    refuse_moved_base,
+    refuse_unsafe,
+    trained_over,
+)
 from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device, this_device
@@ -123,6 +132,7 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
     Raises:
         BadInput: if the folder holds neither, is damaged or not safe to read, or its base cannot be had.
     """
+    refuse_another(folder, MANIFEST)
     config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
     if config or any((folder / name).is_file() for name in ("config.json", MANIFEST)):
         refuse_unsafe(folder)
@@ -134,12 +144,10 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
         return None, None
     if base:
         return config, models.fetch(models.find(str(base)))
-    recorded = trained_over(folder)
     try:
         name = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if recorded.get("kind") == "folder" and not Path(name).is_dir():  # and never a model of the hub of that name
-            raise BadInput(f"{folder}: was trained over the folder {name}, which is not there; name it with --base")
-        return config, models.fetch(models.find(name), recorded.get("revision") or "")
+        refuse_moved_base(folder, name)
+        return config, models.fetch(models.find(name), trained_over(folder).get("revision") or "")
     except BadInput:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cria_tricks import interrupts, waiting
+from cria_tricks import interrupts, quiet, waiting
 from cria_tricks.console import Aside
 from cria_tricks.errors import (
     BadInput,
@@ -63,6 +63,18 @@ OtherBase = Annotated[
     bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")
 ]
 Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not where the adapter says.")]
+
+
+def _go_offline(wanted: bool) -> None:
+    if wanted:
+        from cria_tricks.network import go_offline
+
+        go_offline()
+
+
+Offline = Annotated[
+    bool, typer.Option("--offline", callback=_go_offline, help="Ask no network; take what is here and in the caches.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
 
 
@@ -75,6 +87,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     other_base: OtherBase = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
@@ -116,6 +129,7 @@ def plan(
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
@@ -159,6 +173,7 @@ def launch(
     flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
     timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
     budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
+    offline: Offline = False,
 ) -> None:
     """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
     if on == "hf-jobs":
@@ -169,10 +184,14 @@ def launch(
         return
     if repo or flavor != "auto" or timeout or budget:
         raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
+    from cria_tricks import given
     from cria_tricks.parallel import launch
 
     elastic = launch.Elastic(max_restarts, nodes, endpoint)
     words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
+    words += ["--offline"] if offline else []
+    if not only_print:  # what would end every process is said by one
+        given.training(given.recipe(recipe, settings or []), out, resume or elastic != launch.ONCE)
     print(launch.shown(words), flush=True)
     if only_print:
         return
@@ -388,14 +407,18 @@ def hardware(
     tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
     budget: Annotated[float | None, typer.Option(help="USD for the run.")] = None,
     kind: Annotated[str, typer.Option(help="quick, development, production or research.")] = "development",
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say which machine a model can be trained on, for how long and at what price; and what the usual guide says."""
-    from cria_tricks.hardware.advice import advise
-    from cria_tricks.memory.estimate import estimate
+    from cria_tricks.hardware.guide import refuse_unknown
     from cria_tricks.memory.shape import find_shape
 
+    refuse_unknown(tokens, budget, kind)
     shape = find_shape(model)
+    with importing():  # this imports torch, which takes seconds; a wrong name was told before
+        from cria_tricks.hardware.advice import advise
+        from cria_tricks.memory.estimate import estimate
     found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
@@ -411,8 +434,12 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     base: Base = None,
     other_base: OtherBase = False,
+    offline: Offline = False,
 ) -> None:
     """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
+    from cria_tricks import given
+
+    given.adapter(adapter, base)
     with importing():
         from transformers import TextStreamer
 
@@ -444,6 +471,7 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
     base: Base = None,
     other_base: OtherBase = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows and score format, citations, grounding and refusals. After a stop, it goes on."""
@@ -493,11 +521,15 @@ def merge(
     out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
     base: Base = None,
     other_base: OtherBase = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
+    from cria_tricks import given
+    from cria_tricks.card import check_rows
+
+    given.adapter(adapter, base)
     with importing():
-        from cria_tricks.card import check_rows
         from cria_tricks.merge import merge as run
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -517,6 +549,7 @@ def publish(
     tag: Annotated[str, typer.Option(help="The version, vX.Y.Z; one that is there already is refused.")] = "v0.1.0",
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Really do it; without, it is only said.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what would be published on the Hugging Face hub, and with --yes publish it, under a version tag."""
@@ -594,6 +627,7 @@ def main() -> None:
     """Run the command line; every foreseen error is one line on stderr and an exit code."""
     interrupts.begin()
     end_at_once()
+    quiet.plain()
     world.see_one_card()
     try:
         code = _run()

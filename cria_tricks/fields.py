@@ -73,17 +73,34 @@ def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> 
         is_table: whether the key opens a table of a recipe file, so that a group is looked for, and not a field.
     """
     groups = _groups(known)
-    if key in groups:
-        fields = ", ".join(name for name in known if _group(name) == key)
-        other = _only(key, known)
-        return f"{key} is a group of fields; there are {fields}" + (f"; or did you mean {other}?" if other else "")
+    if not is_table and (group := same(key.rstrip("."), groups)):
+        other = _only(group, known)
+        return a_group(group, known) + (f"; or did you mean {other}?" if other else "")
+    if not is_table and "." not in key and (group := _nearer_group(key, known)):
+        return f"unknown field {key}; did you mean a field of {group}? There are {_fields_of(group, known)}"
     near = nearest(key, groups) if is_table else _nearest_field(key, known)
     if near:
         return f"unknown field {key}; did you mean {near}?"
-    if fields := ", ".join(name for name in known if _group(name) == plain(key).partition(".")[0]):
+    if fields := _fields_of(plain(key).partition(".")[0], known):
         return f"unknown field {key}; there are {fields}"
     alone = ", ".join(name for name in known if "." not in name)
     return f"unknown field {key}; there are {alone}, and fields of {', '.join(groups)}, e.g. train.max_steps"
+
+
+def a_group(group: str, known: Sequence[str]) -> str:
+    """Say in one line that a name stands for several fields, and which."""
+    return f"{group} is a group of fields; there are {_fields_of(group, known)}"
+
+
+def _fields_of(group: str, known: Sequence[str]) -> str:
+    return ", ".join(name for name in known if _group(name) == group)
+
+
+def _nearer_group(key: str, known: Sequence[str]) -> str | None:
+    """The group that a misspelt key without a dot stands for, unless it is more like a field."""
+    groups, fields = _groups(known), {*ALIASES, *map(_last, known)} - {*_groups(known)}
+    near = nearest(key, [*fields, *groups], cutoff=0.75)
+    return near if near in groups else None
 
 
 def _nearest_field(key: str, known: Sequence[str]) -> str | None:

@@ -151,14 +151,9 @@ class Folders:
 
     def _refuse_another(self, option: str, place: Path) -> None:
         """Whose is what lies there?"""
-        if place.exists() and not place.is_dir():
-            raise BadInput(f"{option} {place}: is a file; name a folder")
-        there = taken(place)
+        there = refuse_taken(option, place, self.resume)
         if not there:
             return
-        if not self.resume:
-            otherwise = "" if self.resume is None else ", or go on with it: --resume"
-            raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder{otherwise}")
         try:
             before = json.loads((place / RUN).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -196,6 +191,26 @@ def taken(folder: Path) -> str:
     """The first name a run would write that is there already."""
     names = ("checkpoints", *RESULTS, "recipe.toml", RUN)
     return next((name for name in names if (folder / name).exists()), "")
+
+
+def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
+    """Refuse a file, and the folder of another run unless it shall be gone on with.
+
+    Args:
+        option: that named it.
+        place: what is to be the run's folder.
+        resume: as for :class:`Folders`.
+
+    Returns:
+        The first name of a run that is there, or nothing.
+    """
+    if place.exists() and not place.is_dir():
+        raise BadInput(f"{option} {place}: is a file; name a folder")
+    there = taken(place)
+    if there and not resume:
+        otherwise = "" if resume is None else ", or go on with it: --resume"
+        raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder{otherwise}")
+    return there
 
 
 def _records(folder: Path) -> list[Path]:

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks import models, recipes
+from cria_tricks import given, models, recipes
 from cria_tricks.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor, find_flavor
-from cria_tricks.hardware.cost import run_tokens
 from cria_tricks.hardware.trust import may_not_fit
-from cria_tricks.memory.bill import on_machine
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.publish import TAG
-from cria_tricks.recipe import Recipe, seconds, with_settings
+from cria_tricks.recipe import Recipe, seconds
 from cria_tricks.units import duration, human, money
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
@@ -162,9 +160,13 @@ def prepare(
 def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> Job:
     """The job on one machine."""
     card = CARDS[flavor.card]
-    wanted = with_settings(recipes.get(recipe, card.device), settings)
+    wanted = given.recipe(recipe, settings, card.device)
     _refuse_unreachable(wanted)
-    bill = on_machine(wanted, find_shape(wanted.model), flavor)
+    shape = find_shape(wanted.model)
+    from cria_tricks.hardware.cost import run_tokens  # here, as they import torch: a wrong name is told without
+    from cria_tricks.memory.bill import on_machine
+
+    bill = on_machine(wanted, shape, flavor)
     if not bill.memory.fits:
         has = human(card.device.memory_bytes)
         raise OutOfMemory(f"--flavor {flavor.name}: needs {human(bill.memory.needed_bytes)} of {has}; see cria plan")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import artifact
+from cria_tricks import artifact, network
 from cria_tricks.errors import BadInput, JobFailed, redacted, usable_path
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
@@ -74,6 +74,8 @@ class Hub:
     def __init__(self) -> None:
         import huggingface_hub
 
+        network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")
+        network.bound()
         self.token = huggingface_hub.get_token()
         if not self.token:
             raise BadInput("--on hf-jobs: nobody is logged in to the hub; run hf auth login, or set HF_TOKEN")

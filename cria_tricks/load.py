@@ -1,7 +1,6 @@
 """Plan -> Loaded: a model that is quantised, edited and ready to train."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
-from cria_tricks import models, pretrained
+from cria_tricks import models, network, pretrained, quiet
 from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
 from cria_tricks.errors import BadInput, first_line
 from cria_tricks.models import Weights
@@ -105,11 +104,12 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
 
 
 def quiet_libraries() -> None:
-    """No progress bar per file and no advice per call; our own warnings say what matters."""
+    """No progress bar per file and no advice per call; our own warnings say what matters; the hub has its bound."""
+    network.bound()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet.drop()
 
 
 def refuse_unfit(plan: Plan, weights: Weights) -> None:

@@ -16,7 +16,6 @@ then the 16 bits have swallowed it.
 
 import contextlib
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,9 +107,7 @@ def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
 
 def _merged(model: Any, folder: Path) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")  # see below
-            whole = model.merge_and_unload(safe_merge=True)
+        whole = model.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, NotImplementedError) as error:  # not finite, or a kind of LoRA that peft cannot
         if is_out_of_memory(error):
             raise

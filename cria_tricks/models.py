@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cria_tricks import network
 from cria_tricks.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
-from cria_tricks.errors import BadInput, first_line, usable_path
+from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.names import nearest
 
 
@@ -57,6 +58,7 @@ def find(name: str) -> Weights:
     Raises:
         BadInput: if it is no such name, or the folder holds no model.
     """
+    refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
     if name.startswith("random:"):
         return _random(name)
@@ -69,17 +71,11 @@ def find(name: str) -> Weights:
         )
         return Weights(name, folder, folder, note)
     if (place := usable_path("model", name)).is_dir():
-        if not (place / "config.json").is_file():
-            raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
         # Absolute, because from another folder a relative one would be nothing, or somebody's model on the hub.
         folder = str(place.absolute())
         return Weights(folder, folder, folder)
-    if place.is_absolute():
-        raise BadInput(f"model {name}: there is no such folder")
-    if not is_hub_id(name):
-        near = nearest(name, ALIASES)
-        hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
-        raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+    if place.is_file():
+        raise BadInput(f"model {name}: is a file; name the folder of the model")
     return Weights(name, name, name)
 
 
@@ -109,6 +105,8 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
         return weights
     from huggingface_hub import snapshot_download
 
+    network.bound()
+
     def brought(*patterns: str) -> Path:
         return Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(patterns)))
 
@@ -121,7 +119,7 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
             snapshot_download(weights.path, revision=folder.name, allow_patterns=sorted(names) or ["model.safetensors"])
         )
     except Exception as error:  # the hub's, httpx's, and what a damaged index raises
-        raise BadInput(f"model {weights.name}: cannot be loaded: {refused_by_the_hub(weights.path, error)}") from None
+        raise BadInput(f"model {weights.name}: cannot be loaded: {network.refusal(weights.path, error)}") from None
     return Weights(weights.name, str(folder), str(folder), weights.note, folder.name)
 
 
@@ -129,20 +127,62 @@ SMALL = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 """Everything of a model but its weights."""
 
 
-def refused_by_the_hub(hub_id: str, error: Exception) -> str:
-    """Say why a model does not come from the hub, and what to do."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return f"it is gated; ask for access at https://huggingface.co/{hub_id}, then run: hf auth login"
-    if isinstance(error, RepositoryNotFoundError):  # the hub says so of private ones, too
-        return "the hub has no such model that this login may see; check the name, or give a folder: --set model=DIR"
-    return f"{first_line(error)}; check the name and the network, or give a local folder: --set model=DIR"
-
-
 def is_hub_id(name: str) -> bool:
     """Whether a name is OWNER/NAME, by its looks alone."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def refuse_unknown(name: str) -> None:
+    """Refuse what can be no model: no short name, no ``random:SHAPE``, nothing here, and no name that the hub takes.
+
+    Args:
+        name: a model's, as it was given.
+
+    Raises:
+        BadInput: with the nearest right name.
+    """
+    name = short_name(name)
+    shape = name.removeprefix("random:")
+    if shape != name and shape not in CONFIGS:
+        near = nearest(shape, CONFIGS)
+        hint = f"did you mean random:{near}?" if near else f"there are {', '.join(CONFIGS)}"
+        raise BadInput(f"model {name}: unknown shape {shape}; {hint}")
+    if shape != name or name in ALIASES:
+        return
+    path = usable_path("model", name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise BadInput(f"model {name}: the folder has no config.json, so it holds no transformers model")
+    if path.exists():
+        return
+    if is_hub_id(name) and not name.endswith(".json"):
+        return
+    near = nearest(name, ALIASES) or _beside(Path(name))
+    hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
+    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+
+
+def refuse_out_of_reach(name: str) -> None:
+    """Refuse what :func:`refuse_unknown` refuses, and a model of the hub that cannot be had from there now.
+
+    Asks for its ``config.json``, which the libraries then find in the cache; torch is not needed for that.
+
+    Raises:
+        BadInput: saying why.
+    """
+    refuse_unknown(name)
+    name = ALIASES.get(short_name(name), short_name(name))
+    made_here = name.startswith("random:") or (name == SMOLLM2 and _wheel_folder())
+    if not made_here and not Path(name).exists():
+        network.config_of(name)
+
+
+def _beside(path: Path) -> str:
+    """The folder whose name is most like that of one that is not there; nothing if none is."""
+    try:
+        near = nearest(path.name, (each.name for each in path.parent.iterdir() if each.is_dir()), cutoff=0.7)
+    except OSError:
+        return ""
+    return str(path.with_name(near)) if near else ""
 
 
 def cache_folder() -> Path:
@@ -195,8 +235,6 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
 
 def _random(name: str) -> Weights:
     shape = name.removeprefix("random:")
-    if shape not in CONFIGS:
-        raise BadInput(f"model {name}: unknown shape {shape}; there are {', '.join(CONFIGS)}")
 
     def make(into: Path) -> None:
         import torch

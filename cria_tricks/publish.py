@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import artifact, durable, identity, interrupts
+from cria_tricks import artifact, durable, identity, interrupts, network
 from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.models import is_hub_id
 
@@ -85,6 +85,8 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     folder, repo, tag = Path(prepared["folder"]), prepared["repo"], prepared["tag"]
+    network.refuse_offline(f"publish: {repo}: can only be reached over the network", "leave one of the two out")
+    network.bound()
     if reason := _unusable_base(folder):
         raise BadInput(f"{folder}: {reason}, so nobody else could load it; train over a model of the hub")
     if not huggingface_hub.get_token():

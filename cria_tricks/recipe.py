@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cria_tricks.catalogue import short_name
 from cria_tricks.errors import BadInput
-from cria_tricks.fields import find_field, unknown_field
+from cria_tricks.fields import a_group, find_field, unknown_field
 from cria_tricks.names import nearest, same
 
 
@@ -240,7 +240,9 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     for setting in settings:
         key, equals, text = setting.partition("=")
         key, where = key.strip(), f"--set {setting}"
-        if not equals or not key:
+        if equals and not key:
+            raise BadInput(f"{where}: the field before = is missing; write it as KEY=VALUE, e.g. train.max_steps=20")
+        if not equals:
             raise BadInput(f"{where}: write it as KEY=VALUE, e.g. --set train.max_steps=20")
         field = find_field(key, known)
         if field is None:
@@ -308,5 +310,6 @@ def _in_one_line(error: ValidationError) -> str:
         near = f"; did you mean {close}?" if close else ""
     if first["type"] in ("too_short", "string_too_short"):
         message = "must not be empty"
-    message = message.replace("must be an object", "must be a table")
+    if first["type"] == "model_type":
+        return f"{key} = {reprlib.repr(first['input'])}: {a_group(key, field_names())}"
     return f"{key} = {reprlib.repr(first['input'])}: {message[0].lower()}{message[1:]}{near}"

@@ -1,6 +1,5 @@
 """Recipe -> Report + adapter: the whole way, in one function."""
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cria_tricks import models, weight_files
+from cria_tricks import given, models, weight_files
 from cria_tricks.checkpoints import describe
 from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
 from cria_tricks.data.shards import open_stream
-from cria_tricks.errors import BadInput
 from cria_tricks.folders import Folders
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.world import World
@@ -86,7 +84,7 @@ def train(
         OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
     """
     began = time.perf_counter()
-    _refuse_missing(recipe.train.report_to)
+    given.trackers(recipe.train.report_to)
     recipe = recipe.model_copy(update={"model": models.anchored(recipe.model)})
     processes.see_one_card()
     plan = resolve(recipe, processes=processes.processes())
@@ -128,13 +126,3 @@ def _look_at_files(name: str) -> None:
     """Refuse a folder whose files of weights contradict each other, by their headers."""
     if Path(name).is_absolute():
         weight_files.tensors(Path(models.find(name).path), name)
-
-
-def _refuse_missing(trackers: Sequence[str]) -> None:
-    """A library that is not there is told before a model is loaded."""
-    for name in trackers:
-        if importlib.util.find_spec(name) is None:
-            raise BadInput(
-                f"train.report_to={name}: the package {name} is not installed; pip install 'cria_tricks[monitor]', or "
-                "leave it out"
-            )

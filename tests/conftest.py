@@ -72,6 +72,14 @@ def the_processor_that_onednn_is_held_to():
         yield
 
 
+@pytest.fixture
+def online(monkeypatch):
+    """Let the package believe that the network may be asked; what it then asks is played by the test."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a two-layer Llama: wide enough that bitsandbytes quantises its optimizer states."""

@@ -72,7 +72,10 @@ def test_damage_is_named(folder, damage, said):
 
 
 def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="has no manifest.json"):
+        verify(tmp_path)
+    with pytest.raises(BadInput, match="there is no such folder; name the folder of an adapter, such as"):
         verify(tmp_path / "none")
 
 

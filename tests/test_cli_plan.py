@@ -163,7 +163,7 @@ CONFIG = {
         (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),
         (["--rows", "-1"], "--rows -1: must be a whole number above 0"),
         (["--rows", "many"], "--rows"),
-        (["--model", "lama"], "model lama: no such file or folder, and no name of the catalogue"),
+        (["--model", "lama"], "model lama: no such folder, and no hub id (owner/name)"),
         (["--model", "{bert}"], "model_type 'bert' is no decoder that can be estimated"),
         (["--model", "{less}"], "its config.json has no vocab_size"),
         (["--model", "{broken}"], "cannot be read as JSON"),

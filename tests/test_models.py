@@ -121,10 +121,18 @@ def test_an_unknown_name_is_this_line():
         ("smolm2", "no such folder, and no hub id (owner/name); did you mean smollm2?"),
         ("xyzzy", f"no such folder, and no hub id (owner/name); aliases are {', '.join(catalogue.ALIASES)}"),
         ("random:huge", f"unknown shape huge; there are {', '.join(catalogue.CONFIGS)}"),
+        ("random:tinny", "unknown shape tinny; did you mean random:tiny?"),
     ):
         with pytest.raises(BadInput) as caught:
             models.find(name)
         assert str(caught.value) == f"model {name}: {said}"
+
+
+def test_a_misspelt_folder_gets_the_one_beside_it(tmp_path):
+    (tmp_path / "qwen2-small").mkdir()
+    with pytest.raises(BadInput) as caught:
+        models.find(f"{tmp_path}/qwen2-smal")
+    assert str(caught.value).endswith(f"no hub id (owner/name); did you mean {tmp_path}/qwen2-small?")
 
 
 def test_where_made_models_are_kept(monkeypatch, tmp_path):

@@ -324,7 +324,7 @@ class Api:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_what_is_sent_and_said_in_its_order(private, adapter, monkeypatch):
+def test_what_is_sent_and_said_in_its_order(private, adapter, monkeypatch, online):
     api, said = Api(None, ("v0.0.9",)), []
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: TOKEN)

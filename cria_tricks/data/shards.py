@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from cria_tricks import network
 from cria_tricks.data import sources, texts
 from cria_tricks.data.chat import Chat, check_rows, parse
 from cria_tricks.data.texts import Span
-from cria_tricks.errors import BadInput, first_line
+from cria_tricks.errors import BadInput
 
 SHARD = 2**23
 """Bytes of a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""
@@ -196,11 +197,12 @@ class Hub:
     def __init__(self, name: str, lanes: int = 1):
         from datasets import load_dataset
 
+        network.bound()
         self.lanes, self.name, (hub_id, _, split) = lanes, name, name.partition(":")
         try:
             self.rows = load_dataset(hub_id, split=split or "train", streaming=True)
         except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
-            raise BadInput(f"data.train={name}: cannot be loaded from the hub: {first_line(error)}") from None
+            raise BadInput(f"data.train={name}: cannot be loaded from the hub: {network.why(error)}") from None
         self.sha256 = hashlib.sha256(f"{name} {self.rows.info.version}".encode()).hexdigest()
         self.description = f"{hub_id} ({split or 'train'}), streamed from the Hugging Face hub"
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cria_tricks import network
 from cria_tricks.data import texts
-from cria_tricks.data.chat import Chat, check_rows, read_jsonl
-from cria_tricks.errors import BadInput, first_line, usable_path
+from cria_tricks.data.chat import Chat, check_rows, first_rows, read_jsonl
+from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.models import cache_folder
 
+GLANCE = 1000
+"""Rows that are looked at before anything else is done."""
 Part = Literal["train", "eval"]
 
 # The real set is GPL-3.0 and not ours to ship: it is downloaded from its public repository, at one commit.
@@ -70,6 +73,21 @@ def find(name: str, part: Part) -> Source:
     return Source(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
 
 
+def glance(name: str, part: Part) -> None:
+    """Look whether there is such a set here, and at its first rows.
+
+    Raises:
+        BadInput: as :func:`find` does, if one of the first rows is wrong.
+    """
+    found = place(name, part)
+    if isinstance(found, str):
+        return
+    if found.is_dir() or found.suffix == ".txt":
+        texts.files(found)
+    else:
+        first_rows(found, GLANCE)
+
+
 def place(name: str, part: Part) -> Path | str:
     """Where one part of a data set lies: a file or a folder here, or the name of a hub data set.
 
@@ -104,15 +122,14 @@ def _download_kwanzaa(part: Part) -> Path:
     if path.is_file() and _sha256(path.read_bytes()) == _SHA256[part]:
         return path
     url = _KWANZAA.format(part=part)
+    at_hand = f"with a copy of the file at hand: --set data.{part}=FILE.jsonl"
+    network.refuse_offline(f"data.{part}=kwanzaa: is not downloaded yet ({url})", at_hand)
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=network.BOUND) as answer:
             content = answer.read()
     except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
         reason = getattr(error, "reason", error)
-        raise BadInput(
-            f"data.{part}=kwanzaa: cannot download {url} ({reason}); "
-            f"with a copy of the file at hand: --set data.{part}=FILE.jsonl"
-        ) from None
+        raise BadInput(f"data.{part}=kwanzaa: cannot download {url} ({reason}); {at_hand}") from None
     if _sha256(content) != _SHA256[part]:
         raise BadInput(f"data.{part}=kwanzaa: {url} has sha256 {_sha256(content)}, expected {_SHA256[part]}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +141,7 @@ def _download_kwanzaa(part: Part) -> Path:
 def _from_hub(name: str, part: Part) -> Source:
     from datasets import get_dataset_split_names, load_dataset
 
+    network.bound()
     hub_id, _, split = name.partition(":")
     try:
         if not split:
@@ -138,7 +156,7 @@ def _from_hub(name: str, part: Part) -> Source:
     except BadInput:
         raise
     except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
-        raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {first_line(error)}") from None
+        raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {network.why(error)}") from None
     places = ((dict(row), f"{hub_id}:{split} row {index}") for index, row in enumerate(rows))
     checked = list(check_rows(places))
     return Source(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")

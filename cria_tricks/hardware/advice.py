@@ -4,17 +4,14 @@ Ours is counted: bytes by an estimator that is handed in, minutes and cost by ``
 model whose ``config.json`` is at hand.
 """
 
-import difflib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cria_tricks.errors import BadInput
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
 from cria_tricks.hardware.cost import run_cost, step
 from cria_tricks.hardware.device import Device
-from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, GB_PER_BILLION, KINDS, MACHINES, row_for
+from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, GB_PER_BILLION, KINDS, MACHINES, refuse_unknown, row_for
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Data, Recipe, Train, Tricks, with_settings
 
@@ -156,13 +153,7 @@ def advise(
     Raises:
         BadInput: for an unknown kind, or tokens or a budget that is not above zero.
     """
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        raise BadInput(f"--kind {kind}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"))
-    if tokens is not None and tokens < 1:
-        raise BadInput(f"--tokens {tokens}: must be a whole number above 0")
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise BadInput(f"--budget {budget:g}: must be an amount of USD above 0")
+    refuse_unknown(tokens, budget, kind)
     per_row = Data().max_length
     tokens = tokens or KINDS[kind].rows * KINDS[kind].epochs * per_row
     options = tuple(

@@ -3,7 +3,11 @@
 These are its words and numbers, not ours; ``advice.py`` puts ours beside them.
 """
 
+import difflib
+import math
 from dataclasses import dataclass
+
+from cria_tricks.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,23 @@ GB_PER_BILLION = {"full": 20, "lora": 4}
 def row_for(rows: tuple[Recommendation, ...], amount: float) -> Recommendation | None:
     """The entry for so many billion parameters, or so many USD; the guide's borders belong to the larger one."""
     return next((row for row in rows if amount < row.below), None)
+
+
+def refuse_unknown(tokens: int | None, budget: float | None, kind: str) -> None:
+    """Refuse a question that makes no sense.
+
+    Args:
+        tokens: of the whole run.
+        budget: USD for the run.
+        kind: of training, of :data:`KINDS`.
+
+    Raises:
+        BadInput: for an unknown kind, or tokens or a budget that is not above zero.
+    """
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        raise BadInput(f"--kind {kind}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"))
+    if tokens is not None and tokens < 1:
+        raise BadInput(f"--tokens {tokens}: must be a whole number above 0")
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise BadInput(f"--budget {budget:g}: must be an amount of USD above 0")

@@ -1,14 +1,16 @@
 """How far a mean over few rows could have come out otherwise: the bootstrap, seeded."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 DRAWS = 10_000
 SEED = 0
 
 
-def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed: int = SEED) -> torch.Tensor:
+def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed: int = SEED) -> "torch.Tensor":
     """Draw as many rows as there are, with replacement, again and again, and take each column's mean every time.
 
     All columns meet the same draws. So the difference of two columns of the result is that of a paired comparison.
@@ -21,6 +23,8 @@ def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed
     Returns:
         Shape (draws, K), float64.
     """
+    import torch  # here, so that what is wrong with the rows is said without
+
     values_RK = torch.tensor(columns, dtype=torch.float64).T
     rows = values_RK.shape[0]
     generator = torch.Generator().manual_seed(seed)
@@ -28,11 +32,13 @@ def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed
     return torch.stack([torch.bincount(pick, minlength=rows).double() @ values_RK / rows for pick in picks])
 
 
-def interval(samples: torch.Tensor) -> tuple[float, float]:
+def interval(samples: "torch.Tensor") -> tuple[float, float]:
     """The middle 95 % of what was drawn: the percentile interval. With few rows it is somewhat too narrow.
 
     Args:
         samples: one number a draw, shape (draws,).
     """
+    import torch
+
     low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()
     return low, high

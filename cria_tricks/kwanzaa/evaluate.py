@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cria_tricks import durable
+from cria_tricks import durable, given
 from cria_tricks.artifact import CONFIGS
 from cria_tricks.console import Aside
 from cria_tricks.data import sources
@@ -108,10 +108,7 @@ def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool) -> 
         if not reference:
             raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
         return None
-    folder = usable_path("adapter", adapter)
-    if not any((folder / name).is_file() for name in (*CONFIGS, "config.json")):
-        raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
-    return folder
+    return given.adapter(adapter)
 
 
 def _find(data: str) -> Source:

@@ -4,15 +4,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
 from cria_tricks.kwanzaa.prompt import Row
 from cria_tricks.kwanzaa.reply import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.scores import SCORERS, Score
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = 10
 
@@ -65,7 +66,7 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
     }
 
 
-def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, torch.Tensor]]:
+def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "torch.Tensor"]]:
     """Every system's values in every draw; the draws are the same for all."""
     columns: dict[tuple[str, str], list[float]] = {}
     for name, scored in systems.items():
@@ -82,7 +83,7 @@ def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, tor
     return found
 
 
-def _system(scored: Sequence[Scored], samples: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> dict[str, Any]:
     values = {scorer: sum(each.scores[scorer].value for each in scored) / len(scored) for scorer in SCORERS}
     written = [each.written for each in scored if each.written]
     if written:
@@ -113,12 +114,12 @@ def _system(scored: Sequence[Scored], samples: Mapping[str, torch.Tensor]) -> di
     }
 
 
-def _with_interval(value: float, samples: torch.Tensor) -> dict[str, float]:
+def _with_interval(value: float, samples: "torch.Tensor") -> dict[str, float]:
     low, high = interval(samples)
     return {"value": value, "low": low, "high": high}
 
 
-def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, "torch.Tensor"]]) -> dict[str, Any]:
     if not {"adapter", "base"} <= summary.keys():
         return {}
     return {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cria_tricks import models, network
 from cria_tricks.catalogue import ALIASES, CONFIGS, short_name
 from cria_tricks.errors import BadInput, first_line, usable_path
 
@@ -198,19 +199,8 @@ def find_config(model: str) -> dict[str, Any]:
         path = path / "config.json"
     if path.is_file():
         return _read(path)
-    if model.count("/") != 1 or model.endswith((".json", "/")) or model.startswith((".", "/", "~")):
-        raise BadInput(f"model {model}: no such file or folder, and no name of the catalogue: {', '.join(CONFIGS)}")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return _read(Path(hf_hub_download(model, "config.json")))
-    except BadInput:
-        raise
-    except Exception as error:  # offline, missing, gated: each its own class
-        raise BadInput(
-            f"model {model}: its config.json cannot be had from the hub: {first_line(error)}; give a file instead: "
-            "--model config.json"
-        ) from None
+    models.refuse_unknown(model)
+    return _read(network.config_of(model))
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:

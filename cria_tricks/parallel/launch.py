@@ -10,14 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks import folders, interrupts, recipes
+from cria_tricks import folders, given, interrupts, recipes
 from cria_tricks.errors import BadInput, Lost, first_line, usable_path
 from cria_tricks.hardware import this_device
 from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel.strategies import ELASTIC
-from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
 
 MACHINES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
@@ -99,16 +96,21 @@ def command(
     """
     if on not in LAUNCHERS:
         raise BadInput(f"--on {on}: there are {', '.join(LAUNCHERS)}")
-    wanted, given = with_settings(recipes.get(recipe), settings), list(settings)
+    changes = list(settings)
+    given.recipe(recipe, changes)
+    machines_wanted = elastic.machines
+    wanted = with_settings(recipes.get(recipe), changes)
+    from cria_tricks.parallel.strategies import ELASTIC  # here, as it imports torch: a wrong name is told without
+
     cards = _cards()
     processes = processes or (1 if wanted.parallel.strategy == "model" else cards or 2)
     if cards and processes > cards:
         raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
-    if max(elastic.machines) * processes > 1 and wanted.parallel.strategy == "none":
-        given.append("parallel.strategy=ddp")
-        wanted = with_settings(wanted, given[-1:])
-    for machines in elastic.machines:
-        if len(elastic.machines) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
+    if max(machines_wanted) * processes > 1 and wanted.parallel.strategy == "none":
+        changes.append("parallel.strategy=ddp")
+        wanted = with_settings(wanted, changes[-1:])
+    for machines in machines_wanted:
+        if len(machines_wanted) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
             _refuse_unshared(wanted, machines * processes)
     start = LAUNCHERS[on].format(processes=processes).split()
     if on == "torchrun":
@@ -116,12 +118,15 @@ def command(
     elif elastic != ONCE:
         raise BadInput(f"--on {on}: --max-restarts, --nodes and --endpoint are torchrun's; use --on torchrun")
     words = [*start, "-m", "cria_tricks", "train", recipe]
-    for setting in given:
+    for setting in changes:
         words += ["--set", setting]
     return words + (["--out", str(out)] if out else []) + (["--resume"] if resume else [])
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
+    from cria_tricks.parallel.tensor import refuse_undivided
+    from cria_tricks.tricks import resolve
+
     plan = resolve(recipe, processes=processes)
     if (shares := processes // plan.parallel["data"]) > 1:
         shape = find_shape(recipe.model)

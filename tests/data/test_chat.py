@@ -5,8 +5,13 @@ import json
 import pytest
 
 from cria_tricks.data.chat import check_rows, read_jsonl
+from cria_tricks.data.shards import Lines
 from cria_tricks.errors import BadInput
 
+NO_KIND = (
+    "a row needs the field messages, the fields prompt and completion, or text; or those of ShareGPT (conversations) "
+    "or Alpaca (instruction and output)"
+)
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
 
@@ -96,8 +101,8 @@ def test_rows_of_a_hub_data_set_may_hold_empty_columns():
         ('{"prompt": "x", "completion": ""}', "completion is empty, so there is nothing to train on"),
         ('{"text": 1}', "text must be text, not int"),
         ('{"text": " \\n"}', "text is empty, so there is nothing to train on"),
-        ('{"prompt": "x"}', "a row needs the field messages, the fields prompt and completion, or text"),
-        ('{"completion": "x"}', "a row needs the field messages, the fields prompt and completion, or text"),
+        ('{"prompt": "x"}', NO_KIND),
+        ('{"completion": "x"}', NO_KIND),
         ('{"messages": []}', "messages must be a list with at least one message"),
         ('{"messages": {"role": "user"}}', "messages must be a list with at least one message"),
         ('{"messages": [{"role": "user", "content": "x"}, 3]}', "messages[1] must be an object with role and content"),
@@ -176,3 +181,118 @@ def test_a_file_that_cannot_be_read_is_this_line(tmp_path):
         with pytest.raises(BadInput) as caught:
             read_jsonl(tmp_path / name)
         assert str(caught.value) == f"data {tmp_path / name}: {said}"
+
+
+def turns(*said: tuple[object, object]) -> list[dict]:
+    return [{"from": who, "value": text} for who, text in said]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": turns(("human", "a"), ("gpt", "b"))}, "user a, assistant b"),
+        ({"conversations": turns(("user", "a"), ("assistant", "b"))}, "user a, assistant b"),
+        ({"conversations": turns(("system", "s"), ("human", "a"), ("gpt", "b"))}, "system s, user a, assistant b"),
+        ({"conversations": turns(("human", "a"), ("gpt", "b")), "system": "s"}, "system s, user a, assistant b"),
+        ({"conversations": turns(("human", "a"), ("gpt", "b")), "system": None, "id": 3}, "user a, assistant b"),
+        ({"instruction": "i", "output": "o"}, "user i, assistant o"),
+        ({"instruction": "i", "input": "", "output": "o", "history": []}, "user i, assistant o"),
+        ({"instruction": "i", "input": None, "output": "o", "text": None}, "user i, assistant o"),
+        ({"instruction": "i", "input": "x", "output": "o", "system": "s"}, "system s, user i\n\nx, assistant o"),
+    ],
+)
+def test_sharegpt_and_alpaca_rows_become_messages(row, said, tmp_path):
+    (chat,) = read_jsonl(write(tmp_path / "d.jsonl", json.dumps(row)))
+    assert ", ".join(f"{turn['role']} {turn['content']}" for turn in chat.messages) == said
+    assert (chat.prompt, chat.completion, chat.text) == ("", "", "")
+
+
+def test_a_row_of_several_kinds_is_the_first_of_them(tmp_path):
+    alpaca = {"instruction": "i", "output": "o"}
+    sharegpt = {**alpaca, "conversations": turns(("human", "a"), ("gpt", "b"))}
+    text = {**sharegpt, "text": "t"}
+    found = read_jsonl(write(tmp_path / "d.jsonl", *map(json.dumps, (alpaca, sharegpt, text))))
+    assert [chat.content for chat in found] == ["i\no", "a\nb", "t"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": "a"}, "conversations must be a list with at least one turn"),
+        ({"conversations": []}, "conversations must be a list with at least one turn"),
+        (
+            {"conversations": [{"role": "user", "content": "a"}]},
+            "conversations[0] must be an object with from and value; with role and content it is messages",
+        ),
+        (
+            {"conversations": turns(("human", "a"), ("tool", "b"))},
+            "conversations[1].from is 'tool'; it must be one of human, gpt, system, user, assistant",
+        ),
+        (
+            {"conversations": turns((["human"], "a"))},
+            "conversations[0].from is ['human']; it must be one of human, gpt, system, user, assistant",
+        ),
+        ({"conversations": turns(("human", 3))}, "conversations[0].value must be text, not int"),
+        (
+            {"conversations": turns(("gpt", "a"))},
+            "conversations as messages: messages[0].role is assistant after nothing; the order is: system (or none), "
+            "then user and assistant in turn",
+        ),
+        (
+            {"conversations": turns(("human", "a"))},
+            "conversations as messages: messages holds no assistant turn, so there is nothing to train on",
+        ),
+        ({"conversations": turns(("human", "a"), ("gpt", "b")), "system": 3}, "system must be text, not int"),
+        ({"instruction": 3, "output": "o"}, "instruction must be text, not int"),
+        ({"instruction": "i", "input": ["x"], "output": "o"}, "input must be text, not list"),
+        ({"instruction": "i", "output": 3}, "output must be text, not int"),
+        ({"instruction": " ", "output": "o"}, "instruction is empty, so there is nothing to train on"),
+        ({"instruction": "i", "output": ""}, "output is empty, so there is nothing to train on"),
+        (
+            {"instruction": "i", "output": "o", "history": [["a", "b"]]},
+            "history holds earlier turns, which are not read here; write them all as messages",
+        ),
+        ({"instruction": "i"}, NO_KIND),
+        ({"instruction": "i", "input": "x"}, NO_KIND),
+    ],
+)
+def test_a_wrong_row_of_sharegpt_or_alpaca_is_this_line(row, said, tmp_path):
+    path = write(tmp_path / "d.jsonl", json.dumps(GOOD), json.dumps(row))
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(path)
+    assert str(caught.value) == f"{path}:2: {said}"
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('{"prompt": "a", "prompt": "b", "completion": "c"}', "'prompt'"),
+        ('{"prompt": "a", "completion": "c", "prompt": "a"}', "'prompt'"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "role": "assistant"}]}', "'role'"),
+        ('{"text": "a", "about": {"x": 1, "y": 2, "x": 1}}', "'x'"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(line, key, tmp_path):
+    path = write(tmp_path / "d.jsonl", json.dumps(GOOD), line)
+    said = f"{path}:2: the key {key} is there twice, and only one value can count; keep one"
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(path)
+    assert str(caught.value) == said
+    stream = Lines(path)
+    with pytest.raises(BadInput) as caught:
+        list(stream.whole())
+    assert stream.in_lines(str(caught.value)) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[\n  {"text": "a"}\n]', "begins a JSON list over several lines; write one object a line: jq -c '.[]' FILE"),
+        ('[{"text": "a"}]', "a row must be a JSON object, not list; write one object a line: jq -c '.[]' FILE"),
+    ],
+)
+def test_a_file_that_is_one_json_list_is_told_how_to_become_rows(text, said, tmp_path):
+    path = write(tmp_path / "d.json", text)
+    with pytest.raises(BadInput) as caught:
+        read_jsonl(path)
+    assert str(caught.value) == f"{path}:1: {said} > FILE.jsonl"

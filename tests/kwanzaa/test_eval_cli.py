@@ -132,7 +132,7 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
             ["eval", "--with-base", "--reference"],
             "--with-base: is the model below an adapter; name the adapter's folder",
         ),
-        (["eval", "none"], "none: holds neither adapter_config.json nor config.json"),
+        (["eval", "none"], "none: there is no such folder; name the folder of an adapter"),
         (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
         (["eval", "--reference", "--data", "pairs.jsonl"], "pairs.jsonl:1: to be evaluated, a row needs messages"),
         (["eval", "--reference", "--data", "prose.jsonl"], "prose.jsonl:1: the assistant's turn is no answer of the"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cria_tricks import models
 from cria_tricks.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import KINDS, REQUIRED, find_shape, shape_of
@@ -207,16 +208,18 @@ def test_a_broken_file_is_named(tmp_path, text, said):
 
 
 @pytest.mark.parametrize("name", ["lama", "./no/such/folder", "/no/such/config.json", "a/b/c", "~/nothing-here"])
-def test_a_name_that_is_nothing_is_refused_with_the_catalogue(name):
+def test_a_name_that_is_nothing_is_refused_as_everywhere(name):
     said = refusal(lambda: find_shape(name))
-    assert said.startswith(f"model {name}: no such file or folder, and no name of the catalogue: tiny, smollm2")
+    assert said.startswith(f"model {name}: no such folder, and no hub id (owner/name); ")
+    assert refusal(lambda: models.find(name)) == said
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
-    assert "no such file or folder" in refusal(lambda: find_shape(str(tmp_path)))
+    assert refusal(lambda: find_shape(str(tmp_path))).startswith(f"model {tmp_path}: the folder has no config.json, so")
 
 
 def test_a_hub_id_that_cannot_be_had_says_what_to_give_instead():
     said = refusal(lambda: find_shape("nobody/nothing"))
     assert said.startswith("model nobody/nothing: its config.json cannot be had from the hub: ")
-    assert said.endswith("give a file instead: --model config.json")
+    assert "it is not in the cache of this machine, and --offline or HF_HUB_OFFLINE=1 forbids" in said
+    assert said.endswith("check the name and the network, or give a local folder: --set model=DIR")

@@ -1,0 +1,276 @@
+"""A hub that does not answer is given up in time, in one line; offline, nobody is asked at all."""
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from cria_tricks import models, network
+from cria_tricks.data import shards, sources
+from cria_tricks.errors import BadInput
+from cria_tricks.memory.shape import find_config
+from cria_tricks.publish import push
+from tests.hub import TOKEN, Hub
+
+HUNG = "cannot be had from the hub: 127.0.0.1 does not answer"
+
+
+@contextlib.contextmanager
+def hanging():
+    """A server that takes every connection, and never answers. Gives its port and what it took."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1], taken
+        for connection in taken:
+            connection.close()
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def hub_at(monkeypatch, tmp_path, online):
+    """Point the hub's library to a port of this machine, with nothing in its cache, and half a second of patience."""
+    from huggingface_hub import constants, set_client_factory
+    from huggingface_hub.utils import _http
+
+    before, level = _http._GLOBAL_CLIENT_FACTORY, logging.getLogger("huggingface_hub").level
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(network, "BOUND", 1.0)
+    monkeypatch.setattr(network, "AGAIN", 0.1)
+    monkeypatch.setattr(network, "_patience", {})
+
+    def point(port: int) -> None:
+        url = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+    yield point
+    set_client_factory(before)
+    logging.getLogger("huggingface_hub").setLevel(level)
+
+
+def refused(call) -> str:
+    with pytest.raises(BadInput) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_hub_that_never_answers_is_given_up_within_the_bound(hub_at, capsys):
+    with hanging() as (port, taken):
+        hub_at(port)
+        began = time.monotonic()
+        said = refused(lambda: find_config("nobody/nothing"))
+        assert time.monotonic() - began < 10 * network.BOUND  # unbounded it takes 96 s and more
+        assert len(taken) >= 1
+        assert f"model nobody/nothing: its config.json {HUNG}" in said
+        known = len(taken)
+        assert HUNG in refused(lambda: models.refuse_out_of_reach("nobody/other"))
+        assert len(taken) == known, "a hub that was given up is not asked again at once"
+    assert len(capsys.readouterr().err.splitlines()) <= 1
+
+
+def test_a_hub_that_refuses_connections_is_asked_again_and_then_given_up(hub_at, capsys, monkeypatch):
+    monkeypatch.setattr(network, "BOUND", 3.0)
+    hub_at(closed_port())
+    began = time.monotonic()
+    said = refused(lambda: find_config("nobody/nothing"))
+    assert time.monotonic() - began < 10 * network.BOUND
+    assert HUNG in said
+    assert capsys.readouterr().err == "127.0.0.1 does not answer; asking again, for 3 s at most\n"
+
+
+@pytest.mark.parametrize("read", [lambda name: sources.find(name, "train"), shards.Hub], ids=["read", "streamed"])
+def test_a_data_set_of_a_hub_that_never_answers_is_given_up_too(read, hub_at, monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with hanging() as (port, taken):
+        hub_at(port)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        began = time.monotonic()
+        said = refused(lambda: read("nobody/nothing"))
+        assert time.monotonic() - began < 10 * network.BOUND
+        assert taken
+    assert said.startswith("data.train=nobody/nothing: cannot be loaded from the hub: ")
+    assert said.endswith(", and it is not in the cache of this machine")
+
+
+def test_what_the_cache_has_is_taken_when_the_hub_does_not_answer(hub_at, tmp_path):
+    snapshot = tmp_path / "models--nobody--nothing" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    with hanging() as (port, taken):
+        hub_at(port)
+        assert find_config("nobody/nothing") == {"model_type": "llama"}
+        assert taken
+
+
+def test_a_host_that_has_answered_is_given_more_time():
+    patience, later = network.Patience(), network.Patience()
+    later.answers()
+    assert patience.left("host") == pytest.approx(0.6 * network.BOUND, abs=0.1)
+    assert later.left("host") == pytest.approx(0.6 * network.ONCE_ANSWERED, abs=0.1)
+
+
+def test_silence_of_long_ago_says_nothing_of_now(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(network.time, "monotonic", lambda: clock[0])
+    patience = network.Patience()
+    for seconds, left in ((0, 6), (2, 4), (2, 2), (1.4, 0.6)):
+        clock[0] += seconds
+        assert patience.left("host") == pytest.approx(left)
+    clock[0] += 31
+    assert patience.left("host") == pytest.approx(6)
+    clock[0] += 6
+    for seconds in (0, 5, 24):
+        clock[0] += seconds
+        with pytest.raises(ConnectionError, match="host does not answer"):
+            patience.left("host")
+    clock[0] += 2
+    assert patience.left("host") == pytest.approx(6)
+
+
+def test_a_hub_that_says_no_is_not_taken_for_one_that_is_silent(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with Hub() as hub:
+        hub.alone(monkeypatch, tmp_path)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+        hub.instead = {"README.md": (404, {"error": "none"}), "config.json": (404, {"error": "none"})}
+        said = refused(lambda: sources.find("nobody/nothing", "train"))
+        assert hub.asked
+        assert "nobody/nothing" in said
+        assert "does not answer" not in said
+        said = refused(lambda: network.config_of("nobody/nothing"))
+        assert "from the hub: the hub has no such model, or does not show it to this login; check the name" in said
+
+
+def test_a_hub_that_is_down_is_told_as_such(hub_at, monkeypatch, tmp_path):
+    with Hub() as hub:
+        hub_at(int(hub.url.rpartition(":")[2]))
+        hub.instead = {"config.json": (503, {"error": "down"})}
+        said = refused(lambda: network.config_of("nobody/nothing"))
+        assert hub.asked
+    assert "had from the hub: 127.0.0.1 answers 503 (asked for 1 s), and it is not in the cache" in said
+
+
+def test_offline_a_model_of_the_hub_is_refused_by_name(hub_at, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with hanging() as (port, taken):
+        hub_at(port)
+        for name, shown in (("nobody/nothing", "nobody/nothing"), ("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3")):
+            said = refused(lambda name=name: models.refuse_out_of_reach(name))
+            assert said.startswith(f"model {shown}: its config.json cannot be had from the hub: it is not in the cache")
+            assert "--offline or HF_HUB_OFFLINE=1 forbids to ask the network" in said
+        assert not taken
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train smoke --set model=nobody/nothing --out {out}", "model nobody/nothing: its config.json cannot be had"),
+        ("train kwanzaa_small --out {out}", "data.train=kwanzaa: is not downloaded yet (https://raw.githubusercontent"),
+        ("plan smoke --model nobody/nothing", "model nobody/nothing: its config.json cannot be had from the hub"),
+        ("hardware --model nobody/nothing", "model nobody/nothing: its config.json cannot be had from the hub"),
+        ("launch smoke --on torchrun --set model=nobody/nothing", "model nobody/nothing: its config.json cannot"),
+        ("chat {adapter}", "model nobody/nothing: its config.json cannot be had from the hub"),
+        ("eval {adapter} --data nguzo_saba", "model nobody/nothing: its config.json cannot be had from the hub"),
+        ("merge {adapter}", "model nobody/nothing: its config.json cannot be had from the hub"),
+    ],
+)
+def test_offline_every_command_says_what_is_missing_and_asks_nobody(words, said, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing"}')
+    with hanging() as (port, taken):
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        environment |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+            "HF_HOME": str(tmp_path),
+            "CRIA_CACHE": str(tmp_path),
+        }
+        given = [word.format(out=tmp_path / "out", adapter=adapter) for word in words.split()]
+        done = subprocess.run(
+            [sys.executable, "-m", "cria_tricks", *given, "--offline"],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert not taken
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert said in done.stderr
+    assert re.search("--offline or HF_HUB_OFFLINE=1 forbids to ask the network", done.stderr)
+
+
+def test_the_cure_of_an_unknown_model_of_the_hub_is_the_nearest_one(monkeypatch):
+    from huggingface_hub.errors import GatedRepoError, RemoteEntryNotFoundError, RepositoryNotFoundError
+
+    class Answer:
+        headers, status_code, request = {}, 404, None
+
+    def download(error):
+        def raises(*given):
+            raise error("no", response=Answer())
+
+        return raises
+
+    for error, name, said in (
+        (RepositoryNotFoundError, "Qwen/Qwen2.5-0.5B-Instrct", "did you mean Qwen/Qwen2.5-0.5B-Instruct?"),
+        (RepositoryNotFoundError, "nobody/nothing", "check the name; a private one needs: hf auth login"),
+        (GatedRepoError, "meta-llama/x", "ask for access at https://huggingface.co/meta-llama/x, then run: hf auth"),
+        (RemoteEntryNotFoundError, "nobody/nothing", "it has none, so it is no transformers model; name another"),
+    ):
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", download(error))
+        assert said in refused(lambda name=name: network.config_of(name))
+
+
+def test_publishing_to_a_hub_that_never_answers_ends_in_one_line(hub_at, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    prepared = {"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0", "private": True, "files": []}
+    with hanging() as (port, taken):
+        hub_at(port)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+        began = time.monotonic()
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        said = refused(lambda: push(prepared))
+        assert time.monotonic() - began < 10 * network.BOUND
+        assert taken
+    assert re.fullmatch(r"publish: owner/name: .*; nothing was tagged", said)
+    assert TOKEN not in said
+
+
+def test_publishing_offline_is_refused(hub_at, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = refused(lambda: push({"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0"}))
+    assert said.startswith("publish: owner/name: can only be reached over the network, and --offline or HF_HUB_OFFLINE")
+
+
+def test_the_real_rows_are_not_waited_for_for_ever(monkeypatch, tmp_path, online):
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(network, "BOUND", 0.3)
+    with hanging() as (port, taken):
+        monkeypatch.setattr(sources, "_KWANZAA", f"http://127.0.0.1:{port}/kwanzaa_{{part}}.jsonl")
+        said = refused(lambda: sources.place("kwanzaa", "train"))
+        assert taken
+    assert said.startswith("data.train=kwanzaa: cannot download http://127.0.0.1")
+    assert said.endswith("(timed out); with a copy of the file at hand: --set data.train=FILE.jsonl")
