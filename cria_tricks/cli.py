@@ -390,19 +390,22 @@ def chat(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the text as it is, without a chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:
-    """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
-    from cria_tricks.chat import answer, open_folder
+    """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
+    from cria_tricks.chat import answer, open_for_chat
 
-    model, tokenizer = open_folder(adapter)
+    model, tokenizer, form = open_for_chat(adapter, raw, system)
+    if form.note:
+        aside.print(f"note: {form.note}")
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages = [{"role": "system", "content": system}] if system else []
     while text := prompt or _ask():
         messages.append({"role": "user", "content": text})
-        reply = answer(model, tokenizer, messages, max_new_tokens, streamer)
+        reply = answer(model, tokenizer, messages if form.template else text, max_new_tokens, streamer)
         messages.append({"role": "assistant", "content": reply})
         if prompt:
             return
@@ -555,9 +558,10 @@ def _status(entry: dict[str, Any]) -> str:
 
 def _ask() -> str:
     try:
-        return input("you> " if sys.stdin.isatty() else "").strip()
+        line = input("you> " if sys.stdin.isatty() else "")
     except EOFError:
         return ""
+    return line if line.strip() else ""
 
 
 def main() -> None:
