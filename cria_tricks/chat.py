@@ -168,7 +168,9 @@ def open_for_chat(folder: str | Path, raw: bool = False, system: str | None = No
         prompts.refuse_system(form, system)
     model, tokenizer = open_folder(folder)
     form = form or prompts.of_tokenizer(tokenizer)
-    prompts.refuse_system(form, system, tokenizer)
+    prompts.refuse_system(form, system)
+    if form.template:
+        prompts.try_template(tokenizer, system)
     return model, tokenizer, form
 
 

@@ -404,7 +404,7 @@ def chat(
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages = [{"role": "system", "content": system}] if system else []
     while text := prompt or _ask():
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": prompt or text.strip()})
         reply = answer(model, tokenizer, messages if form.template else text, max_new_tokens, streamer)
         messages.append({"role": "assistant", "content": reply})
         if prompt:

