@@ -148,13 +148,16 @@ def _dtype(device: Device) -> torch.dtype:
     return torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
 
 
-def open_for_chat(folder: str | Path, raw: bool = False, system: str | None = None) -> tuple[Any, Any, Format]:
+def open_for_chat(
+    folder: str | Path, raw: bool = False, system: str | None = None, **loading: Any
+) -> tuple[Any, Any, Format]:
     """Load an adapter, and find the format in which it was trained.
 
     Args:
         folder: as for :func:`open_folder`.
         raw: give every prompt as it is, whatever was trained.
         system: a system message that is to begin the conversation.
+        **loading: for :func:`open_folder`.
 
     Returns:
         Model, tokenizer and format.
@@ -166,7 +169,7 @@ def open_for_chat(folder: str | Path, raw: bool = False, system: str | None = No
     form = prompts.of_folder(usable_path("adapter", folder), raw)
     if form:
         prompts.refuse_system(form, system)
-    model, tokenizer = open_folder(folder)
+    model, tokenizer = open_folder(folder, **loading)
     form = form or prompts.of_tokenizer(tokenizer)
     prompts.refuse_system(form, system)
     if form.template:

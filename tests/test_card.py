@@ -229,6 +229,9 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
 ):
     hub.alone(monkeypatch, tmp_path)
     folder = Path(shutil.copytree(run(peft, rows, quantization), tmp_path / "run" / "adapter"))
+    about = json.loads((folder / "provenance.json").read_text())
+    about["base"] = {"name": SMOLLM2, "kind": "hub", "revision": None}
+    (folder / "provenance.json").write_text(json.dumps(about))
     for tag in ("v1.0.0", "v1.1.0"):
         for name in ("README.md", *CONFIGS):  # a base that others can have; and the card changes with the version
             if (file := folder / name).is_file():
@@ -248,6 +251,7 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
     for name, content in repo.files.items():
         text = name in ("README.md", *CONFIGS)
         (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
+    shutil.copy(run(peft, rows, quantization) / "provenance.json", again)
     (again / "manifest.json").unlink()
     durable._write_manifest(again)
     assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]

@@ -157,7 +157,7 @@ def test_chat_gives_an_adapter_of_chats_the_turns_before_and_raw_gives_the_text(
 def test_a_system_message_where_there_is_none_is_refused_before_anything_is_loaded(
     kinds, options, why, adapter, run_cria, monkeypatch
 ):
-    monkeypatch.setattr("cria_tricks.chat.open_folder", lambda folder: pytest.fail("it was loaded"))
+    monkeypatch.setattr("cria_tricks.chat.open_folder", lambda *given, **options: pytest.fail("loaded"))
     code, stdout, stderr = run_cria("chat", adapter(**kinds), "--system", "Be brief.", "--prompt", "Hi", *options)
     assert (code, stdout) == (2, "")
     assert stderr == f"error: --system: there is no place for a system message: {why}; put it into the prompt\n"
