@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cria_tricks import provenance
+from cria_tricks import provenance, what_ran
 from cria_tricks.catalogue import SMOLLM2
 from cria_tricks.models import is_hub_id
 from cria_tricks.recipe import Recipe, Tricks
@@ -12,15 +12,12 @@ from cria_tricks.units import human
 
 _LICENCES = {SMOLLM2: "apache-2.0"}
 _LLAMA = "Llama-3.2"
-_WHAT = {
-    "lora": "A LoRA adapter",
-    "head": "A trained head",
-    "prompt_tuning": "A learnt prompt",
-    "side_network": "A side network",
-    "none": "A fully fine-tuned model",
-}
+_LIBRARIES = {"none": "transformers", "side_network": "cria_tricks"}
+"""What loads the folder; peft, where nothing is said."""
 HERE = "path/to/this/folder"
 """Where the card's code says the folder is."""
+WHOLE = Recipe()
+"""A recipe without an adapter: its result is a whole model."""
 
 
 def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
@@ -33,13 +30,13 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
         note: what a reader must know about the base's weights; often empty.
         recipe: what was asked.
     """
+    kinds = report["data"]["train_kinds"]
     return "\n".join(
         [
-            *_front(base, "transformers" if recipe.tricks.peft == "none" else "peft"),
+            *_front(base, _LIBRARIES.get(recipe.tricks.peft, "peft"), what_ran.tags(recipe)),
             f"# {recipe.name}",
             "",
-            f"{_WHAT[recipe.tricks.peft]} for `{base}`, trained with cria_tricks on chat rows, loss on the assistant's "
-            "tokens only.",
+            what_ran.in_words(recipe, base, kinds),
             *(["", note] if note else []),
             "",
             "## Data",
@@ -51,7 +48,9 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             *_table("what", "value", _results(report)),
             "",
-            "The evaluation loss is all that was measured. Whether answers are true, well cited or safe was not.",
+            "This card knows the training run and nothing later. The losses are all that the run measured of quality: "
+            "whether answers are true, well cited or safe, it did not measure. The scores of `cria eval`, where "
+            "somebody ran it, are in the folder that it writes and not here.",
             "",
             "## On a GPU",
             "",
@@ -61,17 +60,18 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             *_table("what", "value", _origin(made)),
             "",
-            "`provenance.json` holds all of it, with the recipe, every metric and the estimate row by row.",
+            "`provenance.json` holds all of it, with the recipe, every metric and, where memory could be estimated, "
+            "the estimate row by row.",
             "",
             "## Use",
             "",
             "```python",
-            _use(base, recipe.tricks) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            _load(base, note, recipe) + _ask(kinds),
             "```",
             "",
             "## Recipe",
             "",
-            "`recipe.toml` repeats the run: `cria train recipe.toml`. `manifest.json` holds the sha256 of every file; "
+            f"`recipe.toml` is what was asked for. {_again(report)} `manifest.json` holds the sha256 of every file; "
             "`cria verify FOLDER` compares.",
             "",
             *_licence_note(base),
@@ -79,21 +79,31 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
     )
 
 
-def merged_card(name: str, base: str, dtype: str, check: Mapping[str, Any]) -> str:
+def merged_card(
+    name: str, base: str, note: str, recipe: Recipe, kinds: Mapping[str, int], dtype: str, check: Mapping[str, Any]
+) -> str:
     """README.md of a merged model.
 
     Args:
         name: the recipe's, or the adapter folder's.
         base: the base model's name.
+        note: what a reader must know about the base's weights; often empty.
+        recipe: of the adapter's training, or what its config says of it.
+        kinds: how many training rows of each kind there were; empty where nothing says so.
         dtype: of the merged weights.
         check: what :func:`cria_tricks.merge.merge` found when it held them against the unmerged model.
     """
+    rounded, what = what_ran.quantized(recipe), what_ran.adapter(recipe)
+    if rounded:
+        rounded = f"Its training quantised the base to {rounded}, so these weights are rounded in the same way."
     return "\n".join(
         [
-            *_front(base, "transformers"),
+            *_front(base, "transformers", ["merged", *what_ran.tags(recipe)]),
             f"# {name}, merged",
             "",
-            f"`{base}` with a LoRA adapter merged into its weights, in {dtype}. Plain transformers loads it.",
+            f"`{base}` with {what} merged into its weights, in {dtype}. Plain transformers loads it.",
+            *(["", f"The adapter was trained on {what_ran.rows_in_words(kinds)}."] if kinds else []),
+            *(line for sentence in (rounded, note) if sentence for line in ("", sentence)),
             "",
             "## Merged against unmerged",
             "",
@@ -105,7 +115,7 @@ def merged_card(name: str, base: str, dtype: str, check: Mapping[str, Any]) -> s
             "## Use",
             "",
             "```python",
-            _use(base, Tricks()) + f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")',
+            _load(base, note, WHOLE) + _ask(kinds),
             "```",
             "",
             *_licence_note(base),
@@ -125,7 +135,7 @@ def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _front(base: str, library: str) -> list[str]:
+def _front(base: str, library: str, tags: Sequence[str]) -> list[str]:
     """What the hub reads. It takes a base only by its id there."""
     licence = _licence(base)
     return [
@@ -133,7 +143,7 @@ def _front(base: str, library: str) -> list[str]:
         *([f"base_model: {base}"] if is_hub_id(base) else []),
         f"library_name: {library}",
         *([f"license: {licence}"] if licence else []),
-        "tags: [cria_tricks, qlora, generated-from-trainer]",
+        f"tags: [{', '.join(['cria_tricks', *tags])}]",
         "---",
     ]
 
@@ -143,11 +153,12 @@ def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("evaluation loss before (mean per trained token)", _loss(report["eval_loss_before"])),
         ("evaluation loss after", _loss(report["eval_loss_after"])),
         ("training loss, mean over steps", _loss(report["train_loss"])),
-        ("optimizer steps", f"{report['steps']} ({report['skipped_steps']} skipped by the loss scaler)"),
+        ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("trained tokens", f"{report['data']['trained_tokens_seen']:,}"),
         ("trainable parameters", f"{report['parameters']['trainable']:,}"),
         ("peak memory", human(report["peak_bytes"])),
         ("device", report["device"]),
+        ("processes", str(_processes(report))),
         ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
     ]
 
@@ -180,7 +191,7 @@ def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
     changed = " with changes" if package["changed"] else ""
     return [
         ("base model", provenance.in_words(made["base"])),
-        *((f"{part} rows", f"{about['rows']}, sha256 {about['sha256']}") for part, about in data.items()),
+        *((f"{part} rows", _which(about)) for part, about in data.items()),
         ("recipe", f"`{made['recipe']['name']}`, switched: {_switched(made['recipe']['tricks'])}"),
         ("seed", str(made["seed"])),
         (
@@ -190,31 +201,74 @@ def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _which(about: Mapping[str, Any]) -> str:
+    """Which rows exactly; nobody has counted those of a stream."""
+    if about["rows"] is None:
+        return f"a stream, fingerprint {about['sha256']}"
+    return f"{about['rows']}, sha256 {about['sha256']}"
+
+
 def _switched(tricks: Mapping[str, Any]) -> str:
     defaults = Recipe().tricks.model_dump(mode="json")
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]) or "none"
 
 
-def _use(base: str, tricks: Tricks) -> str:
-    peft = tricks.peft
-    if peft == "side_network":
+def _again(report: Mapping[str, Any]) -> str:
+    processes = _processes(report)
+    several = f", started in {processes} processes," if processes > 1 else ""
+    return f"`cria train recipe.toml`{several} repeats the run where the data that it names is at hand."
+
+
+def _processes(report: Mapping[str, Any]) -> int:
+    return len(report["monitor"])
+
+
+def _load(base: str, note: str, recipe: Recipe) -> str:
+    """The lines that load model and tokenizer."""
+    tricks = recipe.tricks
+    if tricks.peft == "side_network":
         return f'from cria_tricks.chat import open_folder\n\nmodel, tokenizer = open_folder("{HERE}")\n'
-    if peft == "none":
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n'
+    if tricks.peft == "none":
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n'
+            f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n{tokenizer}'
         )
     if tricks.quantization == "none":
         imports, config, chosen = "", "", ""
     else:
         imports, chosen = ", BitsAndBytesConfig", ", quantization_config=rounded"
-        config = "# It learnt beside rounded matrices, and its loss is another beside the published ones.\n"
+        config = "# It was trained over quantised matrices. Over the base as it was published its loss is another.\n"
         config += f"rounded = BitsAndBytesConfig({_bits(tricks)})\n"
+    if base.startswith("random:"):  # only this package can make these weights
+        models, place = "from cria_tricks import models\n", f'models.find("{base}").path'
+    else:
+        models, place = "", json.dumps(base)
+    if note:
+        config += "# These are not exactly the weights that it was trained over: see above.\n"
     return (
-        "from peft import PeftModel\n"
+        f"{models}from peft import PeftModel\n"
         f"from transformers import AutoModelForCausalLM, AutoTokenizer{imports}\n\n{config}"
-        f'base = AutoModelForCausalLM.from_pretrained("{base}"{chosen})\n'
-        f'model = PeftModel.from_pretrained(base, "{HERE}")\n'
+        f"base = AutoModelForCausalLM.from_pretrained({place}{chosen})\n"
+        f'model = PeftModel.from_pretrained(base, "{HERE}")\n{tokenizer}'
+    )
+
+
+def _ask(kinds: Mapping[str, int]) -> str:
+    """The lines that ask in the format that was trained."""
+    if kinds.get("chat"):
+        prompt = (
+            'messages = [{"role": "user", "content": "Your question"}]\n'
+            "prompt = tokenizer.apply_chat_template(\n"
+            '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
+        )
+    else:
+        why = "# It was trained on text as it is, without a chat template.\n" if kinds else ""
+        prompt = why + 'prompt = tokenizer("The text to go on with", return_tensors="pt")'
+    return (
+        f"\n{prompt}\n"
+        "out = model.generate(**prompt.to(model.device), max_new_tokens=200, do_sample=False)\n"
+        'print(tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))'
     )
 
 

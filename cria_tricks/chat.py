@@ -1,13 +1,13 @@
 """Talk to a trained adapter, over the base that it was trained over."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cria_tricks import identity, models, pretrained
+from cria_tricks import identity, models, pretrained, prompts
 from cria_tricks.adapters import add_side_network
 from cria_tricks.artifact import (
     CONFIGS,
@@ -23,6 +23,7 @@ from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import quiet_libraries
+from cria_tricks.prompts import Format
 from cria_tricks.recipe import Recipe, Tricks, from_toml
 from cria_tricks.tricks import flash_decoding, resolve
 
@@ -101,7 +102,9 @@ def quantization_of(folder: Path) -> Tricks:
     Raises:
         BadInput: if the folder's recipe cannot be read.
     """
-    if not (folder / RECIPE).is_file():  # an adapter of plain peft says nothing about it
+    whole = not any((folder / name).is_file() for name in CONFIGS)
+    # A merged model keeps its adapter's recipe. Its weights are rounded already, and doing it again moves them.
+    if whole or not (folder / RECIPE).is_file():  # an adapter of plain peft says nothing about it
         return Tricks()
     tricks = from_toml(folder / RECIPE).tricks
     return Tricks(quantization=tricks.quantization, double_quantization=tricks.double_quantization)
@@ -179,32 +182,58 @@ def _dtype(device: Device) -> torch.dtype:
     return torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
 
 
+def open_for_chat(
+    folder: str | Path, raw: bool = False, system: str | None = None, **loading: Any
+) -> tuple[Any, Any, Format]:
+    """Load an adapter, and find the format in which it was trained.
+
+    Args:
+        folder: as for :func:`open_folder`.
+        raw: give every prompt as it is, whatever was trained.
+        system: a system message that is to begin the conversation.
+        **loading: for :func:`open_folder`.
+
+    Returns:
+        Model, tokenizer and format.
+
+    Raises:
+        BadInput: as :func:`open_folder`; and for a system message in a format that has none, before anything is loaded
+            where the folder says what was trained.
+    """
+    form = prompts.of_folder(usable_path("adapter", folder), raw)
+    if form:
+        prompts.refuse_system(form, system)
+    model, tokenizer = open_folder(folder, **loading)
+    form = form or prompts.of_tokenizer(tokenizer)
+    prompts.refuse_system(form, system)
+    if form.template:
+        prompts.try_template(tokenizer, system)
+    return model, tokenizer, form
+
+
 def answer(
-    model: Any, tokenizer: Any, messages: Iterable[dict[str, str]], max_new_tokens: int, streamer: Any = None
+    model: Any,
+    tokenizer: Any,
+    said: str | Sequence[Mapping[str, str]],
+    max_new_tokens: int,
+    streamer: Any = None,
 ) -> str:
-    """Generate the assistant's next turn, greedily.
+    """Generate what comes next, greedily.
 
     Args:
         model: a causal language model in eval mode.
-        tokenizer: with a chat template.
-        messages: the conversation so far, ending with the user's turn.
+        tokenizer: the model's.
+        said: the conversation so far, ending with the user's turn, for the chat template; or a text, as it is.
         max_new_tokens: where it stops at the latest.
         streamer: is handed the text as it grows, e.g. ``transformers.TextStreamer``.
 
     Returns:
-        The turn's text.
+        The assistant's turn, or the text's continuation.
 
     Raises:
-        BadInput: if the tokenizer has no chat template, a broken one, or one that writes nothing.
+        BadInput: if the prompt cannot be written.
     """
-    try:
-        prompt = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
-    except Exception as error:  # a template is a program, in a file of the folder
-        raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}; is the folder whole?") from None
-    if not prompt["input_ids"].numel():
-        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
+    prompt = prompts.write(tokenizer, said).to(model.device)
     with torch.no_grad():
         out = model.generate(
             **prompt,

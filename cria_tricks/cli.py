@@ -431,29 +431,32 @@ def chat(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the text as it is, without a chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     base: Base = None,
     other_base: OtherBase = False,
     offline: Offline = False,
 ) -> None:
-    """Talk to a trained adapter; an empty line, Ctrl-D or Ctrl-C ends it."""
+    """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks import given
 
     given.adapter(adapter, base)
     with importing():
         from transformers import TextStreamer
 
-        from cria_tricks.chat import answer, open_folder
+        from cria_tricks.chat import answer, open_for_chat
 
     with waiting.doing(f"loading {adapter}"):
-        model, tokenizer = open_folder(adapter, base=base, other_base=other_base, say=aside.print)
+        model, tokenizer, form = open_for_chat(adapter, raw, system, base=base, other_base=other_base, say=aside.print)
+    if form.note:
+        aside.print(f"note: {form.note}")
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages = [{"role": "system", "content": system}] if system else []
     while text := prompt or _ask():
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": prompt or text.strip()})
         with waiting.doing("answering"):
-            reply = answer(model, tokenizer, messages, max_new_tokens, streamer)
+            reply = answer(model, tokenizer, messages if form.template else text, max_new_tokens, streamer)
         messages.append({"role": "assistant", "content": reply})
         if prompt:
             return
@@ -618,9 +621,10 @@ def _status(entry: dict[str, Any]) -> str:
 def _ask() -> str:
     try:
         with waiting.paused():
-            return input("you> " if sys.stdin.isatty() else "").strip()
+            line = input("you> " if sys.stdin.isatty() else "")
     except EOFError:
         return ""
+    return line if line.strip() else ""
 
 
 def main() -> None:

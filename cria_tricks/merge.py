@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 from cria_tricks import card, durable, pretrained
-from cria_tricks.artifact import PROVENANCE, RECIPE, SIDE_NETWORK, write_provenance
+from cria_tricks.artifact import CONFIGS, PROVENANCE, RECIPE, SIDE_NETWORK, write_provenance
 from cria_tricks.chat import base_of, open_folder, other_than_trained_over
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device
 from cria_tricks.models import Weights
+from cria_tricks.prompts import trained_kinds
+from cria_tricks.recipe import Lora, Recipe, Tricks, from_toml
 
 CPU = Device("cpu", "CPU", (0, 0), real_bf16=False, memory_bytes=0)
 """Where it is merged, on every machine: a card that trained on 4 bits may not hold the base in fp32."""
@@ -179,14 +181,25 @@ def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
 def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, check: dict[str, Any]) -> None:
     """The card, and the adapter's recipe and provenance with what the merge found."""
     made: dict[str, Any] = {}
-    name = folder.absolute().name
+    name, recipe = folder.absolute().name, _recipe(folder)
     if (folder / RECIPE).is_file():
         (aside / RECIPE).write_bytes((folder / RECIPE).read_bytes())
     with contextlib.suppress(FileNotFoundError):  # an adapter of plain peft has none
         made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         name = made["recipe"]["name"]
     write_provenance(aside, made | {"merge": {"base": base.name, "dtype": _name(dtype), **check}})
-    (aside / "README.md").write_text(card.merged_card(name, base.name, _name(dtype), check), encoding="utf-8")
+    kinds = trained_kinds(folder)
+    text = card.merged_card(name, base.name, base.note, recipe, kinds, _name(dtype), check)
+    (aside / "README.md").write_text(text, encoding="utf-8")
+
+
+def _recipe(folder: Path) -> Recipe:
+    """The recipe of an adapter's training; of plain peft's adapters as much as their config tells."""
+    if (folder / RECIPE).is_file():
+        return from_toml(folder / RECIPE)
+    config = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8"))
+    lora = Lora(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
+    return Recipe(tricks=Tricks(peft="lora"), lora=lora)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable, monitor
+from cria_tricks import durable, monitor, what_ran
 from cria_tricks.data import tally
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
@@ -93,11 +93,13 @@ def summarise(
             "train_rows_cut": rows["train"].cut,
             "train_rows_dropped": rows["train"].dropped,
             "train_steps": rows["train"].tally.to_dict(),
+            "train_kinds": dict(rows["train"].tally.kinds),
             "eval_rows": rows["eval"].count,
             "eval_tokens": rows["eval"].tokens,
             "eval_trained_tokens": rows["eval"].trained_tokens,
             "eval_rows_cut": rows["eval"].cut,
             "eval_rows_dropped": rows["eval"].dropped,
+            "eval_kinds": dict(rows["eval"].tally.kinds),
             "tokens_seen": tokens,
             "trained_tokens_seen": trained,
         },
@@ -221,13 +223,16 @@ def _markdown(report: Mapping[str, Any]) -> str:
         [
             f"# {recipe['name']}: {report['model']}",
             "",
+            what_ran.in_words(Recipe.model_validate(recipe), report["model"], data["train_kinds"]),
+            *(["", report["model_note"]] if report["model_note"] else []),
+            "",
             "| what | value |",
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in rows),
             "",
             "![loss and memory by step](report.png)",
             "",
-            "## Peak memory by phase",
+            "## Peak memory by phase" + ", first process" * (len(report["monitor"]) > 1),
             "",
             f"| phase | live | {beside} |",
             "|---|---|---|",
@@ -239,8 +244,9 @@ def _markdown(report: Mapping[str, Any]) -> str:
             "",
             f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
             f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
-            f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} trained, "
-            f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped",
+            f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, the loss is of {data['eval_trained_tokens']:,}, "
+            f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; "
+            f"{what_ran.rows_in_words(data['eval_kinds'])}",
             "",
             *_steps(data["train_steps"]),
             "## Toggles",

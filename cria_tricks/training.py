@@ -74,6 +74,8 @@ def carry_out(job: Job) -> dict[str, Any]:
     numbers = count_trainable(plan, weights, highest_id)
     with world.within(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
+        if weights.note:
+            console.print(f"note: {weights.note}")
         stream = rows["train"] if recipe.data.stream else None
         if stream:
             stream.look_for_duplicates(job.folders.folder, world, console)
@@ -154,7 +156,8 @@ def _written(
     parameters, context = count_parameters(model), context_of(weights.path)
     summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
     summary |= report.compare(trained.estimated, trained.run)
-    summary |= {"adapter": str(folder), "model": weights.name, "base": identity.of(weights)}
+    about = {"adapter": str(folder), "model": weights.name, "model_note": weights.note}
+    summary |= about | {"base": identity.of(weights)}
     summary["monitor"] = world.gather(trained.monitor.summary())
     summary["profile"] = profiling.read(job.folders.folder / "profile") if recipe.train.profile else None
     made = provenance.describe(summary, weights, job.sources, began_over)

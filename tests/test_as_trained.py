@@ -86,5 +86,7 @@ def test_the_card_loads_it_so_with_plain_peft(tmp_path):
 def test_what_was_rounded_is_read_from_the_recipe(tmp_path):
     assert quantization_of(tmp_path).quantization == "none"
     (tmp_path / "recipe.toml").write_text('[tricks]\nquantization = "int8"\npeft = "lora"\n')
+    assert quantization_of(tmp_path).quantization == "none", "a whole model, such as a merged one"
+    (tmp_path / "adapter_config.json").write_text("{}")
     assert quantization_of(tmp_path).quantization == "int8"
     assert quantization_of(tmp_path).peft == "none"

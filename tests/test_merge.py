@@ -18,7 +18,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.load import load_tokenizer
 from cria_tricks.merge import CPU, _compare, _describe, _merged, _refuse_beyond_rounding, _rows, merge
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Lora, Recipe, Tricks
 from tests.helpers import prepare
 
 TINY = "random:tiny"
@@ -272,22 +272,26 @@ def test_without_room_on_the_card_peft_is_not_blamed():
 
 def test_what_goes_beside_a_merged_model(tmp_path):
     """Of an adapter with a recipe and a provenance, and of one of plain peft, which has its folder's name."""
-    base = models.Weights("owner/base", "owner/base", None)
+    base = models.Weights("owner/base", "owner/base", None, "Read this first.")
     check = {"positions": 5, "largest_difference": 0.5, "bound": 1.0, "adapter_effect": 9.0, "same_argmax": 1.0}
     ours, plain = tmp_path / "ours", tmp_path / "plain"
     for folder in (ours, plain, tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-    (ours / "recipe.toml").write_bytes(b"name = 1")
-    (ours / "provenance.json").write_text('{"recipe": {"name": "mine"}, "seed": 3}')
+    recipe, data = Recipe(tricks=Tricks(peft="lora", quantization="nf4")), {"train": {"kinds": {"text": 2}}}
+    (ours / "recipe.toml").write_text(recipe.to_toml())
+    (ours / "provenance.json").write_text(json.dumps({"recipe": {"name": "mine"}, "data": data}))
+    (plain / "adapter_config.json").write_text('{"use_dora": true}')
+    dora = Recipe(tricks=Tricks(peft="lora"), lora=Lora(dora=True))
     _describe(tmp_path / "a", ours, base, torch.float16, check)
     _describe(tmp_path / "b", plain, base, torch.bfloat16, check)
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["README.md", "provenance.json"]
-    assert (tmp_path / "a" / "recipe.toml").read_bytes() == b"name = 1"
-    for folder, name, dtype, more in (
-        ("a", "mine", "float16", {"recipe": {"name": "mine"}, "seed": 3}),
-        ("b", "plain", "bfloat16", {}),
+    assert (tmp_path / "a" / "recipe.toml").read_text() == recipe.to_toml()
+    for folder, name, dtype, more, trained, kinds in (
+        ("a", "mine", "float16", {"recipe": {"name": "mine"}, "data": data}, recipe, {"text": 2}),
+        ("b", "plain", "bfloat16", {}, dora, {}),
     ):
         made = json.loads((tmp_path / folder / "provenance.json").read_text())
         assert made == more | {"merge": {"base": "owner/base", "dtype": dtype, **check}}
         page = (tmp_path / folder / "README.md").read_text()
-        assert page == card.merged_card(name, "owner/base", dtype, check)
+        assert page == card.merged_card(name, "owner/base", "Read this first.", trained, kinds, dtype, check)
+        assert "Read this first." in page

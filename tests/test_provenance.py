@@ -53,16 +53,22 @@ def test_every_field_is_taken_from_its_place(monkeypatch):
     monkeypatch.setattr(provenance, "commit", lambda: {"commit": "c", "changed": False})
     metrics = {name: number for number, name in enumerate(provenance.METRICS)}
     rest = {key: key for key in ("device", "peak_bytes", "estimated_peak_bytes", "estimate", "warnings")}
+    data = {"trained_tokens_seen": 77, "train_kinds": {"text": 4}, "eval_kinds": {"chat": 5}}
     recipe, versions = {"train": {"seed": 9}}, {"python": "3", "cria_tricks": "1.2"}
-    run = {"versions": versions, "recipe": recipe, "data": {"trained_tokens_seen": 77}, **metrics, **rest}
+    run = {"versions": versions, "recipe": recipe, "data": data, **metrics, **rest}
     rows = sources.find("nguzo_saba", "eval")
     streamed: Any = SimpleNamespace(description="a stream", sha256="s")
     assert provenance.describe(run, "weights", {"train": streamed, "eval": rows}) == {
         "package": {"name": "cria_tricks", "version": "1.2", "commit": "c", "changed": False},
         "base": {"name": "weights"},
         "data": {
-            "train": {"description": "a stream", "rows": None, "sha256": "s"},
-            "eval": {"description": rows.description, "rows": len(rows.rows), "sha256": rows.sha256},
+            "train": {"description": "a stream", "rows": None, "sha256": "s", "kinds": {"text": 4}},
+            "eval": {
+                "description": rows.description,
+                "rows": len(rows.rows),
+                "sha256": rows.sha256,
+                "kinds": {"chat": 5},
+            },
         },
         "seed": 9,
         "recipe": recipe,
@@ -302,7 +308,7 @@ def test_the_card_shows_the_essentials_and_what_was_not_measured(made, written, 
         "| seed | 42 |",
         'peft="lora"',
         "not measured: this run was on a CPU",
-        "Whether answers are true, well cited or safe was not.",
+        "whether answers are true, well cited or safe, it did not measure.",
     ):
         assert shown in card
     assert card.count("| not measured |") == 5

@@ -22,7 +22,7 @@ IGNORED = -100
 def rows(*lengths: int, cut: int = 0, dropped: int = 0) -> TokenRows:
     """Rows of so many tokens, of which the first is not trained."""
     made = [{"input_ids": [7] * n, "labels": [IGNORED] + [7] * (n - 1)} for n in lengths]
-    return TokenRows(made, cut, dropped, Tally({"read": {"rows": 1200, "words": 34_567}}))
+    return TokenRows(made, cut, dropped, Tally({"read": {"rows": 1200, "words": 34_567}}, {"chat": len(lengths)}))
 
 
 def run(*, peaks: bool = True, evaluated: bool = True) -> Run:
@@ -73,11 +73,13 @@ def test_a_summary_says_what_was_and_divides_by_the_right_seconds():
         "train_rows_cut": 2,
         "train_rows_dropped": 1,
         "train_steps": {"read": {"rows": 1200, "words": 34_567}},
+        "train_kinds": {"chat": 3},
         "eval_rows": 1,
         "eval_tokens": 6,
         "eval_trained_tokens": 5,
         "eval_rows_cut": 1,
         "eval_rows_dropped": 3,
+        "eval_kinds": {"chat": 1},
         "tokens_seen": 600,
         "trained_tokens_seen": 210,
     }
@@ -147,12 +149,15 @@ def made(**changed: Any) -> dict[str, Any]:
             "ratio": 1.2,
         },
     }
-    whole = summary(run()) | compared | {"model": "tiny", "warnings": ["one", "two"], "versions": {"torch": "1.2.3"}}
+    whole = summary(run()) | compared | {"model": "tiny", "model_note": "", "monitor": [None]}
+    whole |= {"warnings": ["one", "two"], "versions": {"torch": "1.2.3"}}
     whole["recipe"]["tricks"] = {"peft": "lora", "packing": False}
     return whole | changed
 
 
 PAGE = """# made-up: tiny
+
+A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the assistant's tokens only.
 
 | what | value |
 |---|---|
@@ -189,7 +194,7 @@ PAGE = """# made-up: tiny
 ## Data
 
 - train: rows of a file; 17 tokens, 14 trained, 2 rows cut, 1 dropped
-- eval: rows held out; 6 tokens, 5 trained, 1 rows cut, 3 dropped
+- eval: rows held out; 6 tokens, the loss is of 5, 1 rows cut, 3 dropped; chat rows, loss on the assistant's tokens only
 
 | training rows | rows | words |
 |---|---|---|
@@ -262,7 +267,8 @@ def test_the_page_has_what_was_sampled_and_traced():
         "operators": [{"name": "aten::mm", "calls": 12, "seconds": 0.062, "share": 0.496}],
     }  # fmt: skip
     page = report._markdown(made(monitor=[None, reading], profile=traced))
-    assert page == PAGE.replace("## Data", SEEN + "## Data")
+    expected = PAGE.replace("memory by phase", "memory by phase, first process")
+    assert page == expected.replace("## Data", SEEN + "## Data")
     assert report._markdown(made(monitor=[None], profile=None)) == PAGE
 
 

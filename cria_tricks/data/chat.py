@@ -50,6 +50,11 @@ class Chat:
     text: str = ""
 
     @property
+    def kind(self) -> str:
+        """``chat``, ``completion`` or ``text``: how it is written as tokens, and what of it is trained."""
+        return "chat" if self.messages else "text" if self.text else "completion"
+
+    @property
     def content(self) -> str:
         """All that it says, roles left out."""
         if self.messages:

@@ -57,13 +57,16 @@ class Lane:
 
     def state(self) -> dict[str, Any]:
         """Plain JSON data."""
-        return {name: getattr(self, name) for name in self.NUMBERS} | {"tally": self.tally.to_dict()}
+        return {name: getattr(self, name) for name in self.NUMBERS} | {
+            "tally": self.tally.to_dict(),
+            "kinds": dict(self.tally.kinds),
+        }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Be where another lane was when its state was taken."""
         for name in self.NUMBERS:
             setattr(self, name, state[name])
-        self.tally = Tally(state["tally"])
+        self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have none
 
 
 def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:

@@ -115,11 +115,15 @@ class Stream(torch.utils.data.IterableDataset):
     def _tokens(self, chat: Chat, tally: Tally) -> list[Row]:
         data = self.recipe.data
         if chat.text:
+            tally.kinds[chat.kind] += 1
             return list(chunks(document(chat, self.tokenizer), data.max_length, data.overlap))
         row, longer = token_row(chat, self.tokenizer, data.max_length, data.overflow)
         if longer:
             tally.count(CUT if row else DROPPED, chat)
-        return [row] if row else []
+        if row is None:
+            return []
+        tally.kinds[chat.kind] += 1
+        return [row]
 
     def state(self) -> dict[str, Any]:
         """Where each lane of this process is; after a step, in which all had their turn."""
@@ -140,7 +144,7 @@ class Stream(torch.utils.data.IterableDataset):
         for state in {key: value for states in world.gather(self.state()) for key, value in states.items()}.values():
             for name in ("rows", "tokens", "trained"):
                 setattr(self.total, name, getattr(self.total, name) + state[name])
-            self.total.tally.add(state["tally"])
+            self.total.tally.add(state["tally"], state["kinds"])
 
     @property
     def rows(self) -> "Stream":

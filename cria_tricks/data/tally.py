@@ -24,18 +24,24 @@ class Tally:
 
     Args:
         counts: of an earlier one, from :meth:`to_dict`.
+        kinds: of an earlier one.
+
+    Attributes:
+        kinds: how many rows of each kind became tokens; see :attr:`cria_tricks.data.chat.Chat.kind`.
     """
 
-    def __init__(self, counts: Mapping[str, Mapping[str, int]] | None = None):
+    def __init__(self, counts: Mapping[str, Mapping[str, int]] | None = None, kinds: Mapping[str, int] | None = None):
         self.rows: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
-        self.add(counts or {})
+        self.kinds: Counter[str] = Counter()
+        self.add(counts or {}, kinds or {})
 
     def count(self, step: str, row: Chat) -> None:
         self.rows[step] += 1
         self.words[step] += len(row.content.split())
 
-    def add(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+    def add(self, counts: Mapping[str, Mapping[str, int]], kinds: Mapping[str, int]) -> None:
+        self.kinds.update(kinds)
         for step, entry in counts.items():
             self.rows[step] += entry["rows"]
             self.words[step] += entry["words"]

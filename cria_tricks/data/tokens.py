@@ -11,8 +11,8 @@ from cria_tricks.errors import BadInput, first_line
 IGNORED = -100
 """The label of a token that is not trained."""
 
-# Llama 3's template writes today's date into the system turn. The same rows must give the same tokens tomorrow.
-_DATE = "26 Jul 2024"
+DATE = "26 Jul 2024"
+"""Llama 3's template writes today's date into the system turn. The same rows must give the same tokens tomorrow."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +87,32 @@ def tokenize(
         overflow: what happens to a longer one: ``"truncate"`` cuts its end off, ``"drop"`` leaves it out,
             ``"error"`` refuses it.
         overlap: tokens that neighbouring rows of a text share.
-        tally: what happened to the rows before.
+        tally: what happened to the rows before; it counts their kinds, too.
 
     Raises:
         BadInput: if the template does not fit, a row has nothing left to train on, or none is left.
     """
     rows: list[dict[str, list[int]]] = []
     cut = dropped = 0
+    tally = tally or Tally()
     for chat in chats:
         if chat.text:
+            tally.kinds[chat.kind] += 1
             rows += chunks(document(chat, tokenizer), max_length, overlap)
             continue
         row, longer = token_row(chat, tokenizer, max_length, overflow)
-        cut, dropped = cut + (longer and row is not None), dropped + (row is None)
-        rows += [row] if row else []
+        if row is None:
+            dropped += 1
+            continue
+        cut += longer
+        tally.kinds[chat.kind] += 1
+        rows.append(row)
     if not rows:
         raise BadInput(
             f"{chats[0].where}: all {dropped} rows are longer than data.max_length={max_length} tokens and were "
             "dropped; raise it, or set data.overflow=truncate"
         )
-    return TokenRows(rows, cut, dropped, tally or Tally())
+    return TokenRows(rows, cut, dropped, tally)
 
 
 def document(chat: Chat, tokenizer: Any) -> list[int]:
@@ -215,7 +221,7 @@ def template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **o
         )
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=False, date_string=_DATE, **options
+            list(messages), tokenize=True, return_dict=False, date_string=DATE, **options
         )
     except Exception as error:  # a template is a program that came with the model, and may refuse a row
         raise BadInput(f"{where}: this model's chat template cannot write the row: {first_line(error)}") from None

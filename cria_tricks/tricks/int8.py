@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from cria_tricks.errors import BadInput
 from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -78,6 +79,12 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.quantization != "int8":
         return plan
     refuse_without_adapter(recipe)
+    if recipe.tricks.peft == "lora" and recipe.lora.dora and plan.device.kind == "cpu":
+        # DoRA unpacks the matrices in every step. On a CPU peft 0.21 then moves them, and the scales are gone.
+        raise BadInput(
+            "lora.dora=true with tricks.quantization=int8: peft loses the matrices' scales on a CPU; set "
+            "tricks.quantization=nf4 or lora.dora=false"
+        )
     if recipe.tricks.precision == "bf16" and plan.device.kind == "cuda":
         plan = plan.warn("quantization=int8 computes its outlier columns in fp16, also with precision=bf16")
     return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")

@@ -63,7 +63,7 @@ def test_what_it_has_given_is_counted():
     assert made.tally.rows["read"] == 5, "each item once a pass, also the one without rows"
     assert made.state() == {
         "before": None, "epoch": 1, "given": 2, "in_epoch": 2, "rows": 8, "tokens": 16, "trained": 2,
-        "tally": {"read": {"rows": 5, "words": 4}},
+        "tally": {"read": {"rows": 5, "words": 4}}, "kinds": {},
     }  # fmt: skip
 
 
@@ -98,5 +98,6 @@ def test_a_lane_without_any_row_is_refused():
 def test_a_new_lane_has_given_nothing():
     assert Lane(None, lambda item, tally: [], False, 1).state() == {
         "before": None, "epoch": 0, "given": 0, "in_epoch": 0, "rows": 0, "tokens": 0, "trained": 0, "tally": {},
+        "kinds": {},
     }  # fmt: skip
     assert isinstance(lane().tally, Tally)

@@ -315,3 +315,22 @@ def test_rows_of_a_text_come_in_another_order_with_another_seed(tmp_path):
     orders = {seed: [key(row) for row in islice(stream(path, f"train.seed={seed}", lanes=1), 8)] for seed in (1, 2)}
     assert sorted(orders[1]) == sorted(orders[2])
     assert orders[1] != orders[2]
+
+
+def test_kinds_of_rows_are_counted_once_also_over_a_stop(tmp_path):
+    pair = {"prompt": "a", "completion": "b"}
+    lines = [pair, {"text": "It was the best of times. " * 40}, pair]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole = stream(path, "data.max_length=64", lanes=1)
+    given, before = len(one_pass(whole)), []
+    assert given > 3, "the text becomes several rows"
+    for stop in range(1, given):
+        part = stream(path, "data.max_length=64", lanes=1)
+        list(islice(part, stop))
+        resumed = stream(path, "data.max_length=64", lanes=1)
+        resumed.go_on(json.loads(json.dumps(part.state())))
+        list(islice(resumed, given - stop))
+        resumed.add_up(World())
+        before.append(resumed.tally.kinds)
+    assert before == [{"completion": 2, "text": 1}] * (given - 1)

@@ -451,7 +451,7 @@ SINGLE = [
     Fault("command: a recipe that is no TOML", "train broken.toml", "broken.toml", text("broken.toml", "a = [")),
     Fault("command: no such card", "plan kwanzaa --gpu h9000", "h9000"),
     Fault("command: no such technique", "explain nf5", "nf4"),
-    Fault("command: no adapter there", "chat none --prompt a", "there is no such folder; name the folder of an adapter"),
+    Fault("command: no adapter there", "chat none --prompt a", "there is no such folder; name the folder"),
     Fault("command: no folder of ours", "verify base", "has no manifest.json"),
     Fault("command: merged into a folder that is there", "merge run/adapter --out run", "is there already"),
     Fault("command: a whole model merged", "merge base --out merged", "is a whole model already"),

@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from cria_tricks.errors import BadInput
+from cria_tricks.hardware import T4
+from cria_tricks.merge import CPU
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import resolve
 from cria_tricks.tricks.int8 import linear_8bit, quantize_rows
 from tests.helpers import prepare
 from tests.tolerances import INT8_PRODUCT
@@ -108,3 +113,11 @@ def test_switch(tiny_model):
     assert len(quantised) == 2 * 7
     assert all(m.weight.dtype == torch.int8 and m.state.threshold == 6.0 for m in quantised)
     assert not isinstance(loaded.model.get_output_embeddings(), bnb.nn.Linear8bitLt)
+
+
+def test_dora_over_int8_is_refused_on_a_cpu_where_peft_loses_the_scales():
+    recipe = with_settings(Recipe(), ["tricks.quantization=int8", "tricks.peft=lora", "lora.dora=true"])
+    with pytest.raises(BadInput, match=r"lora.dora=true with tricks.quantization=int8: .* tricks.quantization=nf4"):
+        resolve(recipe, CPU)
+    assert resolve(recipe, T4).peft["use_dora"]
+    assert resolve(with_settings(recipe, ["lora.dora=false"]), CPU).quantization == {"load_in_8bit": True}

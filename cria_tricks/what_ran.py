@@ -1,0 +1,78 @@
+"""What a run trained, over what, on which rows: the words and tags that the card and the report share."""
+
+from collections.abc import Mapping
+
+from cria_tricks.recipe import Recipe
+
+KINDS = {
+    "chat": ("chat rows", "loss on the assistant's tokens only"),
+    "completion": ("prompt/completion rows", "loss on the completion only"),
+    "text": ("plain text", "loss on all tokens but the first of each document"),
+}
+"""How rows of a kind are called, and which of their tokens the loss is of: what ``data/tokens.py`` labels."""
+_QUANTIZED = {"int8": "int8", "nf4": "4-bit NF4", "fp4": "4-bit FP4"}
+
+
+def in_words(recipe: Recipe, base: str, kinds: Mapping[str, int]) -> str:
+    """Say in one sentence what was trained.
+
+    Args:
+        recipe: what was asked.
+        base: the base model's name.
+        kinds: how many training rows of each kind became tokens.
+    """
+    stream = "a stream of " if recipe.data.stream else ""
+    return f"{_method(recipe, base)}, trained with cria_tricks on {stream}{rows_in_words(kinds)}."
+
+
+def rows_in_words(kinds: Mapping[str, int]) -> str:
+    """Name the kinds of rows, and which of their tokens the loss is of.
+
+    Args:
+        kinds: how many rows of each kind, the numbers are said where there are several kinds.
+    """
+    found = [(number, *KINDS[kind]) for kind, number in kinds.items() if number]
+    if len(found) == 1:
+        [(_, rows, loss)] = found
+        return f"{rows}, {loss}"
+    return " and ".join(f"{rows} ({number:,}; {loss})" for number, rows, loss in found) or "no row"
+
+
+def tags(recipe: Recipe) -> list[str]:
+    """The hub's tags of how it was trained; QLoRA is LoRA over a base in 4 bits and nothing else."""
+    peft, lora = recipe.tricks.peft, recipe.lora
+    if peft != "lora":
+        return [{"none": "full-fine-tuning", "head": "head-only"}.get(peft, peft.replace("_", "-"))]
+    variants = [name for name in ("dora", "rslora") if getattr(lora, name)]
+    four_bits = recipe.tricks.quantization in ("nf4", "fp4")
+    return ["lora", *variants, *(["qlora"] if four_bits and not lora.dora else [])]
+
+
+def adapter(recipe: Recipe) -> str:
+    """What trains, with its article."""
+    lora = recipe.lora
+    scaled = "rank-stabilised " * lora.rslora
+    return {
+        "lora": f"a {scaled}{'DoRA' if lora.dora else 'LoRA'} adapter",
+        "head": "a trained head",
+        "prompt_tuning": "a learnt prompt",
+        "side_network": "a side network",
+        "none": "a fully fine-tuned model",
+    }[recipe.tricks.peft]
+
+
+def quantized(recipe: Recipe) -> str:
+    """How the base's matrices were quantised, e.g. ``4-bit NF4``; empty where they were not."""
+    tricks = recipe.tricks
+    if tricks.quantization == "none":
+        return ""
+    twice = tricks.double_quantization and tricks.quantization != "int8"
+    return _QUANTIZED[tricks.quantization] + " with double quantization" * twice
+
+
+def _method(recipe: Recipe, base: str) -> str:
+    if recipe.tricks.peft == "none":
+        return f"`{base}`, all weights fine-tuned"
+    over = f", whose matrices were quantised to {quantized(recipe)}" if quantized(recipe) else ""
+    what = adapter(recipe)
+    return f"{what[0].upper()}{what[1:]} for `{base}`{over}"

