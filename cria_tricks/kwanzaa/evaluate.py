@@ -76,7 +76,7 @@ def evaluate(
         OutOfMemory: if a batch does not fit.
     """
     settings, console = settings or Settings(), console or Aside()
-    folder = _adapter_folder(adapter, base, reference)
+    folder = _adapter_folder(adapter, base, reference, settings.base)
     source = _find(data)
     rows = read_rows(source.rows[:limit])
     place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
@@ -101,14 +101,14 @@ def evaluate(
     return found | {"out": str(place)}
 
 
-def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool) -> Path | None:
+def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, lies: str | Path | None) -> Path | None:
     if adapter is None:
         if base:
             raise BadInput("--with-base: is the model below an adapter; name the adapter's folder")
         if not reference:
             raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
         return None
-    return given.adapter(adapter)
+    return given.adapter(adapter, lies)
 
 
 def _find(data: str) -> Source:
