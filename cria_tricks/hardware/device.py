@@ -1,8 +1,10 @@
 """The few facts about a device that decide which toggles work on it, as plain data."""
 
 import contextlib
+import functools
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ class Device:
         capability: CUDA compute capability, ``(0, 0)`` on a CPU.
         real_bf16: whether bf16 runs in hardware; a T4 only emulates it, and still says it is supported.
         memory_bytes: the card's memory, or the machine's.
+        slow_fp16: whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card.
     """
 
     kind: str
@@ -27,6 +30,7 @@ class Device:
     capability: tuple[int, int]
     real_bf16: bool
     memory_bytes: int
+    slow_fp16: bool = False
 
 
 T4 = Device("cuda", "Tesla T4", (7, 5), real_bf16=False, memory_bytes=15_828_320_256)
@@ -66,7 +70,29 @@ def this_cpu() -> Device:
     real_bf16 = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     name = f"{name}, {os.cpu_count()} cores"
-    return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total)
+    return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total, _fp16_is_slow())
+
+
+@functools.cache
+def _fp16_is_slow() -> bool:
+    """Time the same product in fp16 and in fp32, once per process.
+
+    A CPU that emulates fp16 takes about ten times as long, one that computes in it no longer: so the factor two tells
+    them apart on a busy machine too. A flag of the processor would not say what this build of torch makes of it.
+    """
+    return _product_seconds("float16") > 2 * _product_seconds("float32")
+
+
+def _product_seconds(dtype: str) -> float:
+    """The fastest of several products of two small matrices [seconds]; the first ones find their kernels."""
+    import torch
+
+    a, found = torch.ones(128, 128, dtype=getattr(torch, dtype), device="cpu"), []
+    for _ in range(8):
+        began = time.perf_counter()
+        a @ a
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:
