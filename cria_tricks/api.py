@@ -150,10 +150,11 @@ def estimate(
     wanted = with_settings(recipes.get(recipe, device), _several(settings))
     from cria_tricks.memory.estimate import estimate as by_hand
     from cria_tricks.memory.shape import find_shape
-    from cria_tricks.tricks import resolve
+    from cria_tricks.memory.toggles import Bench
 
-    resolve(wanted, device)  # refuses what cannot work there
-    return by_hand(wanted, find_shape(wanted.model), device)
+    shape = find_shape(wanted.model)
+    Bench(shape, device).resolve(wanted)  # refuses what cannot work there
+    return by_hand(wanted, shape, device)
 
 
 def _device(gpu: str | Device | None) -> Device:

@@ -32,7 +32,7 @@ from cria_tricks.tricks import card as card_of
 from tests.helpers import is_frozen
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
-CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30, slow_fp16=True)
+CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 
 
 def plan(device: Device, *settings: str) -> Plan:

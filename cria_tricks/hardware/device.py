@@ -22,7 +22,6 @@ class Device:
         capability: CUDA compute capability, ``(0, 0)`` on a CPU.
         real_bf16: whether bf16 runs in hardware; a T4 only emulates it, and still says it is supported.
         memory_bytes: the card's memory, or the machine's.
-        slow_fp16: whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card.
     """
 
     kind: str
@@ -30,7 +29,11 @@ class Device:
     capability: tuple[int, int]
     real_bf16: bool
     memory_bytes: int
-    slow_fp16: bool = False
+
+    @property
+    def slow_fp16(self) -> bool:
+        """Whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card."""
+        return self.kind == "cpu" and _fp16_is_slow()
 
 
 T4 = Device("cuda", "Tesla T4", (7, 5), real_bf16=False, memory_bytes=15_828_320_256)
@@ -70,12 +73,12 @@ def this_cpu() -> Device:
     real_bf16 = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     name = f"{name}, {os.cpu_count()} cores"
-    return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total, _fp16_is_slow())
+    return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total)
 
 
 @functools.cache
 def _fp16_is_slow() -> bool:
-    """Time the same product in fp16 and in fp32, once per process.
+    """Time the same product in fp16 and in fp32 on this processor, once per process [20 ms].
 
     A CPU that emulates fp16 takes about ten times as long, one that computes in it no longer: so the factor two tells
     them apart on a busy machine too. A flag of the processor would not say what this build of torch makes of it.

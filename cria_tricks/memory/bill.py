@@ -16,7 +16,6 @@ from cria_tricks.memory.estimate import Row
 from cria_tricks.memory.shape import Shape, beyond_context, find_config
 from cria_tricks.memory.toggles import Bench, Change, Setting
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
 from cria_tricks.units import duration, human, money
 
 
@@ -38,7 +37,7 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     Raises:
         BadInput: for a toggle that cannot work there.
     """
-    plan = resolve(recipe, bench.device, bench.processes)
+    plan = bench.resolve(recipe)
     if dry and bench.processes > 1:
         raise BadInput(f"--dry-run with --nproc {bench.processes}: it runs one process; leave one of them out")
     setting = bench.bill(recipe)
@@ -136,8 +135,9 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     if flavor.cards > 1 and recipe.parallel.strategy == "none":
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])
     device = CARDS[flavor.card].device
-    resolve(recipe, device, flavor.cards)
-    return Bench(shape, device, flavor.cards).bill(recipe)
+    bench = Bench(shape, device, flavor.cards)
+    bench.resolve(recipe)
+    return bench.bill(recipe)
 
 
 def show(found: dict[str, Any], screen: Console) -> None:

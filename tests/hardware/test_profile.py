@@ -12,6 +12,8 @@ from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 
+MEASURED = device._fp16_is_slow.__wrapped__
+"""What is measured, and not kept."""
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=150_000_000_000)
 
 
@@ -122,7 +124,7 @@ def test_without_a_card_and_for_another_profile_it_is_one_line():
 def test_a_processor_that_computes_in_fp16_is_not_said_to_emulate_it(fp16, fp32, slow, monkeypatch):
     """The seconds of a product are handed in: avx512_fp16 takes fewer than fp32, emulation about ten times as many."""
     monkeypatch.setattr(device, "_product_seconds", {"float16": fp16, "float32": fp32}.get)
-    monkeypatch.setattr(device, "_fp16_is_slow", device._fp16_is_slow.__wrapped__)
+    monkeypatch.setattr(device, "_fp16_is_slow", MEASURED)
     here = this_cpu()
     assert here.slow_fp16 is slow
     warnings = resolve(with_settings(Recipe(), ["tricks.precision=fp16"]), here).warnings
