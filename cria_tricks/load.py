@@ -166,7 +166,8 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
 
 def _facts(model: Any, name: str) -> Facts:
     """What decides whether a plan can be carried out on a model."""
-    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    text: Any = model.config.get_text_config()
+    head = model.get_output_embeddings()
     beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
     beside += ["a bias"] if getattr(head, "bias", None) is not None else []
     heads, kv_heads = (_number(text, field) for field in ("num_attention_heads", "num_key_value_heads"))

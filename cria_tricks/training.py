@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from cria_tricks import artifact, card, models, profiling, provenance, report
 from cria_tricks.console import Voice
+from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
@@ -101,7 +102,7 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
     shape = _shape(recipe, weights.path)
-    longest = _as_long_as(rows["train"].longest, recipe)
+    longest = as_long_as(rows["train"].longest, recipe)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     monitor = Monitor(
@@ -199,13 +200,6 @@ def _shape(recipe: Recipe, model: str) -> Shape | None:
     except BadInput:
         return None
     return shape
-
-
-def _as_long_as(length: int, recipe: Recipe) -> Recipe:
-    """The recipe for rows of the length that the longest really has; packed ones are full."""
-    if recipe.tricks.packing:
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
 
 
 def _estimate(
