@@ -14,9 +14,7 @@ from peft.utils.integrations import dequantize_module_weight
 from cria_tricks.errors import BadInput, first_line
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import side_network
-
-ALL_LINEAR = "all-linear"
-"""What peft calls every linear but the head."""
+from cria_tricks.tricks.lora import ALL_LINEAR
 
 
 def add_adapter(model: Any, plan: Plan) -> Any:

@@ -80,8 +80,12 @@ def plan(
     dry_run: bool = False,
     advise: bool = False,
     longest: bool = False,
+    rows_full: bool = False,
 ) -> PlanAnswer:
     """Say what a recipe needs on a card, and why, without loading a weight.
+
+    Rows are as long as those of the recipe's data, where these and the tokenizer are files on this machine. Otherwise
+    each is taken as ``data.max_length`` tokens long; ``answer.lengths`` says which.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
@@ -94,9 +98,11 @@ def plan(
         dry_run: count the step of the real modules on tensors without data [seconds], instead of by hand.
         advise: try all toggle sets; then ``front`` is given.
         longest: find the longest row that fits.
+        rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
 
     Raises:
-        BadInput: for a name that is not known, or a toggle that cannot work on the card.
+        BadInput: for a name that is not known, a toggle that cannot work on the card, or a row that training would
+            refuse.
 
     Examples:
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
@@ -119,16 +125,20 @@ def plan(
     wanted = with_settings(recipes.get(recipe, device), changes)
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    from cria_tricks.data import lengths
     from cria_tricks.memory import bill, toggles
 
     bench = toggles.Bench(shape, device, nproc)
-    found = bill.bill(bench, wanted, dry=dry_run) | bill.comparisons(bench, wanted)
+    bench.resolve(wanted)  # a setting that cannot work is told before the data is read
+    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else lengths.read(wanted)
+    wanted = lengths.as_long_as(found_lengths.longest, wanted)
+    found = bill.bill(bench, wanted, dry=dry_run, lengths=found_lengths) | bill.comparisons(bench, wanted)
     if advise:
         found["front"] = bill.front(bench, wanted)
     if longest:
         found["longest"] = toggles.longest(bench, wanted)
     if rows is not None:
-        found["prices"] = bill.prices(bench, wanted, rows)
+        found["prices"] = bill.prices(bench, wanted, rows, found_lengths)
     return PlanAnswer.model_validate(found)
 
 
@@ -138,10 +148,10 @@ def estimate(
     gpu: str | Device | None = None,
     settings: Iterable[str] = (),
 ) -> "MemoryEstimate":
-    """Estimate the memory of one training step in one process, by hand.
+    """Estimate the memory of one training step in one process, by hand, for rows of ``data.max_length`` tokens.
 
-    :func:`plan` gives the same bytes with an explanation, comparisons and times. This function returns the object that
-    :func:`plan` counts with; each trick fills in its part.
+    With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
+    returns the object that :func:`plan` counts with; each trick fills in its part.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
@@ -165,9 +175,9 @@ def estimate(
     device = card or _device(None)
     wanted = with_settings(recipes.get(recipe, device), changes)
     from cria_tricks.memory.estimate import estimate as by_hand
-    from cria_tricks.tricks import resolve
+    from cria_tricks.memory.toggles import Bench
 
-    resolve(wanted, device)  # refuses what cannot work there
+    Bench(shape, device).resolve(wanted)  # refuses what cannot work there
     return by_hand(wanted, shape, device)
 
 

@@ -128,6 +128,9 @@ def plan(
     advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
+    rows_full: Annotated[
+        bool, typer.Option("--rows-full", help="Take every row as data.max_length tokens; else the data's are read.")
+    ] = False,
     nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
     offline: Offline = False,
     as_json: Json = False,
@@ -146,6 +149,7 @@ def plan(
             dry_run=dry_run,
             advise=advise,
             longest=longest,
+            rows_full=rows_full,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))

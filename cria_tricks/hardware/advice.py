@@ -13,7 +13,7 @@ from cria_tricks.hardware.cost import run_cost, step
 from cria_tricks.hardware.device import Device
 from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, GB_PER_BILLION, KINDS, MACHINES, refuse_unknown, row_for
 from cria_tricks.memory.shape import Shape
-from cria_tricks.recipe import Data, Recipe, Train, Tricks, with_settings
+from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
 
 Needed = Callable[[Recipe, Shape, Device], int]
 """From a recipe, a model and a card to the bytes that must be free on the card."""
@@ -175,11 +175,16 @@ def advise(
     )
 
 
-def recipe_for(method: str, device: Device) -> Recipe:
+def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recipe:
     """The recipe that stands for a way to train on a card.
 
     Rows of 2,048 tokens, one at a time, eight a step; checkpointing, 16-bit products, torch's attention, as the guide
     advises when memory is short. LoRA is of rank 16 on all linears, and QLoRA has everything on that saves memory.
+
+    Args:
+        method: ``full``, ``lora`` or ``qlora``.
+        device: the card.
+        shape: of the model, whose linears LoRA adapts; a Llama's when left out.
     """
     tricks = Tricks(
         gradient_accumulation=8,
@@ -193,12 +198,13 @@ def recipe_for(method: str, device: Device) -> Recipe:
     if method == "qlora":
         frozen = {"quantization": "nf4", "double_quantization": True, "lean_preparation": True, "chunked_loss": True}
         tricks = tricks.model_copy(update={**frozen, "optimizer": "adamw_8bit", "paged_optimizer": True})
-    return Recipe(name=method, tricks=tricks, train=Train(batch_size=1))
+    lora = Lora(target_modules=tuple(shape.packable)) if shape else Lora()
+    return Recipe(name=method, tricks=tricks, lora=lora, train=Train(batch_size=1))
 
 
 def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, flavor: Flavor, method: str) -> Option:
     card = CARDS[flavor.card]
-    recipe = recipe_for(method, card.device)
+    recipe = recipe_for(method, card.device, shape)
     want, has = needed(recipe, shape, card.device), card.device.memory_bytes
     option = Option(flavor.name, method, want, has, want <= has, None, None, None)
     if not option.fits:
@@ -231,7 +237,7 @@ def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) 
     gb, ours = GB_PER_BILLION[method], {option.flavor: option for option in options if option.method == method}
     by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
-    recipe = recipe_for(method, A100_40GB)
+    recipe = recipe_for(method, A100_40GB, shape)
     by_tokens = {n: needed(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB) for n in ROWS}
     return Rule(
         method,

@@ -192,7 +192,7 @@ def _once_a_step(recipe: Recipe, shape: Shape, cards: int) -> Iterator[Work]:
     yield Work("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
 
 
-def run_tokens(recipe: Recipe, rows: int, tokens: int) -> int:
+def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
     """Tokens of a whole run.
 
     Args:
@@ -205,7 +205,7 @@ def run_tokens(recipe: Recipe, rows: int, tokens: int) -> int:
     return (steps_rows or math.ceil(rows * train.epochs)) * tokens
 
 
-def run_cost(step: Step, tokens: int, flavor: Flavor) -> Run:
+def run_cost(step: Step, tokens: float, flavor: Flavor) -> Run:
     """Minutes and price of a run.
 
     Args:

@@ -1,8 +1,10 @@
 """The few facts about a device that decide which toggles work on it, as plain data."""
 
 import contextlib
+import functools
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,11 @@ class Device:
     capability: tuple[int, int]
     real_bf16: bool
     memory_bytes: int
+
+    @property
+    def slow_fp16(self) -> bool:
+        """Whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card."""
+        return self.kind == "cpu" and _fp16_is_slow()
 
 
 T4 = Device("cuda", "Tesla T4", (7, 5), real_bf16=False, memory_bytes=15_828_320_256)
@@ -67,6 +74,28 @@ def this_cpu() -> Device:
     name = has.get("cpu_name") or platform.processor() or platform.machine()
     name = f"{name}, {os.cpu_count()} cores"
     return Device("cpu", name, (0, 0), real_bf16, psutil.virtual_memory().total)
+
+
+@functools.cache
+def _fp16_is_slow() -> bool:
+    """Time the same product in fp16 and in fp32 on this processor, once per process [20 ms].
+
+    A CPU that emulates fp16 takes about ten times as long, one that computes in it no longer: so the factor two tells
+    them apart on a busy machine too. A flag of the processor would not say what this build of torch makes of it.
+    """
+    return _product_seconds("float16") > 2 * _product_seconds("float32")
+
+
+def _product_seconds(dtype: str) -> float:
+    """The fastest of several products of two small matrices [seconds]; the first ones find their kernels."""
+    import torch
+
+    a, found = torch.ones(128, 128, dtype=getattr(torch, dtype), device="cpu"), []
+    for _ in range(8):
+        began = time.perf_counter()
+        a @ a
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:

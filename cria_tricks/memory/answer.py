@@ -71,7 +71,10 @@ class PlanAnswer(_Frozen):
         strategy: how several processes share the run.
         processes: how many there are.
         batch: rows of a micro-batch.
-        tokens: tokens of a row.
+        tokens: tokens of the longest row.
+        mean_tokens: tokens of a row with its padding, in the mean, which times and prices are of.
+        data_rows: training rows that the lengths were read from; 0 for rows that are taken as full.
+        lengths: where the lengths come from, in one sentence.
         capacity_bytes: what the card has.
         peak_bytes: the tensors of a step at its fullest moment; the sum of ``rows``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``rows`` and ``around``.
@@ -98,6 +101,9 @@ class PlanAnswer(_Frozen):
     processes: int
     batch: int
     tokens: int
+    mean_tokens: float
+    data_rows: int
+    lengths: str
     capacity_bytes: int
     peak_bytes: int
     needed_bytes: int

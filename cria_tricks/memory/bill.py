@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Flavor
@@ -16,20 +17,21 @@ from cria_tricks.memory.estimate import Row
 from cria_tricks.memory.shape import Shape, beyond_context, find_config
 from cria_tricks.memory.toggles import Bench, Change, Setting
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
 from cria_tricks.units import duration, human, money
 
 
-def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
+def bill(bench: Bench, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> dict[str, Any]:
     """Estimate a recipe.
 
     Args:
         bench: the model and the card.
         recipe: what would run.
         dry: by dry run of the real modules, which takes seconds; by hand otherwise.
+        lengths: of the rows, the longest of which has ``data.max_length`` tokens; all are full when left out.
 
     Returns:
-        ``model``, ``gpu``, ``strategy``, ``processes``, ``capacity_bytes``, ``peak_bytes`` (of the step's
+        ``model``, ``gpu``, ``strategy``, ``processes``, ``batch``, ``tokens`` (of the longest row), ``mean_tokens``,
+        ``data_rows`` and ``lengths`` (what the rows are taken for), ``capacity_bytes``, ``peak_bytes`` (of the step's
         tensors, in the process that needs most), ``needed_bytes`` (with all that the card holds besides),
         ``fits``, ``context`` (of the model), ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the
         rows sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are
@@ -38,7 +40,7 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     Raises:
         BadInput: for a toggle that cannot work there.
     """
-    plan = resolve(recipe, bench.device, bench.processes)
+    plan = bench.resolve(recipe)
     if dry and bench.processes > 1:
         raise BadInput(f"--dry-run with --nproc {bench.processes}: it runs one process; leave one of them out")
     setting = bench.bill(recipe)
@@ -47,7 +49,9 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
     peak = sum(row.bytes for row in rows)
     needed = peak + sum(row.bytes for row in around)
     capacity = bench.device.memory_bytes
-    tokens = recipe.train.batch_size * recipe.data.max_length * recipe.tricks.gradient_accumulation
+    lengths = lengths or full(recipe, "all that data.max_length allows")
+    mean = recipe.data.max_length if recipe.tricks.packing else lengths.mean
+    tokens = recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation
     return {
         "model": bench.shape.name,
         "gpu": bench.device.name,
@@ -55,6 +59,9 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False) -> dict[str, Any]:
         "processes": bench.processes,
         "batch": recipe.train.batch_size,
         "tokens": recipe.data.max_length,
+        "mean_tokens": lengths.mean,
+        "data_rows": lengths.rows,
+        "lengths": lengths.in_words,
         "capacity_bytes": capacity,
         "peak_bytes": peak,
         "needed_bytes": needed,
@@ -103,17 +110,20 @@ def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
     return found
 
 
-def prices(bench: Bench, recipe: Recipe, rows: int) -> list[dict[str, Any]]:
+def prices(bench: Bench, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
     """Compute minutes and price of the run on the rented machines that have this card, and on which it fits.
 
     Args:
         bench: the model and the card.
         recipe: what would run.
-        rows: training rows, each as long as a row can be.
+        rows: training rows.
+        lengths: of these; each is as long as a row can be when left out.
     """
     if rows < 1:
         raise BadInput(f"--rows {rows}: must be a whole number above 0")
-    found, tokens = [], run_tokens(recipe, rows, recipe.data.max_length)
+    packed_steps = recipe.tricks.packing and recipe.train.max_steps  # whose rows are full
+    mean = lengths.mean if lengths and not packed_steps else recipe.data.max_length
+    found, tokens = [], run_tokens(recipe, rows, mean)
     for flavor in FLAVORS.values():
         if CARDS[flavor.card] is not bench.card:
             continue
@@ -136,8 +146,9 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     if flavor.cards > 1 and recipe.parallel.strategy == "none":
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])
     device = CARDS[flavor.card].device
-    resolve(recipe, device, flavor.cards)
-    return Bench(shape, device, flavor.cards).bill(recipe)
+    bench = Bench(shape, device, flavor.cards)
+    bench.resolve(recipe)
+    return bench.bill(recipe)
 
 
 def show(found: dict[str, Any], screen: Console) -> None:
@@ -145,9 +156,10 @@ def show(found: dict[str, Any], screen: Console) -> None:
     screen.print(
         f"[bold]{found['model']}[/] on {found['gpu']}{_shared(found)}, "
         f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, "
-        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}\n",
+        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}",
         highlight=False,
     )
+    screen.print(f"{found['lengths']}\n", highlight=False, markup=False)
     table = Table(show_footer=True)
     table.add_column("what", "peak", no_wrap=True)
     table.add_column("bytes", human(found["peak_bytes"]), justify="right", no_wrap=True)

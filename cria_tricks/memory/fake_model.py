@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from cria_tricks.errors import BadInput
 from cria_tricks.load import EDITS, built_empty
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import adamw_8bit, nf4
@@ -34,8 +35,12 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
     """
     # What flash-attn keeps is what torch's flash kernel keeps, and that one needs no package.
     attention = plan.model["attn_implementation"].replace("flash_attention_2", "sdpa")
+    name = config.name_or_path or config.model_type
+    model = built_empty(plan, copy.deepcopy(config), name)
+    if attention != plan.model["attn_implementation"] and not model._supports_sdpa:
+        raise BadInput(f"--dry-run: counts flash_attention_2 by torch's attention, for which {name} is not made; leave "
+                       "--dry-run out")  # fmt: skip
     plan = replace(plan, model={**plan.model, "attn_implementation": attention})
-    model = built_empty(plan, copy.deepcopy(config), config.name_or_path or config.model_type)
     model.set_attn_implementation(attention)
     model.config.use_cache = False
     with torch.device("meta"):

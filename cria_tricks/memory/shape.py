@@ -83,6 +83,8 @@ class Shape:
         window: tokens that a token looks back at most; 0 for all.
         caps_scores: whether attention's scores go through a tanh.
         caps_logits: whether the logits do.
+        beside_head: the field of the config by which logits are more than one product; empty if none is set.
+        norms_whole_queries: whether queries are normalised over all heads at once, and keys.
         context: tokens of the longest row that the model was made for; 0 if it is not known.
     """
 
@@ -104,6 +106,8 @@ class Shape:
     window: int = 0
     caps_scores: bool = False
     caps_logits: bool = False
+    beside_head: str = ""
+    norms_whole_queries: bool = False
     context: int = 0
 
     @property
@@ -129,6 +133,22 @@ class Shape:
             "up_proj": (width, inner),
             "down_proj": (inner, width),
         }
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of the model's modules in transformers, those that hold no weights left out."""
+        attention = [name for name in self.packable if name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.norms == 4:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if self.qk_norm:
+            attention += ["q_norm", "k_norm"]
+        inside = ["self_attn", "mlp", *norms]
+        inside += [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
+        blocks = [f"model.layers.{number}" for number in range(self.layers)]
+        whole = ["model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"]
+        return [*whole, *blocks, *(f"{path}.{name}" for path in blocks for name in inside)]
 
     def copies(self, linear: str) -> int:
         """How many of a matrix are in a block: one, or one an expert."""
@@ -213,11 +233,13 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     Raises:
         BadInput: if it is no decoder of a known kind, or a field is missing or no sensible number.
     """
+    whole = config
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
+    _refuse_other_heads(whole, name)
 
     def number(field: str, default: int | None = None) -> int:
         value = config.get(field)
@@ -257,9 +279,32 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         experts_per_token=number("num_experts_per_tok", 1),
         caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
         caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
+        beside_head=_beside_head(kind, config),
         window=number("sliding_window") if windowed else 0,
         context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
     )
+
+
+GENERATES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+)
+"""What a config calls these models when they have a head that generates text."""
+
+BESIDE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Fields of a config, one of which is set where logits are more than a product."""
+
+
+def _refuse_other_heads(config: Mapping[str, Any], name: str) -> None:
+    """A classifier's head is of another size, and transformers would give it a new, random one to generate text."""
+    meant = config.get("architectures") or ()
+    if meant and not any(each in GENERATES for each in meant):
+        raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
+
+
+def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
+    defaults = {"final_logit_softcapping": 30.0} if kind == "gemma2" else {}
+    return next((field for field in BESIDE_HEAD if config.get(field, defaults.get(field))), "")
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:

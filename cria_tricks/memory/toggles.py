@@ -18,7 +18,9 @@ from cria_tricks.parallel import STRATEGIES
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.recipe import Recipe, Tricks
-from cria_tricks.tricks import resolve
+from cria_tricks.refusals import facts_of, refuse
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import lora, resolve
 from cria_tricks.units import human
 
 LADDER = (
@@ -139,10 +141,21 @@ class Bench:
         calls = STRATEGIES[strategy].traffic(recipe, self.shape, self.processes)
         return step_seconds(compute_seconds(recipe, self.shape, card, strategy, self.processes), calls, link).seconds
 
+    def resolve(self, recipe: Recipe) -> Plan:
+        """Fold a recipe over the tricks, and hold what would run against the model.
+
+        Raises:
+            BadInput: for what cannot work on this card or with this model, or has no estimate.
+        """
+        plan = resolve(recipe, self.device, self.processes)
+        refuse(plan, facts_of(self.shape), self.processes)
+        lora.refuse_unestimated(recipe, self.shape)
+        return plan
+
     def works(self, recipe: Recipe) -> bool:
         """Whether no toggle is refused."""
         try:
-            resolve(recipe, self.device, self.processes)
+            self.resolve(recipe)
         except BadInput:
             return False
         return True
@@ -202,13 +215,13 @@ def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
         BadInput: if the recipe itself is refused.
     """
     before, found = bench.bill(recipe), []
-    warned = resolve(recipe, bench.device, bench.processes).warnings
+    warned = bench.resolve(recipe).warnings
     for field, values in _choices(recipe, bench.device).items():
         for value in values:
             changed = _with(recipe, {field: value})
             if value == getattr(recipe.tricks, field) or not bench.works(changed):
                 continue
-            if len(resolve(changed, bench.device, bench.processes).warnings) > len(warned):
+            if len(bench.resolve(changed).warnings) > len(warned):
                 continue  # it would have no effect
             after = bench.bill(changed, f"tricks.{named(changed, field)}")
             found.append(Change(after.set[0], (), before, after))

@@ -27,6 +27,8 @@ from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Lora, Recipe
 from cria_tricks.step_plan import Plan
 
+ALL_LINEAR = "all-linear"
+"""What peft calls every linear but the head."""
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
 LESSON = "04_lora"
@@ -102,6 +104,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             plan = plan.warn(f"the lora.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
     lora = recipe.lora
+    if ALL_LINEAR in lora.target_modules and len(lora.target_modules) > 1:
+        raise BadInput(
+            f"lora.target_modules={','.join(lora.target_modules)}: {ALL_LINEAR} means every linear but the head; leave "
+            "the other names out"
+        )
     return plan.with_(
         "peft",
         kind="lora",
@@ -110,8 +117,27 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        target_modules=list(lora.target_modules),
+        target_modules=list(dict.fromkeys(lora.target_modules)),
     ).then("add_adapter")
+
+
+def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
+    """Refuse targets that train, and whose bytes the formulas do not know.
+
+    Raises:
+        BadInput: naming the first one, and targets that have an estimate.
+    """
+    if recipe.tricks.peft != "lora":
+        return
+    known = ",".join(shape.packable)
+    if ALL_LINEAR in recipe.lora.target_modules and shape.experts > 1:
+        raise BadInput(
+            f"lora.target_modules={ALL_LINEAR}: no estimate for {shape.name}, all of whose experts peft adapts in one "
+            f"tensor; an estimate is there for lora.target_modules={known}"
+        )
+    for name in recipe.lora.target_modules:
+        if name != ALL_LINEAR and name not in shape.packable:
+            raise BadInput(f"lora.target_modules: no estimate for {name}; an estimate is there for {known}")
 
 
 def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
@@ -119,7 +145,7 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     if recipe.tricks.peft != "lora":
         return memory
     lora = recipe.lora
-    targets = tuple(shape.linears) if "all-linear" in lora.target_modules else lora.target_modules
+    targets = tuple(shape.linears if ALL_LINEAR in lora.target_modules else dict.fromkeys(lora.target_modules))
     added: list[tuple[int, int]] = []
     for name in targets:
         if name not in shape.linears:

@@ -114,8 +114,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
                 f"{device.capability[1]}) has no bf16 units and only emulates it; use tricks.precision=fp16"
             )
         plan = plan.warn("precision=bf16: this CPU emulates bf16, so it saves memory but is slower than fp32")
-    if precision == "fp16" and device.kind == "cpu":
-        plan = plan.warn("precision=fp16: CPUs emulate fp16, so it saves memory but is far slower than fp32")
+    if precision == "fp16" and device.slow_fp16:
+        plan = plan.warn("precision=fp16: this CPU emulates fp16, so it saves memory but is far slower than fp32")
     if recipe.tricks.peft != "none":  # all that is loaded is frozen, so it needs no fp32 master copy
         plan = plan.with_("model", dtype=DTYPE[precision])
     return plan.with_("training", **{precision: True})

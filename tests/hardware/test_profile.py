@@ -7,11 +7,13 @@ import torch
 
 from cria_tricks import hardware, recipes
 from cria_tricks.errors import BadInput
-from cria_tricks.hardware import T4, this_device
+from cria_tricks.hardware import T4, device, this_device
 from cria_tricks.hardware.device import pretend, this_cpu
-from cria_tricks.recipe import with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
 
+MEASURED = device._fp16_is_slow.__wrapped__
+"""What is measured, and not kept."""
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=150_000_000_000)
 
 
@@ -114,3 +116,23 @@ def test_without_a_card_and_for_another_profile_it_is_one_line():
         pass
     assert "\n" not in str(caught.value)
     assert this_device().kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("fp16", "fp32", "slow"), [(7e-4, 6e-5, True), (1.3e-4, 6e-5, True), (9e-5, 6e-5, False), (4e-5, 6e-5, False)]
+)
+def test_a_processor_that_computes_in_fp16_is_not_said_to_emulate_it(fp16, fp32, slow, monkeypatch):
+    """The seconds of a product are handed in: avx512_fp16 takes fewer than fp32, emulation about ten times as many."""
+    monkeypatch.setattr(device, "_product_seconds", {"float16": fp16, "float32": fp32}.get)
+    monkeypatch.setattr(device, "_fp16_is_slow", MEASURED)
+    here = this_cpu()
+    assert here.slow_fp16 is slow
+    warnings = resolve(with_settings(Recipe(), ["tricks.precision=fp16"]), here).warnings
+    assert [warning for warning in warnings if "emulates fp16" in warning] == list(warnings)
+    assert len(warnings) == slow
+
+
+def test_the_time_of_a_product_is_that_of_its_fastest_run(monkeypatch):
+    clock = iter([0, 9, *(moment for _ in range(7) for moment in (10, 12))])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
+    assert device._product_seconds("float16") == 2
