@@ -22,14 +22,15 @@ class Waiting:
 
     Attributes:
         phases: what is being done, the innermost last.
-        printed: when something else was printed, or a phase began.
+        began: when the innermost one began, or was gone back to.
+        printed: when something else was printed. A new phase is silent too, so it does not count here.
         said: when the last line was said.
     """
 
     def __init__(self, say: Callable[[str], Any], clock: Callable[[], float] = time.monotonic):
         self.say, self.clock = say, clock
         self.phases: list[str] = []
-        self.printed = self.said = clock()
+        self.began = self.printed = self.said = clock()
         self.in_a_line = False
         self.paused = 0
 
@@ -45,7 +46,7 @@ class Waiting:
             return PATIENCE / 8
         if left > 0:
             return left
-        self.say("\n" * self.in_a_line + f"still {self.phases[-1]}, {now - self.printed:.0f} s\n")
+        self.say("\n" * self.in_a_line + f"still {self.phases[-1]}, {now - max(self.began, self.printed):.0f} s\n")
         self.said, self.in_a_line = now, False
         return PATIENCE
 
@@ -88,12 +89,12 @@ def doing(what: str) -> Iterator[None]:
         yield
         return
     waiting.phases.append(what)
-    waiting.printed = waiting.clock()
+    waiting.began = waiting.clock()
     try:
         yield
     finally:
         waiting.phases.pop()
-        waiting.printed = waiting.clock()
+        waiting.began = waiting.clock()
 
 
 @contextlib.contextmanager

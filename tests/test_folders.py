@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import durable, folders
+from cria_tricks import durable, folders, interrupts
 from cria_tricks.checkpoints import describe
 from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.folders import Folders, numbered, taken
@@ -265,3 +265,17 @@ def test_a_run_from_the_beginning_takes_no_records(tmp_path):
     found = made(tmp_path / "run", f"train.mirror={tmp_path}/drive")
     with found.claimed(10, 32):
         assert not found.monitor(0).exists()
+
+
+def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(tmp_path):
+    run = tmp_path / "run"
+    interrupts.begin()
+    with made(run).claimed(10, 8):
+        assert interrupts.words() == f"interrupted; no step is saved in {run} yet; go on with --resume"
+    with made(run, resume=True).claimed(10, 8):
+        save(made(run, resume=True), 4)
+        path = run / "checkpoints" / "checkpoint-4"
+        assert interrupts.words() == f"interrupted; step 4 is saved in {path}; go on with --resume"
+    assert interrupts.words() == f"interrupted; the run is finished, and its results are in {run}"
+    with made(run, resume=True).claimed(10, 8):
+        assert interrupts.words() == f"interrupted; {path} is whole; go on with --resume"

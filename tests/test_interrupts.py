@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP at any moment of a command: one line, exit code 130, never a traceback."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from cria_tricks.console import Aside
+
 ROOT = Path(__file__).parents[1]
 NOTHING = "interrupted; nothing was written\n"
 PRESS = """
 import atexit, os, signal, sys
-def press(times, number=signal.SIGINT):
+def press(times, number=signal.SIGINT, kill=os.kill, process=os.getpid()):
     for _ in range(times):
-        os.kill(os.getpid(), number)
+        kill(process, number)
 """
 DURING_IMPORT = """
 import builtins
@@ -26,7 +29,11 @@ honest = builtins.__import__
 def load(name, *arguments, **options):
     if name == {name!r} and name not in sys.modules:
         builtins.__import__ = honest
-        press({times}, {number})
+        try:
+            press({times}, {number})
+        except BaseException as error:
+            if name == "signal": raise
+            raise ImportError("the library's own words")
     return honest(name, *arguments, **options)
 builtins.__import__ = load
 """
@@ -92,7 +99,12 @@ def test_a_signal_in_a_command_unwinds_it():
 
 @pytest.mark.parametrize("more", [1, 2])
 def test_a_second_signal_ends_it_at_once(more):
-    lines = ("try: press(1)", f"finally: press({more}); print('not reached')")
+    lines = (
+        "try: press(1)",
+        "finally:",
+        f"    try: press({more})",
+        "    except KeyboardInterrupt: print('not reached', file=sys.stderr)",
+    )
     assert run_command(*lines) == (130, NOTHING)
 
 
@@ -138,6 +150,20 @@ def test_an_ignored_hangup_stays_ignored():
     )
     done = run(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+def test_words_that_cannot_be_written_stop_nothing(monkeypatch):
+    """The terminal may be gone before the signal comes that tells."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    aside = Aside()
+    aside.print("a step")
+    aside.print("another")
+    assert aside.quiet
 
 
 def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):

@@ -45,18 +45,25 @@ def live(speaker, clock, seconds: float) -> None:
 
 
 def test_a_silent_command_says_every_few_seconds_what_it_does(speaker, clock, said):
-    live(speaker, clock, 9.9)
+    live(speaker, clock, 10)
     with waiting.doing("loading MODEL"):
-        live(speaker, clock, 13)
-    live(speaker, clock, 3.9)
+        live(speaker, clock, 9)
+    live(speaker, clock, 1)
     assert said == [
         "still running cria merge, 4 s\n",
         "still running cria merge, 8 s\n",
-        "still loading MODEL, 4 s\n",
-        "still loading MODEL, 8 s\n",
-        "still loading MODEL, 12 s\n",
+        "still loading MODEL, 2 s\n",
+        "still loading MODEL, 6 s\n",
+        "still running cria merge, 1 s\n",
     ]
     assert waiting.PATIENCE < 5
+
+
+def test_many_short_phases_are_one_long_silence(speaker, clock, said):
+    for number in range(6):
+        with waiting.doing(f"phase {number}"):
+            live(speaker, clock, 2.5)
+    assert [line.split(",")[0] for line in said] == ["still phase 1", "still phase 3", "still phase 4"]
 
 
 def test_what_is_printed_meanwhile_counts(speaker, clock, said):

@@ -80,6 +80,7 @@ class Signals:
             delay = draw.random() * self.seconds
             if self.press(name, draw.choice(NUMBERS), lambda: True, [delay, *presses]) == 0:
                 self.compare(name)
+                print(f"{sum(self.ends.values())} of {moments} moments, {runs} runs", flush=True)
                 runs += 1
                 name = f"run-{runs}"
         self.finish(name)
