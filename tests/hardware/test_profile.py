@@ -114,3 +114,14 @@ def test_without_a_card_and_for_another_profile_it_is_one_line():
         pass
     assert "\n" not in str(caught.value)
     assert this_device().kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("held_to", "real"), [(None, True), ("AVX2", False), ("AVX512_CORE", False), ("AVX512_CORE_BF16", True)]
+)
+def test_a_processor_that_is_held_to_an_older_one_has_no_more_than_that(held_to, real, monkeypatch):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True}, raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if held_to:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_to)
+    assert this_cpu().real_bf16 is real
