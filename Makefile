@@ -40,7 +40,7 @@ check: test lint types
 # Everything that takes too long for every change: all processor levels, 520 spoilt inputs, a run stopped at every step
 # and not at a sample of them, and 300 settings for the estimate under a seed of today's date. An hour on two cores.
 check-all: check test-processors fuzz
-	CRIA_ALL=1 $(VENV)/bin/python -m pytest -n2 tests/test_checkpoints.py
+	CRIA_ALL=1 $(VENV)/bin/python -m pytest -n2 tests/test_checkpoints.py tests/test_selftest.py tests/drills
 	CRIA_SEED=$$(date +%Y%m%d) CRIA_SETTINGS=300 $(VENV)/bin/python -m pytest -n2 tests/memory/test_estimate_error.py
 
 lint: $(READY)

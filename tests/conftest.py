@@ -52,22 +52,17 @@ def less_to_look_through():
 
 @pytest.fixture(autouse=True, scope="session")
 def the_processor_that_onednn_is_held_to():
-    """Let torch and this package, which ask the processor, see no more of it than ``ONEDNN_MAX_CPU_ISA`` allows.
+    """Let torch, which asks the processor, multiply as it does on one that ``ONEDNN_MAX_CPU_ISA`` names.
 
-    A processor without real bf16 trains and answers in fp32 by itself. One without VNNI multiplies int8 matrices in a
-    loop of torch's own, because oneDNN's sums overflow 16 bits there: nearly all products are wrong where torch, on a
-    newer processor, goes to a oneDNN that is held back.
+    A processor without VNNI multiplies int8 matrices in a loop of torch's own, because oneDNN's sums overflow 16 bits
+    there: nearly all products are wrong where torch, on a newer processor, goes to a oneDNN that is held back.
     """
     if os.environ.get("ONEDNN_MAX_CPU_ISA") not in ("AVX2", "AVX512_CORE"):
         yield
         return
     import torch
 
-    from cria_tricks.hardware import device
-
-    has = device._cpu_capabilities()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "_cpu_capabilities", lambda: {**has, "avx512_bf16": False, "amx_bf16": False})
         patch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
         yield
 

@@ -102,4 +102,8 @@ def _cpu_capabilities() -> Mapping[str, Any]:
     import torch
 
     # An older torch cannot tell; then nothing is assumed.
-    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("AVX2", "AVX512_CORE"):
+        # oneDNN, which multiplies bf16 matrices, is held to an older processor; torch still names the real one.
+        return {**has, "avx512_bf16": False, "amx_bf16": False}
+    return has

@@ -136,3 +136,14 @@ def test_the_time_of_a_product_is_that_of_its_fastest_run(monkeypatch):
     clock = iter([0, 9, *(moment for _ in range(7) for moment in (10, 12))])
     monkeypatch.setattr(device.time, "perf_counter", lambda: next(clock))
     assert device._product_seconds("float16") == 2
+
+
+@pytest.mark.parametrize(
+    ("held_to", "real"), [(None, True), ("AVX2", False), ("AVX512_CORE", False), ("AVX512_CORE_BF16", True)]
+)
+def test_a_processor_that_is_held_to_an_older_one_has_no_more_than_that(held_to, real, monkeypatch):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True, "amx_bf16": True}, raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if held_to:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_to)
+    assert this_cpu().real_bf16 is real
