@@ -164,8 +164,7 @@ def _facts(model: Any, name: str) -> Facts:
     beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
     beside += ["a bias"] if getattr(head, "bias", None) is not None else []
     heads, kv_heads = (_number(text, field) for field in ("num_attention_heads", "num_key_value_heads"))
-    of_queries: list[Any] = modules_named(model, "q_norm")
-    norms = [norm.weight.numel() for norm in of_queries if hasattr(norm, "weight")]
+    norms = [sum(weight.numel() for weight in norm.parameters()) for norm in modules_named(model, "q_norm")]
     layers = getattr(model.base_model, "layers", None)
     return Facts(
         name=name,

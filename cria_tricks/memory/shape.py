@@ -1,7 +1,7 @@
 """The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
 
-A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen or Gemma. Nothing
-heavier than ``json`` is imported.
+A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma, Granite
+or SmolLM3. Nothing heavier than ``json`` is imported.
 """
 
 import json
@@ -54,8 +54,19 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_position_embeddings": 131_072,
     },
+    # Some of its blocks turn no positions, at no byte less; Granite scales its hidden states and logits, at none more.
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "max_position_embeddings": 32_768,
+    },
+    "granite": {"max_position_embeddings": 2048},
 }
 """Model types that are read, and what a field is in transformers' code when their config leaves it out."""
+
+UNESTIMATED = ("phi3", "olmo2")
+"""Model types that train, and whose blocks the formulas do not know: joined matrices, norms behind what they norm."""
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -237,6 +248,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     kind = config.get("model_type")
+    if isinstance(kind, str) and kind in UNESTIMATED:
+        raise BadInput(f"model {name}: model_type {kind!r} trains, and has no estimate yet; {', '.join(KINDS)} have")
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
     _refuse_other_heads(whole, name)
@@ -260,7 +273,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         raise BadInput(f"model {name}: {heads} heads cannot share {kv_heads} key heads")
     windowed = config.get("sliding_window") is not None
     if "use_sliding_window" in KINDS[kind]:
-        windowed = windowed and bool(config["use_sliding_window"]) and config["max_window_layers"] < layers
+        windowed = windowed and bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers
     return Shape(
         name=name,
         kind=kind,
@@ -288,6 +301,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
 GENERATES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    *("SmolLM3ForCausalLM", "GraniteForCausalLM"),
 )
 """What a config calls these models when they have a head that generates text."""
 
@@ -303,8 +317,11 @@ def _refuse_other_heads(config: Mapping[str, Any], name: str) -> None:
 
 
 def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
-    defaults = {"final_logit_softcapping": 30.0} if kind == "gemma2" else {}
-    return next((field for field in BESIDE_HEAD if config.get(field, defaults.get(field))), "")
+    default = {"gemma2": "final_logit_softcapping", "granite": "logits_scaling"}.get(kind)
+    return next((field for field in BESIDE_HEAD if config.get(field, field == default)), "")
+
+
+BIASED_MLP = ("llama", "smollm3", "granite")
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -313,7 +330,7 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
         return ("q_proj", "k_proj", "v_proj")
     asks = kind not in ("mistral", "mixtral") and config.get("attention_bias")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
-    mlp = ("gate_proj", "up_proj", "down_proj") if kind == "llama" and config.get("mlp_bias") else ()
+    mlp = ("gate_proj", "up_proj", "down_proj") if kind in BIASED_MLP and config.get("mlp_bias") else ()
     return attention + mlp
 
 

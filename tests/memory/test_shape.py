@@ -8,7 +8,7 @@ import pytest
 from cria_tricks import models
 from cria_tricks.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.shape import KINDS, REQUIRED, find_shape, shape_of
+from cria_tricks.memory.shape import KINDS, REQUIRED, UNESTIMATED, find_shape, shape_of
 
 PUBLISHED = {
     "smollm2": 134_515_008,
@@ -34,6 +34,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "vocab_size": 160,
+    "pad_token_id": 0,
 }
 by_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -159,6 +160,11 @@ def test_what_is_no_decoder_that_we_know_is_refused(kind):
     said = refusal(lambda: of(kind))
     assert said.startswith(f"model made-up: model_type {kind!r} is no decoder that can be estimated")
     assert "llama, mistral, mixtral" in said
+
+
+@pytest.mark.parametrize("kind", UNESTIMATED)
+def test_a_kind_that_trains_without_an_estimate_is_told_so(kind):
+    assert refusal(lambda: of(kind)).startswith(f"model made-up: model_type '{kind}' trains, and has no estimate yet; ")
 
 
 @pytest.mark.parametrize("field", REQUIRED)
