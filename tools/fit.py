@@ -26,7 +26,7 @@ from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.memory.estimate import MemoryEstimate, Moment, estimate, moments
 from cria_tricks.memory.formula import RULES, Formula
 from cria_tricks.memory.shape import LONGER_THAN_CONTEXT, Shape, find_shape
-from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.tricks import resolve
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from tools import notebooks
@@ -58,12 +58,12 @@ Part = list[list[Row]]
 """Rows that stand together; where several such lists are, the one with the largest sum."""
 
 
-def plain(**tricks: Any) -> Recipe:
-    """A recipe of these switches, in letters: B rows of T tokens, k times."""
+def plain(shape: Shape, **tricks: Any) -> Recipe:
+    """A recipe of these switches for a model, in letters: B rows of T tokens, k times."""
     k = Formula.letter("k", SAMPLE["k"]) if tricks.pop("accumulates", False) else 1
     rows = Formula.letter("B", 2 if tricks.pop("several", False) else 1)
     tokens = Formula.letter("T", SAMPLE["T"])
-    bare = Recipe()
+    bare = with_settings(Recipe(), targets(shape))
     return bare.model_copy(
         update={
             "tricks": bare.tricks.model_copy(update={**tricks, "gradient_accumulation": k}),
@@ -71,6 +71,12 @@ def plain(**tricks: Any) -> Recipe:
             "data": bare.data.model_copy(update={"max_length": tokens}),
         }
     )
+
+
+def targets(shape: Shape) -> list[str]:
+    """The setting that LoRA needs on a model whose matrices are not all called as a Llama's, such as a mixture."""
+    named = tuple(shape.packable)
+    return [] if set(named) == set(Recipe().lora.target_modules) else [f"lora.target_modules={','.join(named)}"]
 
 
 def combinations(fields: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -92,7 +98,7 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     stored: dict[tuple[Any, ...], dict[str, Any]] = {}
     classes = {}
     for chosen in combinations(STORED):
-        memory = estimate(plain(**chosen), shape, NEW.device)
+        memory = estimate(plain(shape, **chosen), shape, NEW.device)
         bf16 = memory.bf16 and (memory.pins_inputs or shape.experts > 1)  # else it is as large as fp16
         found = (memory.operand, bf16, memory.others, memory.stream, memory.product,
                  memory.unpacks, memory.pins_inputs, memory.raises_inputs, chosen["peft"])  # fmt: skip
@@ -112,12 +118,12 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
                 tricks = {**more, **chosen, **dict(zip(switches, values, strict=True))}
                 if tricks.get("chunked_loss") and chosen["peft"] in ("none", "head", "prompt_tuning"):
                     continue
-                memory = estimate(plain(**tricks), shape, NEW.device)
+                memory = estimate(plain(shape, **tricks), shape, NEW.device)
                 yield (number, *values), rows(memory)
 
     matrices = ("precision", "peft", "quantization", "double_quantization")
     table("matrices", matrices, (
-        (chosen.values(), _rows(estimate(plain(**chosen), shape, NEW.device), FIXED[:1]))
+        (chosen.values(), _rows(estimate(plain(shape, **chosen), shape, NEW.device), FIXED[:1]))
         for chosen in combinations(matrices)
     ))  # fmt: skip
     table("others", ("stored",), over(("stored",), lambda memory: _rows(memory, FIXED[1:3])))
@@ -165,7 +171,7 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     for chosen in combinations(by):
         card = NEW if chosen["new"] else OLD
         switches = {name: value for name, value in chosen.items() if name != "new"}
-        recipe = plain(**switches, peft="lora")
+        recipe = plain(shape, **switches, peft="lora")
         memory = estimate(recipe, shape, card.device)
         kernel, masked = attention_kernel(recipe, shape, card, recipe.train.batch_size, recipe.data.max_length)
         name = "/".join([memory.kernel, *(word for word, holds in (
@@ -189,7 +195,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
                 continue
             switches = {name: value for name, value in {**attention, **chosen}.items() if name != "card"}
             for checkpointed, offloaded, accumulates in itertools.product((False, True), repeat=3):
-                recipe = plain(**switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
+                recipe = plain(shape, **switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
                                accumulates=accumulates)  # fmt: skip
                 memory = estimate(recipe, shape, attention["card"].device)
                 where = (number, kernel, checkpointed, offloaded, accumulates)
@@ -298,7 +304,7 @@ def times_of(shape: Shape) -> dict[str, Any]:
 
 
 def _work(shape: Shape, name: str, card: Any, **tricks: Any) -> list[Formula]:
-    recipe = plain(**tricks, accumulates=True)
+    recipe = plain(shape, **tricks, accumulates=True)
     for part in work(recipe, shape, card, recipe.data.max_length):
         if part.name == name:
             return [_formula(part.flops), _formula(part.bytes), _formula(part.link)]
@@ -414,7 +420,8 @@ def _about(shape: Shape) -> dict[str, Any]:
     dense = sum(d_in * d_out for d_in, d_out in shape.packable.values())
     experts = shape.block_linear_weights - dense
     others = shape.weights - shape.layers * dense
-    return {"weights": shape.weights, "context": shape.context, "experts": shape.layers * experts / others}
+    experts = shape.layers * experts / others
+    return {"weights": shape.weights, "context": shape.context, "experts": experts, "lora": targets(shape)}
 
 
 def write(folder: Path = HERE) -> None:

@@ -152,6 +152,7 @@
     found.push(...Object.keys(index.cards[s.card].capstone).filter((name) => s[name] !== there[name])
       .map((name) => `tricks.${name}=${s[name]}`));
     if (s.peft === "none") found.push("train.learning_rate=2e-5");
+    if (s.peft === "lora") found.push(...index.models[s.model].lora);
     return found.map((setting) => `--set ${setting}`);
   }
 

@@ -61,13 +61,14 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
         batch, tokens, k = draw.choice((1, 2, 5)), draw.choice((8, 200, 5000)), draw.choice((1, 2, 8))
         card, shape = draw.choice(list(CARDS.values())), find_shape(draw.choice(fit.MODELS))
         bare = Recipe(tricks=Tricks(**tricks, gradient_accumulation=k))
-        numbers = {"train": {"batch_size": batch}, "data": {"max_length": tokens}}
+        named = {"lora": {"target_modules": list(shape.packable)}}
+        numbers = {"train": {"batch_size": batch}, "data": {"max_length": tokens}, **named}
         recipe = Recipe.model_validate({**bare.model_dump(), **numbers})
         try:
             resolve(recipe, card.device)
         except BadInput:
             continue
-        letters = fit.plain(**tricks, accumulates=k > 1, several=batch > 1)
+        letters = fit.plain(shape, **tricks, accumulates=k > 1, several=batch > 1)
         largest_of = {}
         for moment in moments(estimate(letters, shape, card.device), every_point=True):
             size = value(sum(row.bytes for row in moment.rows) + Formula([{}], 0), batch, tokens, k)
@@ -83,7 +84,8 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
 def test_what_is_left_out_can_never_be_the_largest():
     """Of a part's row lists only those stay that are the largest for some numbers, and for these they do."""
     shape = find_shape("llama-3.2-1b")
-    letters = fit.plain(precision="fp16", peft="lora", quantization="nf4", gradient_checkpointing=True, several=True)
+    checkpointed = {"gradient_checkpointing": True, "several": True}
+    letters = fit.plain(shape, precision="fp16", peft="lora", quantization="nf4", **checkpointed)
     memory = estimate(letters, shape, fit.OLD.device)
     whole = fit._rows(memory, fit.INSIDE, "last block")
     stays = fit._that_can_be_largest(whole)

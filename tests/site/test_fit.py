@@ -53,6 +53,8 @@ def planned(choice):
     card = CARDS[choice["card"]]
     settings = [f"model={choice['model']}", *(f"{field}={choice[name]}" for name, field in NUMBERS.items())]
     settings += [f"tricks.{name}={str(choice[name]).lower()}" for name in Tricks.model_fields]
+    if choice["peft"] == "lora":
+        settings += fit.targets(find_shape(choice["model"]))
     recipe = with_settings(recipes.kwanzaa(card.device), settings)
     bench = Bench(find_shape(recipe.model), card.device)
     try:
