@@ -418,9 +418,8 @@ def machines() -> list[dict[str, Any]]:
 def _about(shape: Shape) -> dict[str, Any]:
     """Say what the page shows of a model: parameters, context, and which share of "all others" are experts."""
     dense = sum(d_in * d_out for d_in, d_out in shape.packable.values())
-    experts = shape.block_linear_weights - dense
     others = shape.weights - shape.layers * dense
-    experts = shape.layers * experts / others
+    experts = shape.layers * (shape.block_linear_weights - dense) / others
     return {"weights": shape.weights, "context": shape.context, "experts": experts, "lora": targets(shape)}
 
 
