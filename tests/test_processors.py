@@ -1,5 +1,6 @@
 """Which processors ``make test-processors`` plays, and that it hears of a test that fails on one of them."""
 
+import subprocess
 import sys
 
 import pytest
@@ -27,6 +28,19 @@ def test_every_level_that_a_processor_has_is_played_with_one_thread_and_with_two
     names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS")
     expected = [(*pair, threads) for pair in levels for threads in ("1", "2")]
     assert [tuple(setting.get(name) for name in names) for setting in found] == expected
+
+
+def test_one_in_some_is_drawn_by_name(tmp_path):
+    (tmp_path / "test_many.py").write_text("".join(f"def test_{number}(): pass\n" for number in range(60)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.sampled", "--one-in", "3", "--collect-only", tmp_path]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, cwd=processors.ROOT, check=True).stdout
+        for _ in range(2)
+    ]
+    found = [[line for line in run.splitlines() if "::test_" in line] for run in runs]
+    assert found[0] == found[1]
+    assert 10 < len(found[0]) < 30
 
 
 PLAYED = """

@@ -58,12 +58,13 @@ def settings(has: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def run(setting: Mapping[str, str], tests: list[str]) -> bool:
-    """Run tests under one setting, and print one line and the tests that failed."""
+def run(setting: Mapping[str, str], tests: list[str], one_in: int = 1) -> bool:
+    """Run tests under one setting, or one in so many, and print one line and the tests that failed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     workers = max(1, 2 // int(setting.get("OMP_NUM_THREADS", 1)))  # two threads each on two cores wait for one another
     side_by_side = ["--numprocesses", str(workers), "--dist", "worksteal"]
-    command = [sys.executable, "-m", "pytest", *side_by_side, "-rfE", *tests]
+    sample = ["-p", "tools.sampled", "--one-in", str(one_in)] if one_in > 1 else []
+    command = [sys.executable, "-m", "pytest", *sample, *side_by_side, "-rfE", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment | dict(setting), capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr]
     print(f"{' '.join(f'{name}={value}' for name, value in setting.items())}: {lines[-1].strip('= ')}", flush=True)
@@ -79,10 +80,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lowest", action="store_true", help="as the oldest processor only")
+    parser.add_argument("--one-in", type=int, default=1, help="run one test in so many")
     parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest is to run; the tests that compare numbers")
     chosen = parser.parse_args()
     found = settings(torch.cpu.get_capabilities())
-    good = [run(setting, chosen.tests) for setting in (found[:1] if chosen.lowest else found)]
+    good = [run(setting, chosen.tests, chosen.one_in) for setting in (found[:1] if chosen.lowest else found)]
     sys.exit(not all(good))
 
 
