@@ -1,5 +1,7 @@
 """Models that have a short name: where their weights are, and their shapes as their ``config.json`` gives them."""
 
+import copy
+from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,15 @@ CATALOGUE: dict[str, Entry] = {
 TINY = _shape("llama", 256, 2, 4, 2, 512, 49152, 2048, 1e4, rms_norm_eps=1e-6, tie_word_embeddings=True)
 """No published model: two blocks with SmolLM2's vocabulary, for tests. ``random:tiny`` gives it random weights."""
 
-CONFIGS: dict[str, dict[str, Any]] = {"tiny": TINY, **{name: entry.config for name, entry in CATALOGUE.items()}}
+
+class Configs(UserDict[str, dict[str, Any]]):
+    """Configs by name; each reader gets a copy, because transformers writes into the dictionaries that it is given."""
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return copy.deepcopy(self.data[name])
+
+
+CONFIGS = Configs({"tiny": TINY, **{name: entry.config for name, entry in CATALOGUE.items()}})
 """What ``random:NAME`` takes."""
 
 ALIASES: dict[str, str] = {name: entry.hub for name, entry in CATALOGUE.items()}

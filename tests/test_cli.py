@@ -474,7 +474,7 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
 
     monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
     if not known:  # a model of a kind that cannot be estimated
-        monkeypatch.setattr(training, "_shape", lambda model: None)
+        monkeypatch.setattr(training, "_shape", lambda *what: None)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
     assert (code, stdout) == (3, "")
     last = stderr.splitlines()[-1]

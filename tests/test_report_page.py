@@ -10,6 +10,7 @@ from cria_tricks import report
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tally import Tally
 from cria_tricks.data.tokens import TokenRows
+from cria_tricks.errors import Unfinished
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.trainer import Run
@@ -317,5 +318,5 @@ def test_all_three_files_are_written(tmp_path):
     text = (tmp_path / "report.json").read_text()
     assert text.endswith("\n}\n")
     assert text.splitlines()[1].startswith('  "eval_loss_before": 3.5')
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(Unfinished, match="not JSON compliant"):
         report.write(tmp_path, made(seconds=math.inf))

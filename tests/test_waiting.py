@@ -100,11 +100,12 @@ def test_imports_and_loads_have_names(speaker, monkeypatch):
         assert speaker.phases[-1] == "importing the libraries"
     seen = []
 
-    def open_folder(folder):
+    def open_for_chat(folder, *more, **options):
         seen.append(speaker.phases[-1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cria_tricks.chat.open_folder", open_folder)
+    monkeypatch.setattr("cria_tricks.given.adapter", lambda *what: None)
+    monkeypatch.setattr("cria_tricks.chat.open_for_chat", open_for_chat)
     with pytest.raises(KeyboardInterrupt):
         cli.chat("run/adapter", prompt="Hi")
     assert seen == ["loading run/adapter"]

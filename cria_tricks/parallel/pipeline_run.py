@@ -200,6 +200,7 @@ def _train(
             "model": weights.name,
             "adapter": str(folders.folder / "adapter"),
             "base": identity.of(weights),
+            "model_note": weights.note,
         }
         summary["monitor"] = world.gather(monitor.summary())
         summary["pipeline"] = of_the_pipeline(run.training, parts, world.data, schedule, recipe)

@@ -635,10 +635,22 @@ def _take_out(code: types.CodeType, line: int) -> list[tuple[types.FunctionType,
         for one in _codes(compiled)
         if (one.co_qualname, one.co_firstlineno) == (code.co_qualname, code.co_firstlineno)
     )
-    functions = [one for one in gc.get_objects() if isinstance(one, types.FunctionType) and one.__code__ is code]
+    functions = _functions(code)
     for function in functions:
         function.__code__ = mutated
     return [(function, code) for function in functions]
+
+
+def _functions(code: types.CodeType) -> list[types.FunctionType]:
+    """Find what runs a code: by its name in its module, or, for one inside another, among all objects."""
+    found: Any = next(one for one in list(sys.modules.values()) if getattr(one, "__file__", "") == code.co_filename)
+    if "<locals>" in code.co_qualname:
+        return [one for one in gc.get_objects() if isinstance(one, types.FunctionType) and one.__code__ is code]
+    for name in code.co_qualname.split("."):
+        found = vars(found)[name]
+    while not isinstance(found, types.FunctionType) or found.__code__ is not code:
+        found = found.fget if isinstance(found, property) else found.__wrapped__
+    return [found]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
