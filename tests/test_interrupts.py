@@ -46,8 +46,14 @@ entry.main()
 """
 
 
+def hearing_ctrl_c() -> None:
+    """Tests that were started in the background ignore SIGINT, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-c", PRESS + code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", PRESS + code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=hearing_ctrl_c)
     done.stderr = re.sub("^still .*\n", "", done.stderr, flags=re.MULTILINE)  # on a machine so busy that it waits
     return done
 
