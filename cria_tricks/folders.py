@@ -81,7 +81,7 @@ class Folders:
         self.about["base"] = base
         if not self.start or not before:
             return {}
-        changed = any(identity.other(before, base, part) for part in ("weights", "config", "tokenizer"))
+        changed = any(identity.other(before, base, part) for part in ("weights", "config"))
         if differ := identity.other(before, base, "tokenizer"):  # then the same rows are other tokens
             raise BadInput(f"--resume: {self.start.path}: the base's tokenizer is another: {differ}; put it back")
         for warning in identity.compare(before, base, f"--resume: {self.start.path}", allowed=other_base):

@@ -22,7 +22,7 @@ from cria_tricks.names import nearest
 from cria_tricks.parallel import world
 
 BOUND = 10.0
-"""Seconds after which nobody is asked any more who has not answered yet."""
+"""Seconds to wait for a host that has never answered, before we give it up."""
 ONCE_ANSWERED = 60.0
 """The same for a host that has answered this process before, so that a short cut does not end a long download."""
 AGAIN = 0.5

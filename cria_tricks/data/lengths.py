@@ -19,7 +19,7 @@ from cria_tricks.errors import usable_path
 from cria_tricks.recipe import Recipe
 
 LARGEST = 1_000_000
-"""Bytes of training and evaluation files together, up to which a plan reads them [2 s]."""
+"""Bytes of training and evaluation files together, up to which a plan reads them."""
 
 
 @dataclass(frozen=True)
