@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import Leftovers
+from tools import processors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -52,19 +53,8 @@ def less_to_look_through():
 
 @pytest.fixture(autouse=True, scope="session")
 def the_processor_that_onednn_is_held_to():
-    """Let torch, which asks the processor, multiply as it does on one that ``ONEDNN_MAX_CPU_ISA`` names.
-
-    A processor without VNNI multiplies int8 matrices in a loop of torch's own, because oneDNN's sums overflow 16 bits
-    there: nearly all products are wrong where torch, on a newer processor, goes to a oneDNN that is held back.
-    """
-    if os.environ.get("ONEDNN_MAX_CPU_ISA") not in ("AVX2", "AVX512_CORE"):
-        yield
-        return
-    import torch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
-        yield
+    """Products of int8 numbers are those of the processor that ``ONEDNN_MAX_CPU_ISA`` names."""
+    processors.multiply_as_held_to()
 
 
 @pytest.fixture

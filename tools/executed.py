@@ -74,14 +74,16 @@ def execute(lesson: Path) -> nbformat.NotebookNode:
 
 
 def key(text: str) -> str:
-    """Changes with a text, the package, its results and the libraries."""
+    """Changes with a text, the package, its results, the libraries, and the processor that they are held to."""
     found = hashlib.sha256(text.encode())
     of_package = (path for path in (ROOT / "cria_tricks").rglob("*") if path.suffix in (".py", ".jsonl", ".json"))
-    of_tools = (Path(__file__).with_name(name) for name in ("executed.py", "exercises.py"))
+    of_tools = (Path(__file__).with_name(name) for name in ("executed.py", "exercises.py", "processors.py"))
     for path in sorted([*of_package, *(ROOT / "benchmarks" / "results").rglob("*.json"), *of_tools]):
         found.update(path.read_bytes())
     for name in ("torch", "transformers", "peft", "bitsandbytes", "matplotlib"):
         found.update(f"{name} {version(name)}".encode())
+    for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        found.update(os.environ.get(name, "").encode())
     return found.hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ from IPython.display import display
 
 from cria_tricks import course
 from cria_tricks.startup import end_at_once
+from tools import processors
 
 MEASURED: list[list[str]] = []
 """What the lesson would measure on a card."""
@@ -25,8 +26,9 @@ FUNCTIONS = (
 
 
 def begin() -> None:
-    """Refuse the network, and note what the lesson says of a GPU."""
+    """Refuse the network, multiply as on the processor that is asked for, and note what the lesson says of a GPU."""
     end_at_once()
+    processors.multiply_as_held_to()
     socket.socket.connect = socket.socket.connect_ex = _refuse  # type: ignore[method-assign, assignment]
     on_a_gpu = course.on_a_gpu
 

@@ -29,6 +29,7 @@ ONEDNN = {
     "AVX512_CORE_AMX": "amx_bf16",
 }
 """oneDNN's levels from the lowest up, each with the name of what a processor must have for it."""
+WITHOUT_VNNI = ("AVX2", "AVX512_CORE")
 ATEN = {"default": "", "avx2": "avx2", "avx512": "avx512_vl"}
 """The same for PyTorch's own loops."""
 THREADS = (1, 2)
@@ -56,6 +57,18 @@ def settings(has: Mapping[str, Any]) -> list[dict[str, str]]:
         {"ONEDNN_MAX_CPU_ISA": one, "ATEN_CPU_CAPABILITY": other, "OMP_NUM_THREADS": str(threads)}
         for (one, other), threads in itertools.product(zip(onednn, aten, strict=True), THREADS)
     ]
+
+
+def multiply_as_held_to() -> None:
+    """Let torch multiply int8 matrices as on the processor that ``ONEDNN_MAX_CPU_ISA`` names, in this process.
+
+    A processor without VNNI multiplies them in a loop of torch's own, because oneDNN's sums overflow 16 bits there.
+    torch asks the processor, so on a newer one it goes to a oneDNN that is held back, and nearly all products are wrong.
+    """
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") in WITHOUT_VNNI:
+        import torch
+
+        torch._int_mm = lambda a, b: a.int() @ b.int()  # type: ignore[assignment]
 
 
 def run(setting: Mapping[str, str], tests: list[str], one_in: int = 1) -> bool:
