@@ -23,6 +23,9 @@ OPTIMIZERS = {
 The first is transformers' default: torch's AdamW in one kernel, which needs no memory of its own.
 """
 
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+"""``train.schedule`` -> the name that ``TrainingArguments(lr_scheduler_type=...)`` takes."""
+
 
 def leave_skipping_to_the_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Let fp16's loss scaler skip steps by not calling the optimizer, as it does with every other optimizer.
@@ -80,7 +83,7 @@ def training_arguments(
         per_device_eval_batch_size=settings.batch_size,
         max_steps=total,
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=SCHEDULES[settings.schedule],
         warmup_steps=int(total * settings.warmup_ratio),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,

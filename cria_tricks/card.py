@@ -214,6 +214,9 @@ def _switched(tricks: Mapping[str, Any]) -> str:
 
 
 def _again(report: Mapping[str, Any]) -> str:
+    if report["lengthened"]:
+        why = " And ".join(map(what_ran.lengthened, report["lengthened"]))
+        return f"`cria train recipe.toml` does not repeat the run, because {why}."
     processes = _processes(report)
     several = f", started in {processes} processes," if processes > 1 else ""
     return f"`cria train recipe.toml`{several} repeats the run where the data that it names is at hand."

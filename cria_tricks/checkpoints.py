@@ -47,6 +47,8 @@ FREE = {
 """Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval"}
 """Fields that name a place; what counts is the rows there. So it is with ``model``, once its weights are known."""
+LENGTH = {"train.max_steps", "train.epochs"}
+"""Fields that a resumed run may raise: it goes on for longer."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +179,25 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     except (ValidationError, KeyError, TypeError):
         raise BadInput(f"--resume: {where} was written by another version of cria_tricks; use that one") from None
     old, new = _flat(then), _flat(now["recipe"])
-    differ = [
-        f"{key} ({old[key]!r}, now {new[key]!r})"
-        for key in new
-        if key not in FREE | BY_CONTENT and old[key] != new[key] and not (key == "model" and "base" in before)
-    ]
+    ignored = FREE | BY_CONTENT | _lengthened(old, new) | ({"model"} if "base" in before else set())
+    differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key not in ignored and old[key] != new[key]]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]
     if differ:
-        raise BadInput(
-            f"--resume: {where} is of another recipe: {', '.join(differ)}; set them back, or name a new folder"
+        longer = (
+            "; its length may only grow" if any(key in LENGTH - ignored and old[key] != new[key] for key in new) else ""
         )
+        raise BadInput(
+            f"--resume: {where} is of another recipe: {', '.join(differ)}{longer}; set them back, or name a new folder"
+        )
+
+
+def _lengthened(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """The fields of the length, if the run became no shorter."""
+    then, now = old["train.max_steps"], new["train.max_steps"]
+    if then or now:  # where steps are set, epochs decide nothing
+        return LENGTH if then and now >= then else set()
+    return LENGTH if new["train.epochs"] >= old["train.epochs"] else set()
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

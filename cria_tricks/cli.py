@@ -471,7 +471,7 @@ def evaluate(
     adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
     data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
     with_base: Annotated[bool, typer.Option("--with-base", help="Also the model without the adapter.")] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Also the data's own answers.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Also score the data's own answers.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
@@ -481,7 +481,7 @@ def evaluate(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Answer held-out rows and score format, citations, grounding and refusals. After a stop, it goes on."""
+    """Answer held-out rows; loss and perplexity for any data, scores where answers keep the contract. Goes on."""
     from cria_tricks.kwanzaa.evaluate import Settings
     from cria_tricks.kwanzaa.evaluate import evaluate as run
     from cria_tricks.kwanzaa.report import scores_table

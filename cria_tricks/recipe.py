@@ -131,6 +131,9 @@ class Train(_Frozen):
     max_steps: int = Field(0, ge=0, le=1_000_000_000, description="optimizer steps; 0 means: epochs decide")
     learning_rate: float = Field(2e-4, gt=0, le=1)
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="how the learning rate goes on after the warmup: down to 0 at the last step, or constant"
+    )
     weight_decay: float = Field(0.0, ge=0, le=100)
     max_grad_norm: float = Field(1.0, gt=0)
     eval_steps: int = Field(

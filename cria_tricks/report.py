@@ -78,10 +78,17 @@ def summarise(
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "attention_kernel": run.attention_kernel,
-        "warnings": [*plan.warnings, *data_warnings(rows, recipe, context), *run.warnings, *step_warnings(run)],
+        "warnings": [
+            *plan.warnings,
+            *data_warnings(rows, recipe, context),
+            *run.warnings,
+            *map(what_ran.lengthened, run.lengthened),
+            *step_warnings(run),
+        ],
         "steps": run.steps,
         "planned_steps": run.planned_steps,
         "skipped_steps": run.skipped_steps,
+        "lengthened": list(run.lengthened),
         "memory": meter.phases,
         "parameters": dict(parameters),
         "data": {

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 
+from cria_tricks import what_ran
 from cria_tricks.artifact import SIDE_NETWORK, load_side_network, save_weights
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.stream import Stream
@@ -138,6 +139,27 @@ class ResumableTrainer(Trainer):
             sharded.put_back(found["optimizer"], self.optimizer, self.model)
             self.lr_scheduler.load_state_dict(found["scheduler"])
             self._page_again()
+            planned = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).max_steps
+        self._follow_the_schedule(planned)
+
+    def _follow_the_schedule(self, planned: int) -> None:
+        """Take the next learning rate from this run's schedule; note it if the steps so far had another's.
+
+        Args:
+            planned: steps that the run was to have when the checkpoint was written.
+        """
+        scheduler = self.lr_scheduler
+        rates = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
+        for group, (highest, share) in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * share(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what the history gets
+        if planned == self.state.max_steps:
+            return
+        highest, share = rates[0]
+        steps = [entry for entry in self.state.log_history if "loss" in entry and not entry.get("skipped")]
+        if any(entry["learning_rate"] != highest * share(number) for number, entry in enumerate(steps)):
+            self.state.log_history.append({"step": self.state.global_step, "lengthened_from": planned})
+            self.checkpoints.say(f"warning: {what_ran.lengthened(self.state.log_history[-1])}")
 
     def _page_again(self) -> None:
         """Put states back where they were: bitsandbytes loads paged ones into the card's own memory."""

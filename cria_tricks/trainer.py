@@ -67,6 +67,8 @@ class Run:
         train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.kernels.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
+        lengthened: an entry for each time that the run was lengthened and so is not the longer run: ``step``, and
+            ``lengthened_from``, the steps that it was to have.
     """
 
     history: list[dict[str, Any]]
@@ -76,6 +78,7 @@ class Run:
     train_rows: int | None
     attention_kernel: str
     warnings: tuple[str, ...] = ()
+    lengthened: tuple[dict[str, int], ...] = ()
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -166,9 +169,9 @@ def fit(
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     skipped = sum(entry.get("skipped", 0) for entry in history)
-    return Run(
-        history, state.global_step, skipped, state.max_steps, number, trainer.attention_kernel, tuple(trainer.warnings)
-    )
+    lengthened = tuple(entry for entry in state.log_history if "lengthened_from" in entry)
+    kernel, warnings = trainer.attention_kernel, tuple(trainer.warnings)
+    return Run(history, state.global_step, skipped, state.max_steps, number, kernel, warnings, lengthened)
 
 
 class SharedTrainer(ResumableTrainer):

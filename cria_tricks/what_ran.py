@@ -38,6 +38,19 @@ def rows_in_words(kinds: Mapping[str, int]) -> str:
     return " and ".join(f"{rows} ({number:,}; {loss})" for number, rows, loss in found) or "no row"
 
 
+def lengthened(entry: Mapping[str, int]) -> str:
+    """Say of a run that was lengthened why it is not the longer run.
+
+    Args:
+        entry: of the run's history, with ``step`` and ``lengthened_from``, the steps that it was to have.
+    """
+    return (
+        f"the run was lengthened after step {entry['step']}. Until then it had the learning rates of a run of "
+        f"{entry['lengthened_from']} steps, so it is not the run that is as long from the beginning. "
+        "With train.schedule=constant and train.warmup_ratio=0 the two are equal"
+    )
+
+
 def tags(recipe: Recipe) -> list[str]:
     """The hub's tags of how it was trained; QLoRA is LoRA over a base in 4 bits and nothing else."""
     peft, lora = recipe.tricks.peft, recipe.lora

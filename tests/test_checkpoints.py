@@ -1,13 +1,16 @@
 """Checkpoints under fire: whatever happens to the process, the files or the disk, the run is the same or says why."""
 
+import contextlib
 import functools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,8 @@ from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resumable import ResumableTrainer
-from tests.helpers import train, trained_weights
+from cria_tricks.trainer import fit
+from tests.helpers import prepare, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
 
@@ -440,6 +444,58 @@ def test_other_versions_are_told():
     assert other_versions(before, now)[0].startswith("device Tesla T4 is now cpu, torch 2.11.0 is now 2.")
     [said] = other_versions(describe(Recipe(), {}, "cpu", processes=2), now)
     assert said == "processes 2 is now 1: the resumed run may differ in the last bits"
+
+
+CONSTANT = ("train.schedule=constant", "train.warmup_ratio=0")
+
+
+@pytest.mark.parametrize("steps", [3, 5, 6])  # inside an epoch of five rows, at its end, on a save
+def test_a_finished_run_lengthened_is_the_longer_run(steps, whole, tiny_model, rows, tmp_path):
+    train(tiny_model, rows, tmp_path, *SETS, *CONSTANT, f"train.max_steps={steps}", eval_rows=rows[:2])
+    longer = train(tiny_model, rows, tmp_path, *SETS, *CONSTANT, eval_rows=rows[:2], resume=True)
+    run, loaded = longer
+    assert run.lengthened == ()
+    also = {steps} - {3, 6}  # the shorter run was evaluated at its end, and that stays in the history
+    kept = [entry for entry in run.history if "loss" in entry or entry["step"] not in also]
+    assert len(run.history) - len(kept) == len(also)
+    same(replace(run, history=kept), loaded, *whole(*CONSTANT))
+
+
+def test_where_the_rates_would_have_been_others_it_says_so(whole, tiny_model, rows, tmp_path):
+    said: list[str] = []
+    train(tiny_model, rows, tmp_path, *SETS, "train.max_steps=4", eval_rows=rows[:2])
+    checkpoints = Checkpoints(tmp_path, say=said.append)
+    for stopped in (True, False):
+        recipe, plan, loaded = prepare(tiny_model, *SETS)
+        halt = [At(6, send(signal.SIGINT))] if stopped else []
+        with pytest.raises(Interrupted) if stopped else contextlib.nullcontext():
+            start = checkpoints.newest()
+            run = fit(loaded, plan, recipe.train, rows, rows[:2], checkpoints, pad_id=2, start=start, callbacks=halt)
+    [warning] = said  # not once more by the second resume, which lengthens nothing
+    assert re.search(r"lengthened after step 4\. Until then .* of a run of 4 steps, so it is not the run that", warning)
+    assert run.lengthened == ({"step": 4, "lengthened_from": 4},)
+    rates, wanted = ([entry["learning_rate"] for entry in made.training] for made in (run, whole()[0]))
+    assert rates[4:] == wanted[4:]  # from there on it follows the longer run's schedule
+    assert rates[:4] != wanted[:4]
+
+
+def test_the_length_may_only_grow():
+    def describe_length(*settings):
+        return describe(with_settings(Recipe(), settings), {}, "cpu")
+
+    def allowed(before, after):
+        refuse_another_run(describe_length(*before), describe_length(*after), Path("c"))
+
+    steps, epochs = "train.max_steps={}".format, "train.epochs={}".format
+    allowed([steps(4)], [steps(9)])
+    allowed([epochs(1)], [epochs(1.5)])
+    allowed([steps(4), epochs(3)], [steps(4), epochs(1)])  # steps decide
+    for before, after in (([steps(9)], [steps(4)]), ([epochs(2)], [epochs(1)])):
+        with pytest.raises(BadInput, match=r"its length may only grow; set them back"):
+            allowed(before, after)
+    for before, after in (([steps(4)], []), ([], [steps(4)])):  # which of the two is longer, nobody knows yet
+        with pytest.raises(BadInput, match=r"max_steps \(\d, now \d\); its length may only grow"):
+            allowed(before, after)
 
 
 def test_the_cadence_may_change_on_resume(tiny_model, rows, tmp_path):

@@ -84,6 +84,7 @@ epochs = 1.0
 max_steps = 0
 learning_rate = 0.0002
 warmup_ratio = 0.03
+schedule = "cosine"
 weight_decay = 0.0
 max_grad_norm = 1.0
 eval_steps = 0

@@ -63,12 +63,12 @@ def multiply_as_held_to() -> None:
     """Let torch multiply int8 matrices as on the processor that ``ONEDNN_MAX_CPU_ISA`` names, in this process.
 
     A processor without VNNI multiplies them in a loop of torch's own, because oneDNN's sums overflow 16 bits there.
-    torch asks the processor, so on a newer one it goes to a oneDNN that is held back, and nearly all products are wrong.
+    torch asks the processor. On a newer one it calls the oneDNN that is held back, and nearly all products are wrong.
     """
     if os.environ.get("ONEDNN_MAX_CPU_ISA") in WITHOUT_VNNI:
         import torch
 
-        torch._int_mm = lambda a, b: a.int() @ b.int()  # type: ignore[assignment]
+        torch._int_mm = lambda a, b: a.int() @ b.int()  # type: ignore[misc]
 
 
 def run(setting: Mapping[str, str], tests: list[str], one_in: int = 1) -> bool:

@@ -55,6 +55,22 @@ class Chat:
         return "chat" if self.messages else "text" if self.text else "completion"
 
     @property
+    def answer(self) -> str:
+        """What a model is to write: the last of the assistant's turns, the completion, or the text."""
+        if self.messages:
+            return self.messages[self._asked]["content"]
+        return self.text or self.completion
+
+    @property
+    def before_answer(self) -> tuple[dict[str, str], ...]:
+        """The turns before :attr:`answer`; empty for a row that is no chat."""
+        return self.messages[: self._asked] if self.messages else ()
+
+    @property
+    def _asked(self) -> int:
+        return max(turn for turn, message in enumerate(self.messages) if message["role"] == "assistant")
+
+    @property
     def content(self) -> str:
         """All that it says, roles left out."""
         if self.messages:

@@ -16,8 +16,8 @@ class Written:
     """What a model made of one row.
 
     Attributes:
-        text: its answer.
-        tokens: of the answer, with the one that ends it.
+        text: its answer; empty where nothing was asked, because the row is a text.
+        tokens: of the answer, with the one that ends it; 0 where nothing was asked.
         ended: whether it came to an end by itself, before the longest answer that was allowed.
         loss: of the reference's tokens, summed, in nats.
         trained: how many those are.

@@ -1,7 +1,11 @@
-"""Adapter, base and reference side by side on held-out rows: answers, four scores, loss, and how sure they are."""
+"""Adapter, base and reference side by side on held-out rows: answers, loss, perplexity, and how sure they are.
+
+Where the rows keep the answer contract, the answers are scored, too.
+"""
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +14,16 @@ from typing import Any
 from rich.console import Console
 
 from cria_tricks import durable, given
-from cria_tricks.artifact import CONFIGS
+from cria_tricks.artifact import CONFIGS, RECIPE
 from cria_tricks.console import Aside
 from cria_tricks.data import sources
+from cria_tricks.data.chat import Chat
 from cria_tricks.data.sources import Source
 from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.kwanzaa.prompt import Row, read_rows
-from cria_tricks.kwanzaa.reply import read
-from cria_tricks.kwanzaa.report import markdown
+from cria_tricks.kwanzaa.prompt import Row, keeps_contract, read_rows
+from cria_tricks.kwanzaa.reply import plain, read
+from cria_tricks.kwanzaa.report import UNSCORED, markdown
 from cria_tricks.kwanzaa.results import Scored, summarise
 
 OUT = Path("runs/eval")
@@ -53,16 +58,18 @@ def evaluate(
     settings: Settings | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Answer held-out rows, score the answers, and write ``eval.json`` and ``eval.md``.
+    """Answer held-out rows, measure the loss of the data's answers, and write ``eval.json`` and ``eval.md``.
 
-    Answers are kept in ``answers-SYSTEM.jsonl``. The same call after a stop goes on after the last whole batch.
+    Rows of any kind that trains are taken: chats, prompts with completions, and texts, which have a loss and are not
+    answered. Where all rows keep the contract ``kwanzaa.answer.v1``, the answers get four scores. Answers are kept in
+    ``answers-SYSTEM.jsonl``. The same call after a stop goes on after the last whole batch.
 
     Args:
         adapter: the folder of an adapter or of a whole model; with ``reference`` it may be left out, and then no
             model is loaded.
         data: what the recipe's ``data.eval`` takes.
         base: answer with the model below the adapter, too.
-        reference: score the data's own answers, too.
+        reference: score the data's own answers, too, where they keep the contract.
         out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without one.
         limit: only the first so many rows.
         settings: how answers are made.
@@ -79,6 +86,13 @@ def evaluate(
     folder = _adapter_folder(adapter, base, reference, settings.base)
     source = _find(data)
     rows = read_rows(source.rows[:limit])
+    contract = rows[0].contract
+    if reference and not contract:
+        raise BadInput(
+            f"--reference: {_first_without(source.rows[:limit])}: the answer does not keep the contract "
+            "kwanzaa.answer.v1 (a JSON object with answer.text, sources, ...), so there is nothing to score; leave "
+            "--reference out"
+        )
     place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
     if place.exists() and not place.is_dir():
         raise BadInput(f"--out {place}: is a file; name a folder")
@@ -91,6 +105,8 @@ def evaluate(
         systems: dict[str, list[Scored]] = {}
         if folder:
             answered, more = _answers(folder, base, source, len(rows), place, settings, console)
+            if not contract:
+                console.print(f"note: {UNSCORED}")
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
         if reference:
@@ -118,8 +134,13 @@ def _find(data: str) -> Source:
         raise BadInput(str(error).replace("--set data.eval=", "--data ").replace("data.eval=", "--data ")) from None
 
 
+def _first_without(chats: Sequence[Chat]) -> str:
+    return next(chat.where for chat in chats if not keeps_contract(chat))
+
+
 def _scored(rows: Sequence[Row], written: Mapping[int, Written]) -> list[Scored]:
-    return [Scored(row, read(written[number].text), written[number]) for number, row in enumerate(rows)]
+    reader = read if rows[0].contract else plain
+    return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
 
 
 def _answers(
@@ -147,6 +168,8 @@ def _answers(
         "device": model.device.type,
         "max_new_tokens": settings.max_new_tokens,
     }
+    if any(chat.text for chat in source.rows[:rows]):
+        with_what["text_length"] = length_of_texts(folder)
     found = {}
     for system in ("adapter", "base") if base else ("adapter",):
         about = {
@@ -154,7 +177,7 @@ def _answers(
             "adapter": fingerprint(folder) if system == "adapter" else "",
             **with_what,
             "prompts": hash_of(prompts),
-            "references": hash_of([chat.messages[-1]["content"] for chat in source.rows]),
+            "references": hash_of([chat.answer for chat in source.rows]),
         }
         answers = Answers(place / f"answers-{system}.jsonl", about)
         if any(row not in answers.rows for row in range(rows)):
@@ -167,6 +190,7 @@ def _answers(
                     answers,
                     batch_size=settings.batch_size,
                     max_new_tokens=settings.max_new_tokens,
+                    text_length=with_what.get("text_length", sys.maxsize),
                     console=console,
                     system=system,
                 )
@@ -193,6 +217,14 @@ def _asked(model: Any, system: str, folder: Path, below: str | Path, other_base:
         weights = models.fetch(models.find(str(below)))
         other_than_trained_over(folder, weights, other_base)
         yield open_base(weights)
+
+
+def length_of_texts(folder: Path) -> int:
+    """Tokens of the rows into which texts are cut: as in the training that made a folder, or by default."""
+    from cria_tricks.recipe import Recipe, from_toml
+
+    path = folder / RECIPE
+    return (from_toml(path) if path.is_file() else Recipe()).data.max_length
 
 
 def _base_name(folder: Path, must: bool = True) -> str:

@@ -14,22 +14,31 @@ from cria_tricks import durable
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
-from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
+from cria_tricks.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.losses import full_loss_sum
 from cria_tricks.progress import new_bar
 
+BROKEN = 700.0
+"""Nats per token from which on nobody takes the perplexity: Python's floats end at exp(709)."""
+
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """The rows without their last turn, as token ids that end where the answer begins.
+    """What is before the answer, as token ids; empty for a text, and for a completion without a prompt.
 
     Raises:
         BadInput: if the tokenizer's chat template cannot write them.
     """
-    prompts = [template(chat.messages[:-1], tokenizer, chat.where, add_generation_prompt=True) for chat in chats]
-    if not all(prompts):
+    return [_prompt(chat, tokenizer) for chat in chats]
+
+
+def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
+    if not chat.messages:
+        return tokenizer(chat.prompt)["input_ids"] if chat.prompt else []
+    ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
+    if not ids:
         raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
-    return prompts
+    return ids
 
 
 def fingerprint(folder: Path) -> str:
@@ -53,12 +62,14 @@ def answer_rows(
     *,
     batch_size: int,
     max_new_tokens: int,
+    text_length: int,
     console: Console,
     system: str,
 ) -> None:
     """Answer all rows that are not answered yet, and measure the loss of their references.
 
-    Rows of about one length go together, the shortest first, so that batches hold little padding.
+    Rows of about one length go together, the shortest first, so that batches hold little padding. What has no prompt
+    is not answered.
 
     Args:
         model: a causal language model in eval mode.
@@ -68,10 +79,12 @@ def answer_rows(
         answers: where each batch is written when it is done.
         batch_size: rows at a time; 1 at a time for the loss, which takes all logits.
         max_new_tokens: longest answer.
+        text_length: tokens of the rows that a text is cut into for its loss.
         console: where progress is shown.
         system: what it is called there.
 
     Raises:
+        Diverged: if a loss is not finite; the batches before are written.
         OutOfMemory: naming a way out; the batches before are written.
     """
     order = sorted(set(range(len(chats))) - answers.rows.keys(), key=lambda row: (len(prompts[row]), row))
@@ -82,9 +95,11 @@ def answer_rows(
             task = bar.add_task(system, total=len(chats), completed=done, note="answers")
             for begin in range(0, len(order), batch_size):
                 batch = order[begin : begin + batch_size]
-                texts = answer_batch(model, tokenizer, [prompts[row] for row in batch], max_new_tokens)
-                losses = [reference_loss(model, tokenizer, chats[row]) for row in batch]
-                answers.add({r: Written(*t, *loss) for r, t, loss in zip(batch, texts, losses, strict=True)})
+                asked = [row for row in batch if prompts[row]]
+                texts = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens) if asked else []
+                written = dict.fromkeys(batch, ("", 0, True)) | dict(zip(asked, texts, strict=True))
+                losses = {row: reference_loss(model, tokenizer, chats[row], text_length) for row in batch}
+                answers.add({row: Written(*written[row], *losses[row]) for row in batch})
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
                     console.print(f"{system} {done + begin + len(batch):>4}/{len(chats)} rows")
@@ -137,12 +152,25 @@ def answer_batch(
     return found
 
 
-def reference_loss(model: Any, tokenizer: Any, chat: Chat) -> tuple[float, int]:
-    """The loss of the data's own answer, summed over its tokens, and their number. No row is cut."""
-    (row,) = tokenize([chat], tokenizer, sys.maxsize).rows
-    batch = {name: tensor.to(model.device) for name, tensor in PadToLongest(0)([row]).items()}
-    with torch.no_grad():
-        return full_loss_sum(model, batch).item(), trained(row)
+def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
+    """The loss of what the data has trained of a row, summed over its tokens, and their number.
+
+    A text is cut into rows of ``text_length`` tokens, as in training. No other row is cut.
+
+    Raises:
+        Diverged: if the loss is not finite, or beyond what any model reaches.
+    """
+    rows = tokenize([chat], tokenizer, text_length if chat.text else sys.maxsize).rows
+    loss = 0.0
+    for row in rows:
+        batch = {name: tensor.to(model.device) for name, tensor in PadToLongest(0)([row]).items()}
+        with torch.no_grad():
+            loss += full_loss_sum(model, batch).item()
+    tokens = sum(map(trained, rows))
+    if not loss / tokens < BROKEN:
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise Diverged(f"{chat.where}: the loss of its answer is {loss / tokens} per token, in {dtype}")
+    return loss, tokens
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:

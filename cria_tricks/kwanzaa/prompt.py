@@ -1,12 +1,11 @@
-"""What a row asks: the documents and the question in the user's turn, and the answer that the data gives."""
+"""What a row asks, and the answer that the data gives: with documents, where both keep the answer contract."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cria_tricks.data.chat import Chat
-from cria_tricks.errors import BadInput
-from cria_tricks.kwanzaa.reply import Reply, read
+from cria_tricks.kwanzaa.reply import Reply, plain, read
 
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
 _QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
@@ -57,12 +56,14 @@ class Row:
         messages: the turns before the answer.
         prompt: the last of them, read.
         reference: the data's own answer.
+        contract: whether it keeps the answer contract, so that answers to the row can be scored.
     """
 
     where: str
     messages: tuple[dict[str, str], ...]
     prompt: Prompt
     reference: Reply
+    contract: bool = True
 
 
 def read_prompt(turn: str) -> Prompt:
@@ -85,21 +86,24 @@ def read_prompt(turn: str) -> Prompt:
 
 
 def read_rows(chats: Sequence[Chat]) -> list[Row]:
-    """Split chat rows into what is asked and what the data answers.
+    """Split rows into what is asked and what the data answers.
 
-    Raises:
-        BadInput: for the first row whose last turn is no answer of the contract.
+    If one of them has no answer of the contract, none is taken for a row of the contract: a mean over some of the rows
+    would be taken for one over all.
     """
-    rows = []
-    for chat in chats:
-        if not chat.messages or chat.messages[-1]["role"] != "assistant":
-            raise BadInput(f"{chat.where}: to be evaluated, a row needs messages that end with the assistant's")
-        reference = read(chat.messages[-1]["content"])
-        if reference.fields is None or not reference.text:
-            raise BadInput(
-                f"{chat.where}: the assistant's turn is no answer of the contract (a JSON object with answer.text, "
-                "sources, ...), so there is nothing to score against; --data takes rows like kwanzaa or nguzo_saba"
-            )
-        before = chat.messages[:-1]
-        rows.append(Row(chat.where, before, read_prompt(before[-1]["content"]), reference))
-    return rows
+    if all(map(keeps_contract, chats)):
+        return [Row(c.where, c.before_answer, read_prompt(_last(c)), read(c.answer)) for c in chats]
+    return [Row(c.where, c.before_answer, Prompt((), _last(c)), plain(c.answer), False) for c in chats]
+
+
+def keeps_contract(chat: Chat) -> bool:
+    """Whether a row is a chat that ends with an answer of the contract: a JSON object with ``answer.text``."""
+    if not chat.messages or chat.messages[-1]["role"] != "assistant":
+        return False
+    reference = read(chat.answer)
+    return reference.fields is not None and bool(reference.text)
+
+
+def _last(chat: Chat) -> str:
+    """The last thing that is asked; nothing for a text."""
+    return chat.before_answer[-1]["content"] if chat.messages else chat.prompt

@@ -110,6 +110,11 @@ def read(raw: str) -> Reply:
     return Reply(raw, fields, tuple(violations))
 
 
+def plain(raw: str) -> Reply:
+    """Take a text for the whole of an answer, where no contract is asked for."""
+    return Reply(raw, {"answer": raw}, ())
+
+
 def _no_json_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")  # Python's reader takes NaN and Infinity
 

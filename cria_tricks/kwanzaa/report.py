@@ -9,6 +9,7 @@ NAMES = {
     "grounding": "grounding",
     "refusal": "refusal accuracy",
     "loss": "loss per token of the reference, nats",
+    "perplexity": "perplexity of the reference, exp(loss)",
 }
 _COUNTS = {
     "json": "a JSON object could be read",
@@ -26,6 +27,10 @@ _CASES = {
     "answered_rightly": "should answer, answers",
     "no_text": "neither: no text",
 }
+UNSCORED = (
+    "The four scores (format, citations, grounding, refusal) need rows whose answers keep the contract "
+    "kwanzaa.answer.v1, so they are left out."
+)
 _LONGEST = 1200
 """Letters of a text that an example shows."""
 
@@ -38,7 +43,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     """
     systems = found["systems"]
     names = list(systems)
-    kinds = dict.fromkeys(kind for system in systems.values() for kind in system["violations"])
+    first = systems[names[0]]
+    contract = "violations" in first
     with_what = [
         f"{key} {found[key]}" for key in ("base", "quantization", "dtype", "device", "max_new_tokens") if found.get(key)
     ]
@@ -55,33 +61,57 @@ def markdown(found: Mapping[str, Any]) -> str:
         "Mean over the rows; in brackets the middle 95 % of 10,000 bootstrap draws of the rows.",
         "",
         *_table(*scores_table(found)),
-        "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`. The loss is on whole rows, "
-        "none of them cut, so it is not quite the training report's; the lower the better.",
+        *(
+            ["Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`.", ""]
+            if contract
+            else [UNSCORED, ""]
+        ),
+        f"The loss is on whole rows, and it is not quite the training report's where that cut some. {_texts(found)}"
+        "Loss and perplexity: the lower the better.",
         "",
         "## Counts",
         "",
         *_table(
             ["what", *names],
-            *([label, *(_count(systems[name][key]) for name in names)] for key, label in _COUNTS.items()),
+            *(
+                [label, *(_count(systems[name][key]) for name in names)]
+                for key, label in _COUNTS.items()
+                if key in first
+            ),
         ),
-        "## Violations of the contract",
-        "",
-        *_table(
-            ["share of rows with", *names],
-            *([kind, *(f"{systems[name]['violations'].get(kind, 0):.2f}" for name in names)] for kind in kinds),
-        ),
-        "## Refusals",
-        "",
-        *_table(
-            ["rows", *names],
-            *([label, *(str(systems[name]["confusion"][key]) for name in names)] for key, label in _CASES.items()),
-        ),
+        *(_broken_and_refused(systems) if contract else []),
         f"## {len(found['examples'])} examples",
         "",
     ]
     for example in found["examples"]:
         lines += _example(example)
     return "\n".join(lines)
+
+
+def _texts(found: Mapping[str, Any]) -> str:
+    length = found.get("text_length")
+    return f"A text is not answered; for its loss it is cut into rows of {length:,} tokens. " if length else ""
+
+
+def _broken_and_refused(systems: Mapping[str, Any]) -> list[str]:
+    kinds = dict.fromkeys(kind for system in systems.values() for kind in system["violations"])
+    return [
+        "## Violations of the contract",
+        "",
+        *_table(
+            ["share of rows with", *systems],
+            *([kind, *(f"{system['violations'].get(kind, 0):.2f}" for system in systems.values())] for kind in kinds),
+        ),
+        "## Refusals",
+        "",
+        *_table(
+            ["rows", *systems],
+            *(
+                [label, *(str(system["confusion"][key]) for system in systems.values())]
+                for key, label in _CASES.items()
+            ),
+        ),
+    ]
 
 
 def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
@@ -106,11 +136,13 @@ def _example(example: Mapping[str, Any]) -> list[str]:
     texts = {"reference": (example["reference"], "")}
     for name, system in example["systems"].items():
         scores = ", ".join(f"{scorer} {value:.2f}" for scorer, value in system["scores"].items())
-        texts[name] = (system["text"], f" ({scores}{'' if system['read'] else '; no JSON could be read'})")
+        said = f" ({scores}{'' if system['read'] else '; no JSON could be read'})" if scores else ""
+        texts[name] = (system["text"], said)
+    scored = any(system["scores"] for system in example["systems"].values())
     return [
-        f"### {example['query'].splitlines()[0]}",
+        f"### {''.join(example['query'].strip().splitlines()[:1]) or '(nothing is asked)'}",
         "",
-        f"{example['row']}. Documents: {'; '.join(documents) or 'none'}",
+        f"{example['row']}." + f" Documents: {'; '.join(documents) or 'none'}" * scored,
         "",
         *(line for name, (text, scores) in texts.items() for line in (f"**{name}**{scores}", "", *_quoted(text), "")),
     ]

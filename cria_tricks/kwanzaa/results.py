@@ -1,5 +1,6 @@
 """Scored answers -> one plain dictionary: values with their intervals, paired differences, counts, examples."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Scored:
 
     @cached_property
     def scores(self) -> dict[str, Score]:
-        """By the scorer's name."""
-        return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items()}
+        """By the scorer's name; none for a row without the answer contract."""
+        return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items() if self.row.contract}
 
 
 def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,28 +71,40 @@ def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "to
     """Every system's values in every draw; the draws are the same for all."""
     columns: dict[tuple[str, str], list[float]] = {}
     for name, scored in systems.items():
-        for scorer in SCORERS:
+        for scorer in scored[0].scores:
             columns[name, scorer] = [each.scores[scorer].value for each in scored]
         if written := [each.written for each in scored if each.written]:
             columns[name, "loss"] = [each.loss for each in written]
             columns[name, "trained"] = [each.trained for each in written]
     means = dict(zip(columns, resampled_means(list(columns.values())).unbind(1), strict=True))
-    found = {name: {scorer: means[name, scorer] for scorer in SCORERS} for name in systems}
+    found = {name: {scorer: means[name, scorer] for scorer in scored[0].scores} for name, scored in systems.items()}
     for name in systems:
         if (name, "loss") in means:  # per token, not per row
             found[name]["loss"] = means[name, "loss"] / means[name, "trained"]
+            found[name]["perplexity"] = found[name]["loss"].exp()
     return found
 
 
 def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> dict[str, Any]:
-    values = {scorer: sum(each.scores[scorer].value for each in scored) / len(scored) for scorer in SCORERS}
+    values = {scorer: sum(each.scores[scorer].value for each in scored) / len(scored) for scorer in scored[0].scores}
     written = [each.written for each in scored if each.written]
     if written:
         values["loss"] = sum(each.loss for each in written) / sum(each.trained for each in written)
+        values["perplexity"] = math.exp(values["loss"])
+    answered = [each for each in written if each.tokens]  # a text is not answered
+    return {
+        **{name: _with_interval(value, samples[name]) for name, value in values.items()},
+        **(_of_contract(scored) if scored[0].row.contract else {}),
+        "tokens": sum(each.tokens for each in answered) / len(answered) if answered else None,
+        "cut_off": sum(not each.ended for each in answered) if answered else None,
+    }
+
+
+def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
+    """What is counted where the rows keep the contract."""
     why = {scorer: [each.scores[scorer].why for each in scored] for scorer in SCORERS}
     cases = Counter((case["should"], case["did"]) for case in why["refusal"])
     return {
-        **{name: _with_interval(value, samples[name]) for name, value in values.items()},
         "json": _share(why["format"], "json"),
         "violations": {
             kind: count / len(scored)
@@ -109,8 +122,6 @@ def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> 
             "answered_rightly": cases[False, False],
             "no_text": cases[True, None] + cases[False, None],
         },
-        "tokens": sum(each.tokens for each in written) / len(written) if written else None,
-        "cut_off": sum(not each.ended for each in written) if written else None,
     }
 
 

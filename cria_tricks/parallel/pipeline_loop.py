@@ -105,7 +105,9 @@ class Loop:
         self.optimizer = optimizer(self.trained.values(), weight_decay=arguments.weight_decay, **options)
         sharded.group_apart(self.optimizer)
         leave_skipping_to_the_scaler(self.optimizer)
-        self.rate = get_scheduler("cosine", self.optimizer, arguments.warmup_steps, arguments.max_steps)
+        self.rate = get_scheduler(
+            arguments.lr_scheduler_type, self.optimizer, arguments.warmup_steps, arguments.max_steps
+        )
         scales = bool(plan.training.get("fp16"))
         self.scaler = ShardedGradScaler(plan.device.kind, enabled=scales, process_group=self.group)
         self.scaler.scale(torch.zeros((), device=self.device))  # awake in the stages that have no loss, too

@@ -1,6 +1,7 @@
 """``cria eval`` as a user meets it: what it writes, what it prints, what it refuses, and going on after a stop."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,6 +61,70 @@ def test_adapter_base_and_reference_side_by_side(adapter, run_cria, tmp_path):
     code, _, stderr = run_cria("eval", adapter, *SHORT[:-1], "5", "--out", out)
     assert (code, stderr.splitlines()[-1].count("error: ")) == (2, 1)
     assert "answers-adapter.jsonl: holds answers that differ in max_new_tokens; name another folder" in stderr
+
+
+def chat(*said: str) -> dict:
+    turns = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(said)]
+    return {"messages": turns}
+
+
+KINDS = {
+    "chat": chat("Who carved it?", "Ruth."),
+    "two turns and a question": chat("Who?", "Ruth.", "When?", "In 1969.", "Where?"),
+    "completion": {"prompt": "The mat lies", "completion": " below the corn."},
+    "no prompt": {"prompt": "", "completion": "Alone."},
+    "text": {"text": "Seven candles stand in the kinara. " * 40},
+    "alpaca": {"instruction": "Name the third.", "input": "of seven", "output": "Ujima"},
+}
+
+
+def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_path):
+    """Rows of every kind that trains, without the contract: the losses are those of the tokens that training labels."""
+    from cria_tricks.chat import open_folder
+    from cria_tricks.data.batches import PadToLongest
+    from cria_tricks.data.chat import read_jsonl
+    from cria_tricks.data.tokens import tokenize, trained
+    from cria_tricks.losses import full_loss_sum
+
+    data, out = tmp_path / "any.jsonl", tmp_path / "eval"
+    data.write_text("".join(json.dumps(row) + "\n" for row in KINDS.values()))
+    arguments = ["--data", data, "--batch-size", "4", "--max-new-tokens", "3", "--out", out]
+    code, stdout, stderr = run_cria("eval", adapter, "--with-base", *arguments, "--json")
+    assert code == 0, stderr
+    assert "note: The four scores (format, citations, grounding, refusal) need rows whose answers keep" in stderr
+    found = json.loads(stdout)
+    length = found["text_length"]
+    assert length == 320, "of the adapter's own recipe"
+    model, tokenizer = open_folder(adapter)
+    rows = tokenize(read_jsonl(data), tokenizer, length).rows
+    assert len(rows) > len(KINDS), "the text takes several rows"
+    with torch.no_grad():
+        loss = sum(full_loss_sum(model, PadToLongest(0)([row])).item() for row in rows)
+    loss /= sum(map(trained, rows))
+    system = found["systems"]["adapter"]
+    assert list(system) == ["loss", "perplexity", "tokens", "cut_off"], "no scores"
+    assert system["loss"]["value"] == pytest.approx(loss, rel=2e-3 if model.dtype == torch.bfloat16 else 1e-6)
+    for end in ("value", "low", "high"):
+        assert system["perplexity"][end] == pytest.approx(math.exp(system["loss"][end]))
+    assert list(found["differences"]) == ["loss", "perplexity"]
+    assert found["differences"]["perplexity"]["value"] == pytest.approx(
+        system["perplexity"]["value"] - found["systems"]["base"]["perplexity"]["value"]
+    )
+    written = [json.loads(line) for line in (out / "answers-adapter.jsonl").read_text().splitlines()[1:]]
+    tokens = {list(KINDS)[entry["row"]]: entry["tokens"] for entry in written}
+    assert [kind for kind in KINDS if not tokens[kind]] == ["no prompt", "text"], "there is nothing to answer"
+    asked = [example["query"] for example in found["examples"]]
+    assert asked == ["Who carved it?", "When?", "The mat lies", "", "", "Name the third.\n\nof seven"]
+    page = (out / "eval.md").read_text()
+    assert "the contract kwanzaa.answer.v1, so they are left out" in page
+    assert "A text is not answered; for its loss it is cut into rows of 320 tokens." in page
+    assert "## Refusals" not in page
+    assert f"| perplexity of the reference, exp(loss) | {system['perplexity']['value']:.3f} [" in page
+
+    code, stdout, stderr = run_cria("eval", adapter, "--with-base", *arguments)
+    assert (code, "/6 rows" in stderr) == (0, False), "nothing is answered twice"
+    assert "perplexity" in stdout
+    assert "format compliance" not in stdout
 
 
 @pytest.mark.parametrize(("bf16", "apart"), [(False, 1e-6), (True, 2**-9)], ids=["fp32", "bf16"])
@@ -134,8 +199,8 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
         ),
         (["eval", "none"], "none: there is no such folder; name the folder of an adapter"),
         (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
-        (["eval", "--reference", "--data", "pairs.jsonl"], "pairs.jsonl:1: to be evaluated, a row needs messages"),
-        (["eval", "--reference", "--data", "prose.jsonl"], "prose.jsonl:1: the assistant's turn is no answer of the"),
+        (["eval", "--reference", "--data", "pairs.jsonl"], "--reference: pairs.jsonl:1: the answer does not keep the"),
+        (["eval", "--reference", "--data", "prose.jsonl"], "prose.jsonl:2: the answer does not keep the contract"),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
         (["eval", "--reference", "--limit", "0"], "Invalid value for '--limit'"),
@@ -145,7 +210,7 @@ def test_bad_input_is_one_line(arguments, said, run_cria, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    (tmp_path / "prose.jsonl").write_text(json.dumps(chat) + "\n")
+    (tmp_path / "prose.jsonl").write_text(ROWS.read_text().splitlines(keepends=True)[0] + json.dumps(chat) + "\n")
     code, stdout, stderr = run_cria(*arguments)
     assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
     assert stderr.startswith("error: ")

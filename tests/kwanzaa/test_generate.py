@@ -1,6 +1,7 @@
 """Answers in batches are the answers one by one; the base below an adapter is the base; a stop loses nothing."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from cria_tricks.adapters import without_adapter
 from cria_tricks.console import Aside
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.errors import BadInput, OutOfMemory
+from cria_tricks.errors import BadInput, Diverged, OutOfMemory
 from cria_tricks.kwanzaa import generate
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.losses import full_loss_sum
@@ -178,6 +179,17 @@ def test_answers_of_something_else_are_refused_and_left_alone(content, said, tmp
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("scale", [math.nan, 1e4], ids=["nan", "huge"])
+def test_a_loss_that_no_model_has_is_told_and_not_averaged(scale, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(scale)
+    with pytest.raises(Diverged, match=r"made:0: the loss of its answer is (nan|\d{4,}.*) per token, in float32"):
+        generate.reference_loss(model, Letters(), CHATS[0])
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, torch.OutOfMemoryError("CUDA out of memory")])
 def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_model, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
@@ -194,7 +206,7 @@ def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_mo
 
     make = generate.answer_batch
     monkeypatch.setattr(generate, "answer_batch", answer)
-    options = {"batch_size": 1, "max_new_tokens": 3, "console": Aside(), "system": "base"}
+    options = {"batch_size": 1, "max_new_tokens": 3, "text_length": 8, "console": Aside(), "system": "base"}
     path = tmp_path / "a.jsonl"
     with pytest.raises(stop if stop is KeyboardInterrupt else OutOfMemory) as caught:
         generate.answer_rows(model, Letters(), CHATS, prompts, Answers(path, ABOUT), **options)

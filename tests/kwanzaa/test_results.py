@@ -111,7 +111,13 @@ def test_the_report_shows_every_system_and_ten_examples(systems):
     assert "| should answer, refuses | 0 | 6 | 0 |" in text
     head, *rows = scores_table(found)
     assert head == ["score", "adapter", "base", "reference", "adapter minus base"]
-    assert rows[-1][1:] == ["1.000 [1.000, 1.000]", "1.500 [1.500, 1.500]", "", "-0.500 [-0.500, -0.500]"]
+    assert [row[0] for row in rows[-2:]] == [
+        "loss per token of the reference, nats",
+        "perplexity of the reference, exp(loss)",
+    ]
+    assert rows[-2][1:] == ["1.000 [1.000, 1.000]", "1.500 [1.500, 1.500]", "", "-0.500 [-0.500, -0.500]"]
+    e, more = "2.718 [2.718, 2.718]", "4.482 [4.482, 4.482]"  # exp(1) and exp(1.5)
+    assert rows[-1][1:] == [e, more, "", "-1.763 [-1.763, -1.763]"]
 
 
 def test_one_row_is_enough(systems):
