@@ -68,7 +68,11 @@ def multiply_as_held_to() -> None:
     if os.environ.get("ONEDNN_MAX_CPU_ISA") in WITHOUT_VNNI:
         import torch
 
-        torch._int_mm = lambda a, b: a.int() @ b.int()  # type: ignore[misc]
+        def _int_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+            assert out is None
+            return a.int() @ b.int()
+
+        torch._int_mm = _int_mm
 
 
 def run(setting: Mapping[str, str], tests: list[str], one_in: int = 1) -> bool:
