@@ -68,9 +68,9 @@ def multiply_as_held_to() -> None:
     if os.environ.get("ONEDNN_MAX_CPU_ISA") in WITHOUT_VNNI:
         import torch
 
-        def _int_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        def _int_mm(input: torch.Tensor, mat2: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
             assert out is None
-            return a.int() @ b.int()
+            return input.int() @ mat2.int()
 
         torch._int_mm = _int_mm
 
