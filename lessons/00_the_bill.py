@@ -340,7 +340,7 @@ assert max(peaks(foreach)) == at_loss  # it does not add to the peak here
 # %% [markdown]
 # ## 4. What it costs
 # A bill costs a millisecond of arithmetic, so its price is its error. The package walks a block on paper as we did, for
-# every technique. We held 1,900 such bills against a *dry run*: the real modules (most models cut to 2 to 4 blocks),
+# every technique. We held 3,000 such bills against a *dry run*: the real modules (most models cut to 2 to 4 blocks),
 # loss and optimizer on tensors without data, every storage counted. Model, card, length and every switch were drawn at
 # random. And we held the dry run against 24 real trainings of SmolLM2-135M on a CPU, two steps each. What error would
 # you accept?
@@ -353,7 +353,7 @@ if study and dry_runs:
     print(f"dry run against real steps, {len(dry_runs['cases'])} cases: the worst is {dry_runs['worst']:+.5%}")
     allocator = f"the worst is {on_a_card['by_hand_worst']:+.1%}" if on_a_card else "not measured yet"
     print(f"by hand against CUDA's allocator: {allocator}")
-    assert -0.005 < study["worst_under"] < study["worst_over"] < 0.03
+    assert -0.006 < study["worst_under"] < study["worst_over"] < 0.031
 else:
     print("the committed results are not beside this package: see benchmarks/results/cpu in the repository")
 
@@ -378,8 +378,8 @@ def errors(theme: Theme):
 if study:
     course.show(
         errors,
-        "Figure 3. 1,900 bills by hand: most errors are too small to see, and every error over half a per cent is a "
-        "bill that is too high.",
+        "Figure 3. 3,000 bills by hand: most errors are too small to see, and nearly every error over half a per cent "
+        "is a bill that is too high.",
     )
 
 # %% [markdown]
@@ -643,7 +643,7 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #
 # ## In one breath
 # - **Saves** nothing; it says what every trick can save.
-# - **Costs** a millisecond, and an error: at most 2.9 % in 1,900 settings, held against a dry run.
+# - **Costs** a millisecond, and an error: at most 3.0 % in 3,000 settings, held against a dry run.
 # - **Exact** for what we wrote by hand: weights $4P$, states $8P$, what blocks keep, three times the logits.
 # - **When**: before every run, for the second step, at the moment when most lives.
 # - **When not** to trust one: when it is a sum of everything, or has no $T$ and no $V$ in it.

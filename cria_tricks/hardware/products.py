@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 
-STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""The matrices of a block in their order; those of a stage read the same input."""
-
 
 @dataclass
 class Products:
@@ -95,10 +92,11 @@ def blocks(recipe: Recipe, shape: Shape) -> Blocks:
 def _block(found: Blocks, recipe: Recipe, shape: Shape, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
     """Add one block; returns whether what it hands on needs a gradient, given whether what it was handed does."""
     own, thin, r, norms = Products(), Products(), recipe.lora.r, 0
-    for stage in STAGES:
+    for number, stage in enumerate(shape.stages):
         input_learns = learns or trained  # the norm in front trains too
-        if stage is STAGES[0]:
-            q, k, v = (input_learns or name in adapts for name in stage)
+        if number == 0:
+            asked = [input_learns or name in adapts for name in stage]
+            q, k, v = asked if len(asked) == 3 else asked * 3  # or one matrix gives all of them
             found.attention_grads += (q or k) + q + k + v  # of the weights, the queries, the keys and the values
             found.attended_back += q or k or v
         for name in stage:

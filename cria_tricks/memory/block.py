@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 FP32 = 4
 BLOCK = 64
 """4-bit weights that share a scale."""
-FIRST_NORM = "first norm's input"
+FIRST_NORM, INPUT = "first norm's input", "block's input"
+"""What keeps the block's input: a norm in front of it, or else the matrices."""
 JOINED = ("join's input", "join in 16 bits")
 """What the matrix keeps that joins a trained copy to its block."""
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 GATED, ATTENDED, JOINED_DOCUMENTS = "gated product", "attention's output", "documents' outputs, joined"
 
 
@@ -97,7 +97,9 @@ def keeps_nothing(memory: "MemoryEstimate") -> bool:
 def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int:
     """Bytes that a block would keep, if a gradient went below its first adapted matrix."""
     first = next(i for i, operation in enumerate(operations) if operation.name in memory.adapted)
-    alike = next(names for names in _SAME_INPUT if operations[first].name in names)  # their input has no gradient
+    alike = next(
+        names for names in memory.shape.stages if operations[first].name in names
+    )  # their input has no gradient
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)
@@ -107,7 +109,8 @@ def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int
         scores, halves = {"q_proj", "k_proj"}, "probabilities in 16 bits"
         needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, halves: {"v_proj"}}
         needed["probabilities"] = scores if halves in above else scores | {"v_proj"}
-        spared += sum(above.get(name, 0) for name, matrices in needed.items() if not matrices & set(memory.adapted))
+        adapted = set(memory.adapted) | ({"q_proj", "k_proj", "v_proj"} if "qkv_proj" in memory.adapted else set())
+        spared += sum(above.get(name, 0) for name, matrices in needed.items() if not matrices & adapted)
     return spared + sum(size for name, size in kept(operations).items() if name not in above)
 
 
@@ -182,30 +185,61 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     uncast += n * shape.kv_width * product * (product != memory.operand)
     attended = JOINED_DOCUMENTS if memory.joins_documents else ATTENDED
     o_proj = _linear(memory, "o_proj", attended, memory.operand, residual)
+    behind = shape.norms_behind
+    given, then = (INPUT, "attention's sum") if behind else ("first norm's output", "second norm's output")
     attention = [
-        _norm(memory, "first norm"),
-        *(_linear(memory, name, "first norm's output", stream, residual) for name in ("q_proj", "k_proj", "v_proj")),
+        *([] if behind else [_norm(memory, "first norm")]),
+        *_queries_keys_values(memory, given, residual),
         *_query_and_key_norms(memory),
         Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
         *_attention(memory, residual),
         replace(o_proj, forward=o_proj.forward + uncast),
-        *([_norm(memory, "norm of what was attended")] if shape.norms == 4 else []),
-        _norm(memory, "second norm"),
+        *([_norm(memory, "norm of what was attended")] if shape.norms == 4 or behind else []),
+        *([] if behind else [_norm(memory, "second norm")]),
     ]
     if shape.experts > 1:
         return [*attention, *_experts(memory, residual)]
-    gate, up = (_linear(memory, name, "second norm's output", stream, residual) for name in ("gate_proj", "up_proj"))
-    activated = {"gate": inner, "activated gate": inner}
     return [
         *attention,
+        *(_gate_and_up_joined if shape.joined else _gate_and_up)(memory, then, inner, residual),
+        _linear(memory, "down_proj", GATED, product, residual),
+        *([_norm(memory, "norm of the MLP's output")] if shape.norms == 4 or behind else []),
+    ]
+
+
+def _queries_keys_values(memory: "MemoryEstimate", source: str, residual: int) -> list[Operation]:
+    shape = memory.shape
+    if not shape.joined:
+        return [_linear(memory, name, source, memory.stream, residual) for name in ("q_proj", "k_proj", "v_proj")]
+    whole = memory.all_tokens * (shape.query_width + 2 * shape.kv_width) * memory.product
+    # Each part's gradient is put into one of the whole's size.
+    return [
+        _linear(memory, "qkv_proj", source, memory.stream, residual),
+        Operation("queries, keys and values apart", backward=residual + 3 * whole),
+    ]
+
+
+def _gate_and_up(memory: "MemoryEstimate", source: str, inner: int, residual: int) -> list[Operation]:
+    gate, up = (_linear(memory, name, source, memory.stream, residual) for name in ("gate_proj", "up_proj"))
+    activated = {"gate": inner, "activated gate": inner}
+    read = {"activated gate": inner}
+    # The activated gate's gradient waits; of what DoRA keeps not all is back at once, which is more.
+    fetched = sum(up.keeps.values()) + (0 if memory.dora else inner)
+    return [
         gate,
         Operation("gate's activation", activated, {}, inner, residual + 3 * inner, fetched=inner),
-        replace(up, reads={"activated gate": inner}),
-        Operation(
-            GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads={"activated gate": inner}, fetched=2 * inner
-        ),
-        _linear(memory, "down_proj", GATED, product, residual),
-        *([_norm(memory, "norm of the MLP's output")] if shape.norms == 4 else []),
+        replace(up, reads=read, fetched=fetched),
+        Operation(GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads=read, fetched=2 * inner),
+    ]
+
+
+def _gate_and_up_joined(memory: "MemoryEstimate", source: str, inner: int, residual: int) -> list[Operation]:
+    both = {"gate and up": 2 * inner}
+    return [
+        _linear(memory, "gate_up_proj", source, memory.stream, residual),
+        Operation("gate and up apart", backward=residual + 4 * inner),
+        Operation("gate's activation", {**both, "activated gate": inner}, {}, inner, residual + 3 * inner, 0, both),
+        Operation(GATED, {}, {}, inner, residual + 3 * inner, reads={"activated gate": inner, **both}),
     ]
 
 
@@ -214,7 +248,8 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     if not memory.learns_beside:
         return operations(memory)
     # The copy's weights are fp32, and so is what its norms give.
-    beside = replace(memory, trains_all=True, stream=FP32, product=memory.operand, unpacks=False, pins_inputs=False)
+    beside = replace(memory, trains_all=True, others=FP32, stream=FP32, product=memory.operand)
+    beside = replace(beside, unpacks=False, pins_inputs=False)
     width, a = memory.shape.width, memory.operand
     joined = memory.all_tokens * width * a
     join = dict(zip(JOINED, (joined, width * width * a if a < FP32 else 0), strict=True))
@@ -404,7 +439,10 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     queries, keys = n * shape.query_width * a, n * shape.kv_width * a
     if memory.repeats_keys or memory.kernel == "math":  # which repeats them itself
         keys = queries
-    operands = {"queries": queries, "keys": keys, "values": keys}
+    values = keys
+    if shape.joined and a == memory.product and (shape.heads == shape.kv_heads or not memory.repeats_keys):
+        values = n * (shape.query_width + 2 * shape.kv_width) * a  # as a part of what one matrix gave, they keep it all
+    operands = {"queries": queries, "keys": keys, "values": values}
     scores = n * memory.tokens * shape.heads
     back = residual + queries + keys
     if memory.kernel == "math":
@@ -421,7 +459,7 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     if memory.kernel == "eager":
         # Scores, scaled and masked, then the softmax in fp32; back: the gradients of both, beside that of the values.
         kept = {"queries": queries, "keys": keys, "probabilities": scores * FP32}
-        multiplied = {"values": keys} | ({"probabilities in 16 bits": scores * a} if a < FP32 else {})
+        multiplied = {"values": values} | ({"probabilities in 16 bits": scores * a} if a < FP32 else {})
         if shape.caps_scores:
             kept["capped scores"] = scores * a
         # A mask in fp32 makes the scores so, and else the softmax does.
@@ -439,4 +477,6 @@ def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     if not memory.maskless:
         operands["mask"] = n * memory.tokens * a  # for each row, and all heads
     result = {ATTENDED: queries, "log-sum-exp": n * shape.heads * FP32}
+    if shape.joined and memory.kernel == "flash":  # its result lies as the queries do, here head by head
+        result["attention's output, by heads"] = queries
     return [Operation("attention", operands | result, {}, queries, residual + 2 * queries + 2 * keys)]

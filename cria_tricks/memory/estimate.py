@@ -255,6 +255,10 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         at_the_end["head"] = _head_gradient(memory)
     found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
+    if memory.learns_beside:  # the frozen blocks below, where no gradient goes and no copy has run
+        below = replace(memory, checkpointed=False, learning_blocks=0)
+        for point in pick([point for point in block.points(below, block.operations(below)) if not point.backward]):
+            found.append(Moment("forward", (*fixed, before, *_inside(point))))
     # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
     once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
     copies = _copies(memory, kept=once.offloaded)
@@ -276,9 +280,12 @@ def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment
         frozen = [
             replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in block.operations(memory)
         ]
-        # The first of them if inputs are all that waits, else the last, when its copy is the only one that has learnt.
-        learnt = 1 if memory.checkpointed or memory.accumulates else memory.learning_blocks
-        of_copies = replace(gradients, bytes=gradients.bytes // learnt)
+        # The lowest of them, when all copies above have learnt, if inputs are all that waits, or all else is on the
+        # host; else the highest, when its own copy is the only one that has learnt.
+        blocks = memory.learning_blocks
+        learnt = blocks - 1 if memory.offloaded else 1
+        learnt = blocks if memory.checkpointed or memory.accumulates else learnt
+        of_copies = replace(gradients, bytes=gradients.bytes * learnt // blocks)
         for point in pick(block.points(memory, frozen)):
             found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
     if memory.trains_all:
@@ -365,8 +372,9 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     if memory.checkpointed:
         joined = sum(tensors.get(name, 0) for name in block.JOINED)  # the join is outside of what is made again
         each, why = _block_input(memory) + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
-        # What is made again comes on top; an fp32 input is the one that the first norm keeps.
-        open_too = pinned + (_block_input(memory) if memory.stream < FP32 else 0)
+        # What is made again comes on top. The input is among it, if a matrix keeps it, or a norm does and it is fp32.
+        again = block.INPUT in tensors or (memory.stream == FP32 and block.FIRST_NORM in tensors)
+        open_too = pinned + (0 if again else _block_input(memory))
     if memory.offloaded:
         each, why = pinned, "what int8 keeps; the rest is on the host"
     frozen = _frozen_beside(memory)
@@ -378,12 +386,12 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
     if memory.adapted and not memory.checkpointed:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
-        through -= tensors[block.FIRST_NORM]  # nor to what the first copy is given
+        through -= tensors.get(block.FIRST_NORM, 0)  # nor to what the first copy is given
     why += frozen.why
     everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
     # What is pinned goes when the whole backward pass has run.
-    one = open_too + below + blocks * frozen.pinned + max(blocks - 1, 0) * pinned
+    one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
     return _Waiting(
         everything,
         replace(everything, bytes=others, why=f"{blocks - 1} blocks x {why}"),
@@ -395,12 +403,13 @@ def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Wait
 class _Frozen(NamedTuple):
     """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below.
 
-    Of what is between them, one's goes when that one is open.
+    Of what is between them, one's goes when that one is open; a part of it stays until the whole backward pass has run.
     """
 
     each: int = 0
     between: int = 0
     open: int = 0
+    stays: int = 0
     below: int = 0
     pinned: int = 0
     why: str = ""
@@ -416,10 +425,11 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
         held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks
         one = held + (0 if memory.offloaded else _block_input(memory))
         return _Frozen(each=held, pinned=held, below=below * one, why=f", and {below} x the frozen ones'")
-    between, each = memory.learning_blocks - 1, block.pinned_bytes(operations)
+    between, pinned = memory.learning_blocks - 1, block.pinned_bytes(operations)
+    each, why = pinned, f", and {between} x the frozen ones'"
     if not memory.offloaded:  # an fp32 input is the copy's, too
         each = sum(block.kept(operations).values()) - (_block_input(memory) if memory.stream == FP32 else 0)
-    return _Frozen(between=between * each, open=each, why=f", and {between} x the frozen ones'")
+    return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
 
 
 def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:

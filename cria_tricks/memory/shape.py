@@ -1,7 +1,7 @@
 """The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
 
-A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma, Granite
-or SmolLM3. Nothing heavier than ``json`` is imported.
+A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma, Granite,
+SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
 """
 
 import json
@@ -62,11 +62,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
     "granite": {"max_position_embeddings": 2048},
+    "phi3": {"max_position_embeddings": 4096},
+    "olmo2": {"max_position_embeddings": 2048},
 }
 """Model types that are read, and what a field is in transformers' code when their config leaves it out."""
-
-UNESTIMATED = ("phi3", "olmo2")
-"""Model types that train, and whose blocks the formulas do not know: joined matrices, norms behind what they norm."""
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -96,6 +95,8 @@ class Shape:
         caps_logits: whether the logits do.
         beside_head: the field of the config by which logits are more than one product; empty if none is set.
         norms_whole_queries: whether queries are normalised over all heads at once, and keys.
+        norms_behind: whether a block normalises what attention and MLP give, and not what they are given.
+        joined: whether one matrix gives queries, keys and values, and one gate and up.
         context: tokens of the longest row that the model was made for; 0 if it is not known.
     """
 
@@ -119,6 +120,8 @@ class Shape:
     caps_logits: bool = False
     beside_head: str = ""
     norms_whole_queries: bool = False
+    norms_behind: bool = False
+    joined: bool = False
     context: int = 0
 
     @property
@@ -135,6 +138,13 @@ class Shape:
     def linears(self) -> dict[str, tuple[int, int]]:
         """(D_in, D_out) of the matrices of a block, by the names that LoRA's targets have; of one expert."""
         width, inner = self.width, self.inner
+        if self.joined:
+            return {
+                "qkv_proj": (width, self.query_width + 2 * self.kv_width),
+                "o_proj": (self.query_width, width),
+                "gate_up_proj": (width, 2 * inner),
+                "down_proj": (inner, width),
+            }
         return {
             "q_proj": (width, self.query_width),
             "k_proj": (width, self.kv_width),
@@ -146,11 +156,20 @@ class Shape:
         }
 
     @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """The matrices of a block in the order in which they run; those together that have one input."""
+        if self.joined:
+            return ("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)
+        return ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+
+    @property
     def modules(self) -> list[str]:
         """The paths of the model's modules in transformers, those that hold no weights left out."""
-        attention = [name for name in self.packable if name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        attention = [name for stage in self.stages[:2] for name in stage]
         mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
         norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.norms_behind:
+            norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         if self.norms == 4:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         if self.qk_norm:
@@ -178,7 +197,8 @@ class Shape:
     @property
     def block_other_weights(self) -> int:
         """Norms, biases and the router of a block, which are never quantised."""
-        norms = self.norms * self.width + 2 * self.head_width * self.qk_norm
+        of_queries = self.query_width + self.kv_width if self.norms_whole_queries else 2 * self.head_width
+        norms = self.norms * self.width + of_queries * self.qk_norm
         biases = sum(self.linears[name][1] for name in self.biased)
         router = self.experts * self.width if self.experts > 1 else 0
         return norms + biases + router
@@ -248,8 +268,6 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in UNESTIMATED:
-        raise BadInput(f"model {name}: model_type {kind!r} trains, and has no estimate yet; {', '.join(KINDS)} have")
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
     _refuse_other_heads(whole, name)
@@ -286,7 +304,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         inner=number("intermediate_size"),
         tied=bool(config.get("tie_word_embeddings")),
         biased=_biased(kind, config),
-        qk_norm=kind in ("qwen3", "gemma3_text"),
+        qk_norm=kind in ("qwen3", "gemma3_text", "olmo2"),
+        norms_whole_queries=kind == "olmo2",
+        norms_behind=kind == "olmo2",
+        joined=kind == "phi3",
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=number("num_local_experts", 1),
         experts_per_token=number("num_experts_per_tok", 1),
@@ -301,7 +322,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
 GENERATES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    *("SmolLM3ForCausalLM", "GraniteForCausalLM"),
+    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM"),
 )
 """What a config calls these models when they have a head that generates text."""
 
@@ -325,10 +346,10 @@ BIASED_MLP = ("llama", "smollm3", "granite")
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The matrices that have a bias: Qwen2's always, a Mistral's never, those of the others if their config says so."""
+    """The matrices that have a bias: Qwen2's always, Mistral's and Phi-3's never, others' if their config says so."""
     if kind == "qwen2":
         return ("q_proj", "k_proj", "v_proj")
-    asks = kind not in ("mistral", "mixtral") and config.get("attention_bias")
+    asks = kind not in ("mistral", "mixtral", "phi3") and config.get("attention_bias")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
     mlp = ("gate_proj", "up_proj", "down_proj") if kind in BIASED_MLP and config.get("mlp_bias") else ()
     return attention + mlp

@@ -69,11 +69,13 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
         except BadInput:
             continue
         letters = fit.plain(shape, **tricks, accumulates=k > 1, several=batch > 1)
-        largest_of = {}
+        largest_of, wanted = {}, {}  # a side network has two of the name "forward"
         for moment in moments(estimate(letters, shape, card.device), every_point=True):
             size = value(sum(row.bytes for row in moment.rows) + Formula([{}], 0), batch, tokens, k)
             largest_of[moment.name] = max(size, largest_of.get(moment.name, 0))
-        assert largest_of == {moment.name: moment.bytes for moment in moments(estimate(recipe, shape, card.device))}
+        for moment in moments(estimate(recipe, shape, card.device)):
+            wanted[moment.name] = max(moment.bytes, wanted.get(moment.name, 0))
+        assert largest_of == wanted
         pairs = zip(work(letters, shape, card, letters.data.max_length), work(recipe, shape, card, tokens), strict=True)
         for ours, theirs in pairs:
             assert ours.name == theirs.name

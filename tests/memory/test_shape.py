@@ -8,7 +8,7 @@ import pytest
 from cria_tricks import models
 from cria_tricks.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.shape import KINDS, REQUIRED, UNESTIMATED, find_shape, shape_of
+from cria_tricks.memory.shape import KINDS, REQUIRED, find_shape, shape_of
 
 PUBLISHED = {
     "smollm2": 134_515_008,
@@ -160,11 +160,6 @@ def test_what_is_no_decoder_that_we_know_is_refused(kind):
     said = refusal(lambda: of(kind))
     assert said.startswith(f"model made-up: model_type {kind!r} is no decoder that can be estimated")
     assert "llama, mistral, mixtral" in said
-
-
-@pytest.mark.parametrize("kind", UNESTIMATED)
-def test_a_kind_that_trains_without_an_estimate_is_told_so(kind):
-    assert refusal(lambda: of(kind)).startswith(f"model made-up: model_type '{kind}' trains, and has no estimate yet; ")
 
 
 @pytest.mark.parametrize("field", REQUIRED)
