@@ -215,7 +215,7 @@ def _switched(tricks: Mapping[str, Any]) -> str:
 
 def _again(report: Mapping[str, Any]) -> str:
     if report["lengthened"]:
-        why = " And ".join(map(what_ran.lengthened, report["lengthened"]))
+        why = ", and ".join(map(what_ran.lengthened, report["lengthened"]))
         return f"`cria train recipe.toml` does not repeat the run, because {why}."
     processes = _processes(report)
     several = f", started in {processes} processes," if processes > 1 else ""

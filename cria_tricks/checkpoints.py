@@ -177,16 +177,19 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     try:
         then = Recipe.model_validate(before["recipe"]).model_dump(mode="json")
     except (ValidationError, KeyError, TypeError):
-        raise BadInput(f"--resume: {where} was written by another version of cria_tricks; use that one") from None
+        raise BadInput(
+            f"--resume: {where}: its recipe is of another version of cria_tricks; use the version that wrote it"
+        ) from None
     old, new = _flat(then), _flat(now["recipe"])
     ignored = FREE | BY_CONTENT | _lengthened(old, new) | ({"model"} if "base" in before else set())
     differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key not in ignored and old[key] != new[key]]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]
     if differ:
-        longer = (
-            "; its length may only grow" if any(key in LENGTH - ignored and old[key] != new[key] for key in new) else ""
-        )
+        longer = ""
+        if any(key not in ignored and old[key] != new[key] for key in LENGTH):
+            decides = "train.max_steps" if old["train.max_steps"] else "train.epochs"
+            longer = f"; a run can be made longer by {decides}, which set its length, and never shorter"
         raise BadInput(
             f"--resume: {where} is of another recipe: {', '.join(differ)}{longer}; set them back, or name a new folder"
         )

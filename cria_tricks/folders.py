@@ -84,7 +84,8 @@ class Folders:
         changed = any(identity.other(before, base, part) for part in ("weights", "config"))
         if differ := identity.other(before, base, "tokenizer"):  # then the same rows are other tokens
             raise BadInput(f"--resume: {self.start.path}: the base's tokenizer is another: {differ}; put it back")
-        for warning in identity.compare(before, base, f"--resume: {self.start.path}", allowed=other_base):
+        where = f"--resume: {self.start.path}"
+        for warning in identity.compare(before, base, where, allowed=other_base, moved="--set model=DIR"):
             self.say(f"warning: {warning}")
         return before if changed else {}
 

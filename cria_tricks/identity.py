@@ -47,7 +47,9 @@ def short(digest: str | None) -> str:
     return f"sha256 {digest[:12]}" if digest else "not there"
 
 
-def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, allowed: bool) -> list[str]:
+def compare(
+    recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, allowed: bool, moved: str = "--base"
+) -> list[str]:
     """Hold a base against the recorded one.
 
     Args:
@@ -55,6 +57,7 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, 
         now: from :func:`of`, of the base that would be used.
         where: what was trained over it, for the error.
         allowed: whether another base is wanted; then the difference is a warning.
+        moved: the option that names the base's folder.
 
     Returns:
         Warnings.
@@ -64,9 +67,9 @@ def compare(recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, 
     """
     warnings = []
     if differ := next(filter(None, (other(recorded, now, part) for part in ("weights", "config"))), ""):
-        said = f"{where}: was trained over another base than {now['name']} is now: {differ}"
+        said = f"{where}: the base {now['name']} is not the one that it was trained over: {differ}"
         if not allowed:
-            raise BadInput(f"{said}; name the folder of that base with --base, or use this one with --other-base")
+            raise BadInput(f"{said}; name the folder of that base with {moved}, or use this one with --other-base")
         warnings.append(f"{said}; used because of --other-base")
     if differ := other(recorded, now, "tokenizer"):
         warnings.append(f"{where}: the base's tokenizer has changed since: {differ}")

@@ -29,7 +29,7 @@ AGAIN = 0.5
 """Seconds that must be left for asking again."""
 GIVEN_UP = 30.0
 """Seconds for which a host that did not answer is not asked again."""
-FORBIDDEN = "--offline or HF_HUB_OFFLINE=1 forbids to ask the network"
+FORBIDDEN = "the network is switched off by --offline or HF_HUB_OFFLINE=1"
 
 
 def offline() -> bool:
@@ -227,4 +227,6 @@ def refusal(hub_id: str, error: Exception) -> str:
         cure = f"did you mean {near}?" if near else "check the name; a private one needs: hf auth login"
         return f"the hub has no such model, or does not show it to this login; {cure}"
     # The network; or a name that the hub does not take, an answer that is none.
-    return f"{why(error)}; check the name and the network, or give a local folder: --set model=DIR"
+    reason = why(error)
+    check = "run it once without" if reason.endswith(FORBIDDEN) else "check the name and the network"
+    return f"{reason}; {check}, or give a local folder: --set model=DIR, or --base DIR for an adapter's base"

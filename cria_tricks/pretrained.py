@@ -31,11 +31,11 @@ EXPONENT = {
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """What a header calls a type of numbers that a model may be stored in."""
 WRAPPED = {
-    "_orig_mod.": "torch.compile's; save model._orig_mod instead",
-    "module.": "DataParallel's; save model.module instead",
-    "_fsdp_wrapped_module.": "FSDP's; save a full state dict instead",
-    "_checkpoint_wrapped_module.": "activation checkpointing's; save the model below it instead",
-    "base_model.model.": "peft's; merge the adapter first, or name the base",
+    "_orig_mod.": "torch.compile put it there: save model._orig_mod instead",
+    "module.": "DataParallel put it there: save model.module instead",
+    "_fsdp_wrapped_module.": "FSDP put it there: save a full state dict instead",
+    "_checkpoint_wrapped_module.": "activation checkpointing put it there: save the model below it instead",
+    "base_model.model.": "peft put it there: merge the adapter first, or name the base",
 }
 """Prefixes that a wrapper puts before the names of a model's tensors, and how to save without them."""
 SHOWN = 3
@@ -66,7 +66,7 @@ def tokenizer(folder: str | Path, name: str) -> Any:
         BadInput: if there is none, or it cannot be read.
     """
     if not any((Path(folder) / file).is_file() for file in weight_files.TOKENIZER):
-        raise BadInput(f"model {name}: the folder has no tokenizer; copy tokenizer.json and its companions into it")
+        raise BadInput(f"model {name}: the folder has no tokenizer; copy the tokenizer's files into it")
     return _loaded(AutoTokenizer.from_pretrained, folder, name)
 
 
@@ -188,7 +188,7 @@ def adapter(model: Any, folder: Path) -> Any:
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     _refuse({"missing_keys": wanted - stored, "unexpected_keys": stored - wanted, "mismatched_keys": ()}, str(folder))
     if broken := _first_nonfinite(file):
-        raise BadInput(f"{folder}: {broken} in {file.name} holds NaN or infinity; train it again")
+        raise BadInput(f"{folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
     return adapted
 
 
@@ -198,7 +198,7 @@ def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
     for prefix, whose in WRAPPED.items():
         if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
             raise BadInput(
-                f"model {name}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}): {whose}"
+                f"model {name}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {whose}"
             )
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise BadInput(

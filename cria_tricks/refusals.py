@@ -57,7 +57,10 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     """
     name, targets = facts.name, plan.peft.get("target_modules", ())
     if facts.heads % facts.kv_heads:
-        raise BadInput(f"model {name}: {facts.heads} heads cannot share {facts.kv_heads} key heads")
+        raise BadInput(
+            f"model {name}: {facts.heads} heads cannot share {facts.kv_heads} key heads; correct num_attention_heads "
+            "or num_key_value_heads in config.json"
+        )
     if "sdpa" in plan.model.get("attn_implementation", "") and not facts.made_for_sdpa:
         raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
     for target in targets:
@@ -68,8 +71,11 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
                 "every linear but the head" + (f", or {there}, which it has" if there else "")
             )
     if (blocks := plan.peft.get("blocks", 0)) > (facts.blocks or 0):
-        found = "no list of them" if facts.blocks is None else facts.blocks
-        raise BadInput(f"side.blocks={blocks}: {name} has {found}")
+        if facts.blocks is None:
+            raise BadInput(f"tricks.peft=side_network: {name} has no list of blocks to copy; set tricks.peft=lora")
+        raise BadInput(
+            f"side.blocks={blocks}: {name} has {facts.blocks} blocks; set side.blocks={facts.blocks} or less"
+        )
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
         _refuse_uncut(plan, facts, processes)
     if plan.loss["kind"] == "chunked":

@@ -73,10 +73,10 @@ def find(folder: Path, name: str) -> list[Path]:
 def _index(folder: Path, name: str) -> dict[str, str]:
     """Which file holds a tensor."""
     try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")
         if places and all(isinstance(file, str) and Path(file).name == file for file in places.values()):
             return places
-        raise ValueError("weight_map names no files of this folder")
+        raise ValueError("its weight_map does not name a file of this folder for each tensor")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"model {name}: {INDEX} cannot be used: {first_line(error)}; {AGAIN}") from None
 

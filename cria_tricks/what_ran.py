@@ -45,9 +45,9 @@ def lengthened(entry: Mapping[str, int]) -> str:
         entry: of the run's history, with ``step`` and ``lengthened_from``, the steps that it was to have.
     """
     return (
-        f"the run was lengthened after step {entry['step']}. Until then it had the learning rates of a run of "
-        f"{entry['lengthened_from']} steps, so it is not the run that is as long from the beginning. "
-        "With train.schedule=constant and train.warmup_ratio=0 the two are equal"
+        f"the run was lengthened after step {entry['step']}: its first steps had the learning rates of a run of "
+        f"{entry['lengthened_from']} steps, so it differs from a run of this length "
+        "(with train.schedule=constant and train.warmup_ratio=0 it would not)"
     )
 
 

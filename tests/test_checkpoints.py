@@ -472,7 +472,9 @@ def test_where_the_rates_would_have_been_others_it_says_so(whole, tiny_model, ro
             start = checkpoints.newest()
             run = fit(loaded, plan, recipe.train, rows, rows[:2], checkpoints, pad_id=2, start=start, callbacks=halt)
     [warning] = said  # not once more by the second resume, which lengthens nothing
-    assert re.search(r"lengthened after step 4\. Until then .* of a run of 4 steps, so it is not the run that", warning)
+    assert re.search(
+        r"lengthened after step 4: its first steps had .* of a run of 4 steps, so it differs from a run", warning
+    )
     assert run.lengthened == ({"step": 4, "lengthened_from": 4},)
     rates, wanted = ([entry["learning_rate"] for entry in made.training] for made in (run, whole()[0]))
     assert rates[4:] == wanted[4:]  # from there on it follows the longer run's schedule
@@ -491,10 +493,14 @@ def test_the_length_may_only_grow():
     allowed([epochs(1)], [epochs(1.5)])
     allowed([steps(4), epochs(3)], [steps(4), epochs(1)])  # steps decide
     for before, after in (([steps(9)], [steps(4)]), ([epochs(2)], [epochs(1)])):
-        with pytest.raises(BadInput, match=r"its length may only grow; set them back"):
+        with pytest.raises(
+            BadInput, match=r"made longer by train\.(max_steps|epochs), which set its length, and never shorter; set"
+        ):
             allowed(before, after)
     for before, after in (([steps(4)], []), ([], [steps(4)])):  # which of the two is longer, nobody knows yet
-        with pytest.raises(BadInput, match=r"max_steps \(\d, now \d\); its length may only grow"):
+        with pytest.raises(
+            BadInput, match=r"max_steps \(\d, now \d\); a run can be made longer by train\.(max_steps|epochs), which"
+        ):
             allowed(before, after)
 
 

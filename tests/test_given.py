@@ -106,7 +106,7 @@ CASES = {
         for command in ("chat", "eval", "merge")
     },
     "eval": "name the folder of an adapter, or give --reference to score the data's own answers",
-    "eval --with-base": "--with-base: is the model below an adapter; name the adapter's folder",
+    "eval --with-base": "--with-base: there is no adapter to compare with its base; name the adapter's folder",
     "eval --reference --data none.jsonl": "--data none.jsonl: no such file",
     "eval --reference --limit 0": "Invalid value for '--limit'",
     "chat": "Missing argument",

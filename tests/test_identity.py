@@ -100,7 +100,7 @@ def test_another_base_is_refused_wherever_one_was_recorded(change, place, run_cr
         code, stdout, stderr = run_cria(*command)
         last = stderr.splitlines()[-1]
         assert (code, stdout) == (2, ""), command
-        assert "was trained over another base" in last
+        assert "is not the one that it was trained over" in last
         assert f"{file} was sha256 " in last
         assert "--other-base" in last
     assert not (place / "stopped" / "adapter").exists()
@@ -195,10 +195,10 @@ def test_the_merged_model_says_that_its_base_is_another(place, tmp_path):
     change_a_weight(place / "models" / "base")
     said = []
     found = merge(place / "run" / "adapter", tmp_path / "merged", other_base=True, say=said.append)
-    assert "another base" in said[0]
+    assert "is not the one that it was trained over" in said[0]
     made = json.loads((Path(found["merged"]) / "provenance.json").read_text())
-    assert "was trained over another base" in made["merge"]["other_base"]
-    assert "was trained over another base" in (Path(found["merged"]) / "README.md").read_text()
+    assert "is not the one that it was trained over" in made["merge"]["other_base"]
+    assert "is not the one that it was trained over" in (Path(found["merged"]) / "README.md").read_text()
 
 
 def test_kinds_of_bases_and_their_hashes(tmp_path, monkeypatch):

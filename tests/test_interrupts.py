@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cria_tricks.console import Aside
+from tests.drills.signals import hear
 
 ROOT = Path(__file__).parents[1]
 NOTHING = "interrupted; nothing was written\n"
@@ -46,14 +47,9 @@ entry.main()
 """
 
 
-def hearing_ctrl_c() -> None:
-    """Tests that were started in the background ignore SIGINT, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PRESS + code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=hearing_ctrl_c)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=hear)
     done.stderr = re.sub("^still .*\n", "", done.stderr, flags=re.MULTILINE)  # on a machine so busy that it waits
     return done
 
@@ -174,6 +170,7 @@ def test_words_that_cannot_be_written_stop_nothing(monkeypatch):
 
 def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
     """Each word to it is an error from then on (EIO)."""
+    before = signal.getsignal(signal.SIGHUP)
     body = (
         "from cria_tricks.console import Aside",
         "aside = Aside()",
@@ -194,11 +191,11 @@ def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
         stderr=its,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that it hears when the terminal goes
+        preexec_fn=lambda: (hear(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),  # so that it hears when the terminal goes
     )
     os.close(its)
     assert b"a step" in os.read(ours, 100)
     os.close(ours)
     assert process.wait(timeout=60) == 130
     assert (tmp_path / "saved").exists()
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == before

@@ -183,7 +183,7 @@ def test_offline_a_model_of_the_hub_is_refused_by_name(hub_at, monkeypatch):
         for name, shown in (("nobody/nothing", "nobody/nothing"), ("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3")):
             said = refused(lambda name=name: models.refuse_out_of_reach(name))
             assert said.startswith(f"model {shown}: its config.json cannot be had from the hub: it is not in the cache")
-            assert "--offline or HF_HUB_OFFLINE=1 forbids to ask the network" in said
+            assert "the network is switched off by --offline or HF_HUB_OFFLINE=1" in said
         assert not taken
 
 
@@ -217,9 +217,10 @@ def test_offline_every_command_says_what_is_missing_and_asks_nobody(words, said,
             env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert not taken
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
-    assert said in done.stderr
-    assert re.search("--offline or HF_HUB_OFFLINE=1 forbids to ask the network", done.stderr)
+    [line] = [line for line in done.stderr.splitlines() if not line.startswith("still ")]  # on a busy machine
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in line
+    assert re.search("the network is switched off by --offline or HF_HUB_OFFLINE=1", done.stderr)
 
 
 def test_the_cure_of_an_unknown_model_of_the_hub_is_the_nearest_one(monkeypatch):
@@ -262,7 +263,7 @@ def test_publishing_to_a_hub_that_never_answers_ends_in_one_line(hub_at, monkeyp
 def test_publishing_offline_is_refused(hub_at, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused(lambda: push({"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0"}))
-    assert said.startswith("publish: owner/name: can only be reached over the network, and --offline or HF_HUB_OFFLINE")
+    assert said.startswith("publish: owner/name: can only be reached over the network, and the network is switched off by")
 
 
 def test_the_real_rows_are_not_waited_for_for_ever(monkeypatch, tmp_path, online):

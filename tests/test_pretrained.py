@@ -93,8 +93,11 @@ def prefixed(prefix: str):
 
 
 DAMAGES = {
-    "compiled": (prefixed("_orig_mod."), "have the prefix _orig_mod. .*torch.compile's; save model._orig_mod instead"),
-    "in parallel": (prefixed("module."), "prefix module. .*DataParallel's"),
+    "compiled": (
+        prefixed("_orig_mod."),
+        "have the prefix _orig_mod. .*torch.compile put it there: save model._orig_mod",
+    ),
+    "in parallel": (prefixed("module."), "prefix module. .*DataParallel put it there"),
     "compiled blocks": (
         edited(lambda tensors: {name.replace("layers.1.", "layers.1._orig_mod."): t for name, t in tensors.items()}),
         "names of 9 tensors have the prefix _orig_mod.",
@@ -135,7 +138,7 @@ DAMAGES = {
     ),
     "index leads out": (
         wrongly_indexed(lambda folder, places: places.update({LAYER: "../other.safetensors"})),
-        "weight_map names no files of this folder",
+        "weight_map does not name a file of this folder",
     ),
     "head untied": (
         lambda folder: (

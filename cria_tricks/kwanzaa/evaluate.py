@@ -89,9 +89,8 @@ def evaluate(
     contract = rows[0].contract
     if reference and not contract:
         raise BadInput(
-            f"--reference: {_first_without(source.rows[:limit])}: the answer does not keep the contract "
-            "kwanzaa.answer.v1 (a JSON object with answer.text, sources, ...), so there is nothing to score; leave "
-            "--reference out"
+            f"--reference: {_first_without(source.rows[:limit])}: the row does not end with an answer of the contract "
+            "kwanzaa.answer.v1 (a JSON object with answer.text), so it cannot be scored; leave --reference out"
         )
     place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
     if place.exists() and not place.is_dir():
@@ -120,7 +119,7 @@ def evaluate(
 def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, lies: str | Path | None) -> Path | None:
     if adapter is None:
         if base:
-            raise BadInput("--with-base: is the model below an adapter; name the adapter's folder")
+            raise BadInput("--with-base: there is no adapter to compare with its base; name the adapter's folder")
         if not reference:
             raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
         return None
@@ -239,6 +238,6 @@ def _base_name(folder: Path, must: bool = True) -> str:
     if must:
         raise BadInput(
             f"--with-base: {folder} holds a whole model and no recipe.toml that names what it was trained from; "
-            "evaluate that model by itself, as another ADAPTER"
+            "evaluate the base in a command of its own: cria eval FOLDER_OF_THE_BASE --out DIR"
         )
     return ""

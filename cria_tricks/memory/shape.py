@@ -288,7 +288,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     heads, width, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise BadInput(f"model {name}: {heads} heads cannot share {kv_heads} key heads")
+        raise BadInput(
+            f"model {name}: {heads} heads cannot share {kv_heads} key heads; correct num_attention_heads "
+            "or num_key_value_heads in config.json"
+        )
     windowed = config.get("sliding_window") is not None
     if "use_sliding_window" in KINDS[kind]:
         windowed = windowed and bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers

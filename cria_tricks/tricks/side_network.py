@@ -90,7 +90,9 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
         return memory
     blocks = recipe.side.blocks
     if blocks > shape.layers:
-        raise BadInput(f"side.blocks={blocks}: {shape.name} has {shape.layers}")
+        raise BadInput(
+            f"side.blocks={blocks}: {shape.name} has {shape.layers} blocks; set side.blocks={shape.layers} or less"
+        )
     a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
     added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
     return replace(memory, trains_all=False, trains_head=False, added=added, learning_blocks=blocks, learns_beside=True)

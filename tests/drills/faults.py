@@ -405,12 +405,19 @@ def catalogue() -> list[Fault]:
     ]
     uses = {"chat": CHAT, "merge": MERGE, "eval": EVAL, "resume": RESUME}
     found += [
-        Fault(f"other base: {name}: {use}", command, f"was trained over another base .*{says}.*--other-base", damage)
+        Fault(
+            f"other base: {name}: {use}",
+            command,
+            f"is not the one that it was trained over .*{says}.*--other-base",
+            damage,
+        )
         for name, (damage, says) in OTHER.items()
         for use, command in uses.items()
     ]
     found += [
-        Fault(f"base: {name}: {use}", uses[use], "was trained over another base|" + BASE[name][1], BASE[name][0])
+        Fault(
+            f"base: {name}: {use}", uses[use], "is not the one that it was trained over|" + BASE[name][1], BASE[name][0]
+        )
         for name in ("a tensor missing", "NaN", "cut off", "no weights", "no config")
         for use in ("chat", "resume")
     ]
@@ -475,7 +482,7 @@ SINGLE = [
     Fault("command: a whole model merged", "merge base --out merged", "is a whole model already"),
     Fault("command: no repository", "publish run/adapter name", "write OWNER/NAME"),
     Fault("command: no version", f"{PUBLISH} --tag 1.0", "is no version"),
-    Fault("command: published without a network", f"{PUBLISH} --yes", "forbids to ask the network"),
+    Fault("command: published without a network", f"{PUBLISH} --yes", "the network is switched off"),
     Fault("command: eval without an adapter", "eval", "name the folder of an adapter"),
     Fault("command: eval of rows that are not there", "eval run/adapter --data none.jsonl", "no such"),
     Fault("command: processes without a measurement", "doctor --nproc 2", "belongs to --collectives"),
@@ -491,9 +498,9 @@ SINGLE = [
     Fault("plan: too many blocks beside", "plan job.toml --gpu t4 --set tricks.peft=side_network --set side.blocks=9",
           "side.blocks=9: .* has 2"),
     Fault("plan: no such model", "plan job.toml --gpu t4 --model smolm2", "did you mean smollm2"),
-    Fault("network: forbidden: train", f"{TRAIN} --offline --set model=a/b", "forbids to ask"),
-    Fault("network: forbidden: plan", "plan job.toml --gpu t4 --offline --model owner/name", "forbids to ask"),
-    Fault("network: forbidden: rows", f"{TRAIN} --offline --set data.train=owner/name:train", "forbids to ask"),
+    Fault("network: forbidden: train", f"{TRAIN} --offline --set model=a/b", "the network is switched off"),
+    Fault("network: forbidden: plan", "plan job.toml --gpu t4 --offline --model owner/name", "is switched off"),
+    Fault("network: forbidden: rows", f"{TRAIN} --offline --set data.train=owner/name:train", "is switched off"),
     Fault("command: an unknown option", "train --fast", "--fast"),
     Fault("command: an unknown command", "trian", "trian"),
 ]  # fmt: skip

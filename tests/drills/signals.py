@@ -24,6 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def hear() -> None:
+    """What is started in the background, or under nohup, ignores some of them, and so would what it starts."""
+    for number in NUMBERS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 TINY = (
     "model=random:tiny",
     "tricks.precision=fp32",
@@ -150,7 +158,10 @@ class Signals:
         command = [sys.executable, "-m", "cria_tricks", "train", "smoke", *settings]
         with (self.folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(
-                [*command, "--out", str(self.folder / name), "--resume"], stdout=subprocess.DEVNULL, stderr=log
+                [*command, "--out", str(self.folder / name), "--resume"],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                preexec_fn=hear,
             )
 
     def _said(self, name: str) -> str:

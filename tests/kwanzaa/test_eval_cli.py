@@ -195,12 +195,15 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
         (["eval"], "name the folder of an adapter, or give --reference"),
         (
             ["eval", "--with-base", "--reference"],
-            "--with-base: is the model below an adapter; name the adapter's folder",
+            "--with-base: there is no adapter to compare with its base; name the adapter's folder",
         ),
         (["eval", "none"], "none: there is no such folder; name the folder of an adapter"),
         (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
-        (["eval", "--reference", "--data", "pairs.jsonl"], "--reference: pairs.jsonl:1: the answer does not keep the"),
-        (["eval", "--reference", "--data", "prose.jsonl"], "prose.jsonl:2: the answer does not keep the contract"),
+        (["eval", "--reference", "--data", "pairs.jsonl"], "--reference: pairs.jsonl:1: the row does not end with"),
+        (
+            ["eval", "--reference", "--data", "prose.jsonl"],
+            "prose.jsonl:2: the row does not end with an answer of the contract",
+        ),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl"], "--out prose.jsonl: is a file"),
         (["eval", "--reference", "--data", str(ROWS), "--out", "prose.jsonl/x"], "cannot be made: Not a directory"),
         (["eval", "--reference", "--limit", "0"], "Invalid value for '--limit'"),

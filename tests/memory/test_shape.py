@@ -179,7 +179,8 @@ def test_a_number_that_is_none_is_named(field, value):
 
 def test_heads_that_cannot_be_shared_are_refused():
     said = refusal(lambda: of(num_attention_heads=8, num_key_value_heads=3))
-    assert said == "model made-up: 8 heads cannot share 3 key heads"
+    cure = "correct num_attention_heads or num_key_value_heads in config.json"
+    assert said == f"model made-up: 8 heads cannot share 3 key heads; {cure}"
 
 
 def test_a_file_and_its_folder_are_one(tmp_path):
@@ -222,5 +223,5 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 def test_a_hub_id_that_cannot_be_had_says_what_to_give_instead():
     said = refusal(lambda: find_shape("nobody/nothing"))
     assert said.startswith("model nobody/nothing: its config.json cannot be had from the hub: ")
-    assert "it is not in the cache of this machine, and --offline or HF_HUB_OFFLINE=1 forbids" in said
+    assert "it is not in the cache of this machine, and the network is switched off" in said
     assert said.endswith("check the name and the network, or give a local folder: --set model=DIR")
