@@ -263,7 +263,9 @@ def test_publishing_to_a_hub_that_never_answers_ends_in_one_line(hub_at, monkeyp
 def test_publishing_offline_is_refused(hub_at, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused(lambda: push({"folder": str(tmp_path), "repo": "owner/name", "tag": "v1.0.0"}))
-    assert said.startswith("publish: owner/name: can only be reached over the network, and the network is switched off by")
+    assert said.startswith(
+        "publish: owner/name: can only be reached over the network, and the network is switched off by"
+    )
 
 
 def test_the_real_rows_are_not_waited_for_for_ever(monkeypatch, tmp_path, online):

@@ -408,7 +408,7 @@ def catalogue() -> list[Fault]:
         Fault(
             f"other base: {name}: {use}",
             command,
-            f"is not the one that it was trained over .*{says}.*--other-base",
+            f"is not the one that it was trained over: .*{says}.*--other-base",
             damage,
         )
         for name, (damage, says) in OTHER.items()
