@@ -63,8 +63,9 @@ def train(
 
     changes = _several(settings)
     given.training(given.recipe(recipe, changes), out, resume)
-    wanted = with_settings(recipes.get(recipe), changes)
-    with importing():  # this imports torch, which takes seconds
+    with importing():  # torch, which takes seconds; a named recipe's precision depends on the device
+        wanted = with_settings(recipes.get(recipe), changes)
+
         from cria_tricks.run import train as run
     return run(wanted, out, resume=resume, other_base=other_base, console=console)
 

@@ -1,8 +1,8 @@
 """What Ctrl-C, SIGTERM and SIGHUP do to a command: it ends in one line that says what is saved, with exit code 130.
 
 The first signal raises ``KeyboardInterrupt``, so that half-written folders are removed and child processes end. The
-next signal ends the process at once. While libraries are imported, the first one does too: nothing has begun by then,
-and an exception inside an import may come out as another one, or get lost.
+next signal ends the process at once. While a library is imported, the first one does too: an exception inside an import
+may come out as another one, get lost, or abort the process where the library's C++ code imports.
 
 A command calls :func:`listen` before it imports anything else. Therefore this module imports only what Python has
 loaded by itself; ``signal`` and ``typing`` would take longer than the rest of it.
@@ -29,7 +29,7 @@ class _State:
 
     Attributes:
         saved: what is saved so far, in words.
-        importing: whether a signal ends the process at once; a count, because blocks may be nested.
+        hasty: whether a signal ends the process at once, wherever it comes; a count, because blocks may be nested.
         asked: whether a signal has come.
         speaking: whether the last line is being written; nothing may cut it off.
         code: the exit code, once the last line is written.
@@ -38,7 +38,7 @@ class _State:
     """
 
     saved = NOTHING
-    importing = 0
+    hasty = 0
     asked = speaking = listening = False
     code: int | None = None
     first = True
@@ -50,7 +50,7 @@ _state = _State()
 def listen() -> None:
     """Handle the signals from now on, while imports run. Only a command calls this; importing the package does not."""
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable  # first: the import below can be interrupted, too
-    _state.importing, _state.listening = 1, True
+    _state.hasty, _state.listening = 1, True
     _state.first = int(os.environ.get("RANK", 0)) == 0  # now, as the number is taken out of there later
     _install()
     atexit.register(_be_deaf)  # registered first, so it runs last
@@ -72,20 +72,20 @@ def heard() -> tuple[signal.Signals, ...]:
 
 
 class AtOnce:
-    """A block in which a signal ends the process at once, because exceptions may get lost there."""
+    """A block in which a signal ends the process at once, because nothing has to be put in order there."""
 
     def __enter__(self) -> None:
-        _state.importing += 1
+        _state.hasty += 1
 
     def __exit__(self, *error: object) -> None:
-        _state.importing -= 1
+        _state.hasty -= 1
 
 
 def begin() -> None:
     """Begin a command: nothing is saved, no signal has come, and the command's own modules are imported."""
     _state.saved = NOTHING
     _state.asked = _state.speaking = False
-    _state.importing = 0
+    _state.hasty = 0
 
 
 def now_saved(sentence: str) -> None:
@@ -158,10 +158,19 @@ def _handle(number: int, frame: Any) -> None:
         os._exit(_state.code)
     if _state.speaking:
         return  # to the line that is being written
-    if _state.asked or _state.importing:
+    if _state.asked or _state.hasty or _imports(frame):
         _end_at_once()
     _state.asked = True
     raise KeyboardInterrupt
+
+
+def _imports(frame: Any) -> bool:
+    """Whether an import is under way. Its frames are there, even if the library's C++ code is between them."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_at_once() -> NoReturn:

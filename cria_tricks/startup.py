@@ -5,19 +5,16 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from cria_tricks import interrupts, waiting
+from cria_tricks import waiting
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import without collections: the libraries make a million objects, all of them to stay, in a fifth less time.
-
-    A signal ends a command there at once, because an exception may get lost in an import.
-    """
+    """Import without collections: the libraries make a million objects, all of them to stay, in a fifth less time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with interrupts.AtOnce(), waiting.doing("importing the libraries"):
+        with waiting.doing("importing the libraries"):
             yield
     finally:
         if enabled:

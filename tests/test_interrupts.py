@@ -93,6 +93,19 @@ def test_a_signal_while_libraries_are_imported_is_one_line(name, number, times):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", NOTHING)
 
 
+def test_a_signal_while_a_command_imports_ends_it_at_once(tmp_path):
+    """Where a library's C++ code imports, Python's exception would go through it and abort the process."""
+    (tmp_path / "heavy.py").write_text("import builtins\nbuiltins.press(1)\n")
+    lines = (
+        "import builtins",
+        "builtins.press = press",
+        f"sys.path.insert(0, {str(tmp_path)!r})",
+        "try: import heavy",
+        "finally: print('not reached', file=sys.stderr)",
+    )
+    assert run_command(*lines) == (130, NOTHING)
+
+
 def test_a_signal_in_a_command_unwinds_it():
     """A half-written folder is removed before the line is written."""
     lines = ("try: press(1)", "finally: print('removed', file=sys.stderr)")
@@ -183,6 +196,12 @@ def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
         "    raise",
     )
     code = PRESS + COMMAND.format(body="\n".join(f"    {line}" for line in body))
+
+    def own_the_terminal():
+        """So that it hears when the terminal goes."""
+        hear()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -191,7 +210,7 @@ def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
         stderr=its,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=lambda: (hear(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),  # so that it hears when the terminal goes
+        preexec_fn=own_the_terminal,
     )
     os.close(its)
     assert b"a step" in os.read(ours, 100)
