@@ -40,6 +40,7 @@ WRAPPED = {
 """Prefixes that a wrapper puts before the names of a model's tensors, and how to save without them."""
 SHOWN = 3
 """Names of tensors that an error quotes."""
+ADAPTER_AGAIN = "copy or download the adapter's folder again, or name its own base with --base"
 
 
 def config(folder: str | Path, name: str) -> Any:
@@ -91,8 +92,8 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not embedding.weight:
         raise BadInput(
-            f"model {name}: config.json ties the head to the embedding (tie_word_embeddings), and the file has another "
-            "head; set tie_word_embeddings to false if that head is right"
+            f"model {name}: config.json says that the output head is the embedding (tie_word_embeddings), but the file "
+            "holds a different head; set tie_word_embeddings to false in config.json to use that head"
         )
     return model
 
@@ -110,8 +111,8 @@ def refuse_misfit(folder: Path, name: str) -> None:
     for key, tensor in headers.items():
         if tensor.dtype not in FLOATS:
             raise BadInput(
-                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, which are no weights; "
-                f"{weight_files.AGAIN}"
+                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, but weights are stored as "
+                f"{', '.join(FLOATS)}; {weight_files.AGAIN}"
             )
     kind = AutoModelForCausalLM._model_mapping.get(type(described), None)
     if kind is None:
@@ -152,7 +153,7 @@ def refuse_nonfinite(folder: Path, name: str) -> None:
 
 
 def _first_nonfinite(file: Path) -> str:
-    """The name of a tensor that has a number that is none; empty when all are finite."""
+    """The name of a tensor that holds NaN or infinity; empty when all are finite."""
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 (no dictionary)
             if not is_finite(opened.get_tensor(key)):
@@ -186,28 +187,32 @@ def adapter(model: Any, folder: Path) -> Any:
         stored = set(opened.keys())
     # Trained embeddings are listed by the folder alone, so names are compared as peft writes them.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    _refuse({"missing_keys": wanted - stored, "unexpected_keys": stored - wanted, "mismatched_keys": ()}, str(folder))
+    missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
+    _refuse_wrapped(unknown, missing, f"adapter {folder}")
+    if missing:
+        raise BadInput(f"adapter {folder}: {_some(missing)} missing in {file.name}; {ADAPTER_AGAIN}")
+    if unknown:
+        raise BadInput(
+            f"adapter {folder}: {_some(unknown)} in {file.name}, but adapter_config.json puts no adapter there in this "
+            f"base; {ADAPTER_AGAIN}"
+        )
     if broken := _first_nonfinite(file):
-        raise BadInput(f"{folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
+        raise BadInput(f"adapter {folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
     return adapted
 
 
 def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
-    """Turn transformers' account of a load into an error, if anything is odd."""
+    """Turn what transformers reports of a load into an error, if a tensor does not fit."""
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    for prefix, whose in WRAPPED.items():
-        if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
-            raise BadInput(
-                f"model {name}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {whose}"
-            )
+    _refuse_wrapped(unknown, missing, f"model {name}")
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise BadInput(
-            f"model {name}: {key} has the shape {list(stored)} in the file, and {list(wanted)} by config.json; the two "
-            f"do not belong together: {weight_files.AGAIN}"
+            f"model {name}: {key} has the shape {list(stored)} in its file, but config.json describes {list(wanted)}; "
+            f"{weight_files.AGAIN}"
         )
     if missing:
         raise BadInput(
-            f"model {name}: {_some(missing)} missing in its files, so it would begin with random numbers there; "
+            f"model {name}: {_some(missing)} missing in its files, so the model would begin with random numbers there; "
             f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
         )
     if unknown:
@@ -215,6 +220,12 @@ def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
             f"model {name}: {_some(unknown)} in its files, but not in the model that config.json describes; "
             f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
         )
+
+
+def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
+    for prefix, cure in WRAPPED.items():
+        if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
+            raise BadInput(f"{what}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {cure}")
 
 
 def _some(keys: list[str]) -> str:

@@ -190,13 +190,18 @@ def quality(runs: Sequence[Mapping[str, Any]]) -> str:
                 f"`{case}`",
                 str(len(mine)),
                 f"{statistics.mean(losses):.4f}",
-                f"{max(losses) - min(losses):.4f}",
-                f"{min(apart):+.4f} to {max(apart):+.4f}" if apart and case != "fp32" else "",
+                f"{max(losses) - min(losses):.4f}" if len(mine) > 1 else "",
+                "" if case == "fp32" else " to ".join(f"{end:+.4f}" for end in _ends(apart)),
                 _bytes(max(peaks)) if peaks else "",
                 f"{mine[0]['trainable']:,}",
             )
         )
     return table(("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"), rows)
+
+
+def _ends(numbers: Sequence[float]) -> list[float]:
+    """The smallest and the largest, or the only one."""
+    return sorted({min(numbers), max(numbers)}) if numbers else []
 
 
 OURS = ("fast", "small")

@@ -403,9 +403,9 @@ course.show(
 
 # %% [markdown]
 # **7. A base that is half random.** The file of a base lacks one tensor, for example because a script saved only a part
-# of the model. transformers loads it all the same, and fills the gap with random numbers. It prints a report, but
-# scripts that silence the libraries hide it. The lost tensor has 131,072 weights. Predict how many of them are right
-# after the load.
+# of the model. transformers loads the base all the same: it fills the gap with random numbers and logs a warning. The
+# first cell of this lesson silences the libraries, as many scripts do, so you do not see the warning. The lost tensor
+# has 131,072 weights. Predict how many of them are right after the load.
 
 # %%
 tensors = load_file(Path(tiny) / "model.safetensors")
@@ -422,8 +422,8 @@ assert not (filled == lost).any()
 ask("whole base", lambda info: not (info["missing_keys"] or info["unexpected_keys"]), whole, info)
 
 # %% [markdown]
-# A trained base is broken by that, and fine-tuning repairs a part of the damage: the loss falls, and looks like
-# learning.
+# Not one weight of that tensor is right, so the base is broken. Fine-tuning repairs a part of the damage. Therefore the
+# loss falls, and the run looks as if it were learning.
 #
 # ## 3. Prove it
 # A check that cannot fail proves nothing. One that fails on a healthy run is switched off within a week. So each line
@@ -485,7 +485,7 @@ assert found["ok"]
 # Exit code 0 if all hold, else 1, with cause and cure of what fails; `--json` for scripts. Run it on the machine that
 # trains, after every update of a library. What keeps the package from each failure is as short as its check:
 #
-# - base: headers and config are compared, and the loader's account is read (`pretrained.py`)
+# - base: headers and config are compared, and the loader's report is read (`pretrained.py`)
 # - mask: answers by prefix, and a row without any is refused (`data/tokens.py`)
 # - leak: packed rows get positions and no mask (`data/batches.py`)
 # - bf16: the sum is fp32 whatever comes in (`losses.py`)

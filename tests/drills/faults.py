@@ -223,8 +223,8 @@ BASE: dict[str, tuple[Damage, str]] = {
     "a tensor more": (tensors(lambda found: found.update(odd=found["model.norm.weight"].clone())), "odd.* is in its"),
     "a block more in config": (fields("base/config.json", num_hidden_layers=3), "are missing .*num_hidden_layers"),
     "a block less in config": (fields("base/config.json", num_hidden_layers=1), "are in its files, .*num_hidden_lay"),
-    "wider in config": (fields("base/config.json", intermediate_size=1024), r"has the shape \[\d+, \d+\] in the file"),
-    "another vocabulary": (fields("base/config.json", vocab_size=600), r"has the shape .* and \[600, 256\] by config"),
+    "wider in config": (fields("base/config.json", intermediate_size=1024), r"has the shape \[\d+, \d+\] in its file"),
+    "another vocabulary": (fields("base/config.json", vocab_size=600), r"has the shape .* describes \[600, 256\]"),
     "a tensor of another shape": (
         tensors(lambda found: found.update({UP: found[UP].T.contiguous()})),
         f"{UP} has the shape",
@@ -275,7 +275,7 @@ BASE: dict[str, tuple[Damage, str]] = {
             fields("base/config.json", tie_word_embeddings=True),
             tensors(lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"] + 1})),
         ),
-        "ties the head to the embedding",
+        "output head is the embedding",
     ),
     "a head that should not be tied": (
         fields("base/config.json", tie_word_embeddings=False),
@@ -322,7 +322,7 @@ SEALED: dict[str, tuple[Damage, str]] = {
     ),
     "a tensor more": (
         tensors(lambda found: found.update(odd=found[min(found)].clone()), "run/adapter/adapter_model.safetensors"),
-        r"1 tensor \(odd\) is in its files",
+        r"1 tensor \(odd\) is in adapter_model.safetensors, but adapter_config",
     ),
     "NaN": (
         filled(Q, float("nan"), "run/adapter/adapter_model.safetensors"),
