@@ -260,7 +260,7 @@ BASE: dict[str, tuple[Damage, str]] = {
     ),
     "the index leads out": (
         in_shards(lambda base, places: places.update({UP: "/etc/passwd"})),
-        "names no files of this",
+        "does not name a file of this folder",
     ),
     "the index too long": (
         in_shards(lambda base, places: places.update(odd="part-1.safetensors")),
@@ -291,7 +291,7 @@ BASE: dict[str, tuple[Damage, str]] = {
     "a broken config": (text("base/config.json", '{"model_type": '), "cannot be loaded"),
     "no tokenizer": (
         all_of(gone("base/tokenizer.json"), gone("base/tokenizer_config.json"), gone("base/chat_template.jinja")),
-        "has no tokenizer; copy tokenizer.json",
+        "has no tokenizer; copy the tokenizer's files",
     ),
 }
 OTHER: dict[str, tuple[Damage, str]] = {
