@@ -68,7 +68,7 @@ fuzz: $(READY)
 	$(VENV)/bin/python -m tests.drills.fuzz --cases 500 --real 20 --out build/fuzz
 
 # The catalogue of faults: wrong bases, adapters, rows, settings, folders; each ends in one line and loses nothing, and
-# with faults-unguarded each is tried once more with the statement that refuses it taken out.
+# with faults-unguarded each is tried once more with the statement that refuses it taken out (four minutes).
 faults: $(READY)
 	$(VENV)/bin/python -m tests.drills.faults
 faults-unguarded: $(READY)
