@@ -24,7 +24,7 @@ from cria_tricks.errors import (
     is_out_of_memory,
 )
 from cria_tricks.last_words import leave, unforeseen
-from cria_tricks.parallel import world
+from cria_tricks.parallel import numbers
 from cria_tricks.startup import end_at_once, importing
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def train(
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
         report = api.train(recipe, out, settings=settings or (), resume=resume, other_base=other_base, console=aside)
-    if world.rank():  # one process speaks for all
+    if numbers.rank():  # one process speaks for all
         return
     if as_json:
         print(json.dumps(report, indent=2, allow_nan=False))
@@ -636,7 +636,7 @@ def main() -> None:
     interrupts.begin()
     end_at_once()
     quiet.plain()
-    world.see_one_card()
+    numbers.see_one_card()
     try:
         code = _run()
     except UsageError as error:
@@ -648,7 +648,7 @@ def main() -> None:
     except OutOfMemory as error:
         leave(f"error: {error}", 3)
     except Lost as error:
-        leave(f"error: {error}; {world.go_on()}", 1)
+        leave(f"error: {error}; {numbers.go_on()}", 1)
     except Interrupted as error:
         leave(f"{error}; go on with --resume", 130)
     except (KeyboardInterrupt, typer.Abort):

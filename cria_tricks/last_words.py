@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from cria_tricks import interrupts
 from cria_tricks.errors import redacted
-from cria_tricks.parallel import world
+from cria_tricks.parallel import numbers
 
 
 def leave(sentence: str, code: int) -> NoReturn:
@@ -27,15 +27,15 @@ def unforeseen() -> NoReturn:
 
 def _say(text: str) -> None:
     interrupts.speaking()
-    if world.processes() > 1 and threading.current_thread() is threading.main_thread():
+    if numbers.processes() > 1 and threading.current_thread() is threading.main_thread():
         for number in interrupts.heard():
             signal.signal(number, signal.SIG_IGN)  # a launcher ends the others as soon as one has died
-    if world.may_speak():  # else another process of the run has said it
+    if numbers.may_speak():  # else another process of the run has said it
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             print(text, file=sys.stderr, end="", flush=True)
 
 
 def _exit(code: int) -> NoReturn:
-    if world.processes() > 1:
+    if numbers.processes() > 1:
         os._exit(code)  # at once: the libraries' farewells would wait for processes that may be gone
     sys.exit(code)

@@ -20,7 +20,7 @@ from cria_tricks.errors import BadInput, first_line
 from cria_tricks.memory.shape import BESIDE_HEAD
 from cria_tricks.models import Weights
 from cria_tricks.parallel.model import device_map
-from cria_tricks.parallel.world import processes
+from cria_tricks.parallel.numbers import processes
 from cria_tricks.refusals import Facts, refuse
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import compile

@@ -19,7 +19,7 @@ from cria_tricks.catalogue import ALIASES
 from cria_tricks.console import Aside
 from cria_tricks.errors import BadInput, first_line
 from cria_tricks.names import nearest
-from cria_tricks.parallel import world
+from cria_tricks.parallel import numbers
 
 BOUND = 10.0
 """Seconds to wait for a host that has never answered, before we give it up."""
@@ -163,7 +163,7 @@ def _after(response: Any) -> None:
 
 
 def _say(sentence: str) -> None:
-    if not world.rank():  # one process speaks for all
+    if not numbers.rank():  # one process speaks for all
         Aside().print(sentence)
 
 

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from cria_tricks.console import Aside
 from cria_tricks.errors import redacted
-from cria_tricks.parallel import world
+from cria_tricks.parallel import numbers
 
 NOT_FOR_USERS = (
     "fan_in_fan_out is set to",  # peft sees how GPT-2 keeps its matrices, and says that it has
@@ -39,7 +39,7 @@ def _say(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    if world.rank():  # one process speaks for all
+    if numbers.rank():  # one process speaks for all
         return
     library = re.search(r"(?:site|dist)-packages[/\\](\w+)", filename)
     by = f"{library[1]}: " if library else ""

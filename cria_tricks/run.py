@@ -14,6 +14,7 @@ from cria_tricks.console import Aside, Voice
 from cria_tricks.data import sources
 from cria_tricks.data.shards import open_stream
 from cria_tricks.folders import Folders
+from cria_tricks.parallel import numbers
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe
@@ -86,9 +87,9 @@ def train(
     began = time.perf_counter()
     given.trackers(recipe.train.report_to)
     recipe = recipe.model_copy(update={"model": models.anchored(recipe.model)})
-    processes.see_one_card()
-    plan = resolve(recipe, processes=processes.processes())
-    with processes.joined(recipe.parallel.timeout, processes.go_on()):
+    numbers.see_one_card()
+    plan = resolve(recipe, processes=numbers.processes())
+    with processes.joined(recipe.parallel.timeout, numbers.go_on()):
         world = World.of(plan.parallel["data"], plan.device.kind)
         _look_at_files(recipe.model)
         job = _checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import world
+from cria_tricks.parallel import numbers, world
 from cria_tricks.parallel.traffic import ring_share
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
@@ -189,11 +189,11 @@ def examine(processes: int | None = None, sizes: Sequence[int] = SIZES) -> dict[
         BadInput: for fewer than two processes, or another number than a launcher's.
         Lost: if a process has died.
     """
-    cards, launched = torch.cuda.device_count(), world.processes()
+    cards, launched = torch.cuda.device_count(), numbers.processes()
     if launched > 1:
         if processes not in (None, launched):
             raise BadInput(f"--nproc {processes}: a launcher has started {launched} processes; leave --nproc out")
-        first, here = world.rank() == 0, int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+        first, here = numbers.rank() == 0, int(os.environ.get("LOCAL_WORLD_SIZE", launched))
         found = _in_each("cuda" if cards >= here else "cpu", sizes)
         return found if first else None
     processes = (cards if cards > 1 else 2) if processes is None else processes

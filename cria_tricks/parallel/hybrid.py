@@ -29,7 +29,7 @@ import typer
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel import ddp_tensor, pipeline, script, sharded, tensor
+from cria_tricks.parallel import ddp_tensor, numbers, pipeline, script, sharded, tensor
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.pipeline_loop import Loop
 from cria_tricks.parallel.pipeline_run import find_blocks, refuse
@@ -118,7 +118,7 @@ def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: M
     tensor.refuse_undivided(recipe.model, *widths, sizes["tensor"])
     tensor.split(loaded.model, mesh["tensor"])
     parts = find_blocks("", config.num_hidden_layers, sizes["stage"], config.model_type)
-    here = World(processes.rank(), processes.processes(), sizes["data"])
+    here = World(numbers.rank(), numbers.processes(), sizes["data"])
     data = {"train": rows, "eval": rows[:1]}
     return fit(loaded.model, plan, recipe, data, parts, here, pad_id=0, mesh=mesh, kind=CubeLoop)
 
@@ -184,9 +184,9 @@ def command(
     """Train the tiny model over a cube of processes, and lay its losses beside those of one process."""
     recipe = with_settings(Recipe(), [*TINY, f"train.max_steps={steps}"])
     sizes = dict(zip(AXES, (data, stages, size), strict=True))
-    refuse_cube(recipe, processes.processes(), sizes)
+    refuse_cube(recipe, numbers.processes(), sizes)
     with processes.joined(recipe.parallel.timeout):
-        here, rows = World(processes.rank(), processes.processes()), random_rows()
+        here, rows = World(numbers.rank(), numbers.processes()), random_rows()
         expected = here.first(lambda: alone(recipe, rows)).training
         _, found = over_the_cube(recipe, rows, sizes)
         if here.is_first:

@@ -9,6 +9,9 @@ from typing import Any
 
 import psutil
 
+from cria_tricks.last_words import leave
+from cria_tricks.parallel.numbers import LOST
+
 PATIENCE = 20.0
 """Seconds that a process has to notice that another is gone; torchrun's patience is 30."""
 
@@ -35,13 +38,10 @@ def watched(others: list[int], advice: str) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        from cria_tricks.last_words import leave
-        from cria_tricks.parallel import world
-
         while not over.wait(1):
             if any(map(_gone, others)):
                 if not over.wait(PATIENCE):
-                    leave(f"error: {world.LOST}; {advice}", 1)
+                    leave(f"error: {LOST}; {advice}", 1)
                 return
 
     threading.Thread(target=watch, daemon=True).start()

@@ -15,6 +15,7 @@ import typer
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.shape import context_of
+from cria_tricks.parallel import numbers
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.parallel.world import World
@@ -124,12 +125,12 @@ def train(
         Lost: if another process died.
     """
     began = time.perf_counter()
-    processes.see_one_card()
-    size = processes.processes()
+    numbers.see_one_card()
+    size = numbers.processes()
     refuse(recipe, size, data)
     plan = resolve(recipe)
     with processes.joined(recipe.parallel.timeout):
-        return _train(recipe, plan, World(processes.rank(), size, data), out, schedule, blocks, began)
+        return _train(recipe, plan, World(numbers.rank(), size, data), out, schedule, blocks, began)
 
 
 def _train(
@@ -260,7 +261,7 @@ def command(
 ) -> None:
     """Train a recipe's LoRA adapter over a pipeline of the processes that torchrun has started."""
     found = train(with_settings(recipes.get(recipe), settings or []), out, data=data, schedule=schedule, blocks=blocks)
-    if processes.rank() == 0:
+    if numbers.rank() == 0:
         idle = found["pipeline"]
         print(f"idle {idle['idle_share']:.0%}, of equally long stages {idle['idle_share_of_equal_stages']:.0%}")
         print(f"adapter: {found['adapter']}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from cria_tricks.errors import BadInput
-from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, pipeline, tensor, world
+from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, numbers, pipeline, tensor
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -52,6 +52,6 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
                 "parallel.strategy=ddp"
             )
         return plan
-    if processes == 1 and strategy in ELASTIC and world.launched():
+    if processes == 1 and strategy in ELASTIC and numbers.launched():
         return plan  # of machines that come and go one is left: the run of one process
     return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cria_tricks.errors import Lost
 from cria_tricks.parallel import neighbours
+from cria_tricks.parallel.numbers import LOST, have_joined, keep, processes, rank, see_one_card
 from cria_tricks.parallel.rounds import agree
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
-_SPEAKER = "cria_tricks/speaker"
-LOST = "another process of this run died or stopped answering"
-_store: Any = None
 
 
 @dataclass(frozen=True)
@@ -138,35 +136,6 @@ def grid(device: str, **sizes: int) -> "DeviceMesh":
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def processes() -> int:
-    """How many processes there are: those that joined, or that a launcher says it has started."""
-    if _joined():
-        import torch.distributed as dist
-
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def rank() -> int:
-    """This process's number."""
-    if _joined():
-        import torch.distributed as dist
-
-        return dist.get_rank()
-    return int(os.environ.get("RANK", 0))
-
-
-def see_one_card() -> None:
-    """Let a process that a launcher has started see the one card that is its own. Before CUDA is first asked."""
-    if "LOCAL_RANK" not in os.environ:
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else []
-    here = int(os.environ["LOCAL_RANK"])
-    if visible != "" and not (cards and here >= len(cards)):
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[here] if cards else str(here)
-
-
 @contextlib.contextmanager
 def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     """Join the processes that a launcher has started; with a single one, or when they have joined, nothing happens.
@@ -178,22 +147,22 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     Raises:
         Lost: inside, if another process has died or does not answer.
     """
-    if processes() == 1 or _joined():
+    if processes() == 1 or have_joined():
         yield
         return
     import torch
     import torch.distributed as dist
 
-    global _store
     see_one_card()
     patience = timedelta(seconds=timeout)
     with in_one_line():
         store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
-        _store = dist.PrefixStore(f"cria_tricks/{agree(store, number, size, timeout)}", store)
+        store = dist.PrefixStore(f"cria_tricks/{agree(store, number, size, timeout)}", store)
+        keep(store)
         # Both: what processes agree on lies in the machine's memory, what they compute on their cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=_store, rank=number, world_size=size, timeout=patience)
-    others = neighbours.find(_store, number, size)
+        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=patience)
+    others = neighbours.find(store, number, size)
     hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
     try:
         with in_one_line(), neighbours.watched(others, advice):
@@ -204,40 +173,6 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     grid.cache_clear()
     dist.destroy_process_group()
     os.environ |= hidden
-
-
-def may_speak() -> bool:
-    """Whether this process is the first to ask: of processes that end together, that one says why."""
-    if _store is None and processes() == 1:
-        return True
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        return (_store or _launchers_store()).add(f"{_SPEAKER}/{start}", 1) == 1
-    except (RuntimeError, KeyError):  # the process that kept the store is gone, or there is none yet
-        return rank() == 0
-
-
-def launched() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def starts_again() -> bool:
-    """Whether torchrun starts these processes anew when one of them has failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-
-
-def go_on() -> str:
-    """What becomes of a run with checkpoints that has lost a process."""
-    on = "all are started again and go on from there" if starts_again() else "go on with --resume"
-    return f"what was saved is whole: {on}"
-
-
-def _launchers_store() -> Any:
-    """The store that torchrun keeps for its processes, also before they have joined."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
 
 
 @contextlib.contextmanager
@@ -257,13 +192,3 @@ def _is_loss(error: RuntimeError) -> bool:
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out", "gloo")
     known = getattr(dist, "DistError", ())
     return isinstance(error, known) or any(word in str(error) for word in words)
-
-
-def _joined() -> bool:
-    import sys
-
-    if "torch" not in sys.modules:  # nobody can have joined, and the question should not cost its import
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()

@@ -10,7 +10,7 @@ import torch
 
 from cria_tricks import losses, models
 from cria_tricks.load import load
-from cria_tricks.parallel import sharded, world
+from cria_tricks.parallel import numbers, sharded
 from cria_tricks.parallel.spread import Spread
 from cria_tricks.parallel.traffic import CountCollectives
 from cria_tricks.parallel.world import World
@@ -41,7 +41,7 @@ def micro_batches(recipe: Recipe) -> list[dict[str, torch.Tensor]]:
 def step(recipe: Recipe) -> dict[str, Any]:
     """The gradients of one optimizer step, whole, in the first process; what was sent; what each process holds."""
     torch.manual_seed(0)
-    plan = resolve(recipe, processes=world.processes())
+    plan = resolve(recipe, processes=numbers.processes())
     here = World.of(plan.parallel["data"], "cpu")
     model = load(plan, models.find(recipe.model)).model
     if "gradient_checkpointing" in plan.training:

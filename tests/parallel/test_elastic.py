@@ -15,7 +15,7 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import launch, rounds, world
+from cria_tricks.parallel import launch, numbers, rounds
 from cria_tricks.parallel.launch import Elastic
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import resolve
@@ -108,12 +108,12 @@ def test_processes_agree_on_a_round_whatever_earlier_ones_left():
 
 
 def test_who_is_started_again_does_not_ask_for_it(monkeypatch):
-    assert not world.starts_again()
+    assert not numbers.starts_again()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert world.starts_again()
+    assert numbers.starts_again()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert not world.starts_again()
+    assert not numbers.starts_again()
 
 
 def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tmp_path):

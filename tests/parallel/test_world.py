@@ -12,7 +12,7 @@ import pytest
 from cria_tricks import last_words
 from cria_tricks.callbacks import StopOnSignal
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import neighbours, ranks, world
+from cria_tricks.parallel import neighbours, numbers, ranks, world
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.world import World
 
@@ -27,7 +27,7 @@ def test_alone_nothing_is_exchanged():
     assert alone.first(lambda: 3) == 3
     assert alone.gather("a") == ["a"]
     with world.joined(timeout=1):
-        assert world.processes() == 1
+        assert numbers.processes() == 1
 
 
 def agreed() -> dict:
@@ -158,9 +158,9 @@ def test_one_that_does_not_notice_that_another_died_is_ended_with_the_same_line(
 
 
 def test_a_run_with_checkpoints_says_how_it_goes_on(monkeypatch):
-    assert world.go_on() == "what was saved is whole: go on with --resume"
+    assert numbers.go_on() == "what was saved is whole: go on with --resume"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert world.go_on() == "what was saved is whole: all are started again and go on from there"
+    assert numbers.go_on() == "what was saved is whole: all are started again and go on from there"
 
 
 def heard() -> str:
@@ -191,12 +191,12 @@ def test_a_process_sees_the_card_that_is_its_own(monkeypatch, visible, number, s
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    world.see_one_card()
+    numbers.see_one_card()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_without_a_launcher_nothing_is_changed(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    world.see_one_card()
+    numbers.see_one_card()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
