@@ -21,7 +21,7 @@ from cria_tricks.data.tokens import tokenize
 from cria_tricks.headroom import LARGEST, LargestActivation
 from cria_tricks.load import load, load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 
 def main() -> None:

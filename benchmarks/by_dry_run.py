@@ -23,10 +23,10 @@ from cria_tricks.catalogue import CATALOGUE
 from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
 from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.units import human
 
 MODEL = "llama-3.2-1b"

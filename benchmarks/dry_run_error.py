@@ -22,7 +22,7 @@ from cria_tricks import models
 from cria_tricks.cases import settings_of, stamp
 from cria_tricks.memory.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 SETS = """
 

@@ -33,10 +33,11 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory.dry_run import DryRun, dry_run
-from cria_tricks.memory.estimate import MemoryEstimate, estimate, moments
+from cria_tricks.memory.estimate import MemoryEstimate, moments
 from cria_tricks.memory.shape import shape_of
 from cria_tricks.recipe import Recipe, Tricks, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 
 RESULTS = HERE / "results" / "dry-run" / "estimate_error.json"
 BOUNDS = -0.005, 0.02

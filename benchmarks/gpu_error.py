@@ -30,10 +30,11 @@ from cria_tricks.catalogue import CONFIGS
 from cria_tricks.errors import OutOfMemory, is_out_of_memory
 from cria_tricks.hardware import profile, this_device
 from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.estimate import WORKSPACE_CONFIG, estimate
+from cria_tricks.memory.estimate import WORKSPACE_CONFIG
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.units import human
 
 SETS = """

@@ -22,9 +22,9 @@ from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import load
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import fit
 from cria_tricks.training import count_parameters
-from cria_tricks.tricks import resolve
 
 
 def measure(shape: str, settings: list[str]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from cria_tricks.measure import Meter
 from cria_tricks.monitor import Monitor, read, summarise
 from cria_tricks.profiling import Profile
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import fit
-from cria_tricks.tricks import resolve
 
 BASE = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true", "train.save_minutes=0")
 VOCABULARY = 4_096

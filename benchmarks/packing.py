@@ -28,8 +28,8 @@ from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import load, quiet_libraries
 from cria_tricks.measure import Meter
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import fit
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.packing import best_fit
 
 BATCH = 4

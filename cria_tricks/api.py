@@ -175,8 +175,8 @@ def estimate(
     shape = find_shape(given.recipe(recipe, changes, card).model)
     device = card or _device(None)
     wanted = with_settings(recipes.get(recipe, device), changes)
-    from cria_tricks.memory.estimate import estimate as by_hand
     from cria_tricks.memory.toggles import Bench
+    from cria_tricks.tricks.folds import estimate as by_hand
 
     Bench(shape, device).resolve(wanted)  # refuses what cannot work there
     return by_hand(wanted, shape, device)

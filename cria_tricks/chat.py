@@ -25,7 +25,8 @@ from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import quiet_libraries
 from cria_tricks.prompts import Format
 from cria_tricks.recipe import Recipe, Tricks, from_toml
-from cria_tricks.tricks import flash_decoding, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import flash_decoding
 
 
 def open_folder(

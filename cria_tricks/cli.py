@@ -422,7 +422,7 @@ def hardware(
     shape = find_shape(model)
     with importing():  # this imports torch, which takes seconds; a wrong name was told before
         from cria_tricks.hardware.advice import advise
-        from cria_tricks.memory.estimate import estimate
+        from cria_tricks.tricks.folds import estimate
     found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))

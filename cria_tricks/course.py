@@ -14,9 +14,10 @@ from cria_tricks import figures, recipes, results, tables, tricks
 from cria_tricks.figures import Drawing, Theme
 from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import MemoryEstimate, estimate
+from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks.folds import estimate
 
 GIB, MIB = 2**30, 2**20
 CAPSTONE = recipes.kwanzaa(T4)

@@ -14,7 +14,8 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.hardware.kernels import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS, resolve, trick_name
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS, trick_name
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.units import human
 

@@ -32,8 +32,8 @@ from cria_tricks.load import Loaded, load, load_tokenizer, quiet_libraries
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import versions
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import Run, fit
-from cria_tricks.tricks import resolve
 
 Row = dict[str, list[int]]
 

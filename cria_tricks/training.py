@@ -17,9 +17,10 @@ from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
+from cria_tricks.job import Job
 from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure import Meter, every_tensor
-from cria_tricks.memory.estimate import MemoryEstimate, estimate
+from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape, context_of, find_shape
 from cria_tricks.memory.toggles import Bench, in_words
 from cria_tricks.models import Weights
@@ -29,11 +30,12 @@ from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.profiling import Profile
 from cria_tricks.progress import ShowProgress
 from cria_tricks.recipe import Recipe
-from cria_tricks.run import Job
+from cria_tricks.resolve import still_off
 from cria_tricks.step_plan import Plan
 from cria_tricks.tracking import trackers
 from cria_tricks.trainer import Run, fit
-from cria_tricks.tricks import lora, still_off
+from cria_tricks.tricks import lora
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.waiting import doing
 
 

@@ -30,10 +30,10 @@ from cria_tricks.errors import BadInput
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.tricks.mixed_precision import LossScale, half_linear
 
 torch.manual_seed(0)

@@ -36,8 +36,8 @@ from cria_tricks.hardware.cards import CARDS
 from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.measure import LiveBytes
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.gradient_accumulation import accumulated
 
 torch.manual_seed(0)

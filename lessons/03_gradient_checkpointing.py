@@ -29,8 +29,8 @@ from cria_tricks.counting import SavedBytes, flops
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.memory.estimate import moments
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 

@@ -33,8 +33,8 @@ from cria_tricks.hardware import T4
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.lora import LoraLinear
 from cria_tricks.tricks.side_network import SideBlock
 

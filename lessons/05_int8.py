@@ -33,8 +33,8 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure import LiveBytes
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.int8 import linear_8bit, quantize_rows
 

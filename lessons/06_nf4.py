@@ -28,8 +28,8 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.adamw_8bit import dynamic_levels
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.nf4 import normal_levels, quantize, stored_bytes

@@ -29,9 +29,9 @@ from cria_tricks.hardware import T4
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import adamw_8bit as reference
-from cria_tricks.tricks import resolve
 
 torch.manual_seed(0)
 MIB = 2**20

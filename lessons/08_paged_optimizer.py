@@ -32,13 +32,14 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.cost import step
-from cria_tricks.memory.estimate import estimate, moments
+from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench, longest
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import paged_optimizer as reference
-from cria_tricks.tricks import resolve
+from cria_tricks.tricks.folds import estimate
 
 torch.manual_seed(0)
 MIB = 2**20

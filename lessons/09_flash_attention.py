@@ -38,8 +38,8 @@ from cria_tricks.hardware.kernels import attention_kernel, kernel_for
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_attention import flash_attention
 

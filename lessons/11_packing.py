@@ -35,8 +35,8 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.kernels import kernel_for
 from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.packing import best_fit, block_causal_mask, pack
 
 torch.manual_seed(0)

@@ -36,8 +36,8 @@ from cria_tricks.load import quiet_libraries
 from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 
 quiet_libraries()

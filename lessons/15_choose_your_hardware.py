@@ -40,10 +40,10 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.hardware.cost import EFFICIENCY, run_cost, run_tokens, step
 from cria_tricks.hardware.guide import MACHINES
 from cria_tricks.load import load
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 
 torch.manual_seed(0)
 GB, GIB = 10**9, 2**30

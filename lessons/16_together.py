@@ -42,8 +42,8 @@ from cria_tricks.memory import toggles
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 from cria_tricks.tricks.compile import fused
 
 torch.manual_seed(0)

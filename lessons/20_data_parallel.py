@@ -53,8 +53,8 @@ from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.rows import Share
 from cria_tricks.parallel.traffic import CountCollectives
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 
 MIB = 2**20
 # Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.

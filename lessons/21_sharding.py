@@ -53,8 +53,8 @@ from cria_tricks.parallel.per_process import per_process
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.traffic import CountCollectives, ring_share
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -50,9 +50,9 @@ from cria_tricks.parallel.per_process import local, per_process
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.traffic import Call, CountCollectives
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.run import train
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks import resolve
 
 ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)

@@ -9,9 +9,9 @@ from cria_tricks.checkpoints import Checkpoints
 from cria_tricks.load import Loaded, load
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run, fit
-from cria_tricks.tricks import resolve
 
 SMALL_LORA = ("lora.r=16",)
 

@@ -13,7 +13,7 @@ from cria_tricks.cases import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 
 @pytest.mark.parametrize("words", ["peft=lora", "peft=lora gradient_checkpointing=true chunked_loss=true"])

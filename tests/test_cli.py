@@ -293,7 +293,7 @@ def estimator(monkeypatch):
     def estimate(recipe, shape, device):
         return SimpleNamespace(needed_bytes=each[recipe.name] * shape.weights)
 
-    monkeypatch.setattr("cria_tricks.memory.estimate.estimate", estimate)
+    monkeypatch.setattr("cria_tricks.tricks.folds.estimate", estimate)
 
 
 def test_hardware(run_cria, estimator, monkeypatch):

@@ -16,7 +16,8 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import INFERENCE, TRICKS, nf4, resolve, trick_name
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import INFERENCE, TRICKS, nf4, trick_name
 
 ROOT = Path(__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)

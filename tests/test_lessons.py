@@ -19,7 +19,7 @@ from cria_tricks.cases import settings_of
 from cria_tricks.catalogue import CONFIGS
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tools import executed, notebooks
 from tools.exercises import try_answers
 

@@ -10,7 +10,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.load import load
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tests.helpers import prepare, trained_weights
 
 

@@ -24,7 +24,7 @@ from cria_tricks.memory.shape import GENERATES, KINDS, shape_of
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.refusals import facts_of
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.lora import ALL_LINEAR
 from tests.memory.cases import A100
 

@@ -13,8 +13,8 @@ from cria_tricks.data.tokens import TokenRows
 from cria_tricks.errors import Unfinished
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import Run
-from cria_tricks.tricks import resolve
 
 MIB = 2**20
 IGNORED = -100

@@ -10,6 +10,7 @@ from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve, still_off
 from cria_tricks.step_plan import Plan, diff
 from cria_tricks.tricks import (
     CARD,
@@ -24,8 +25,6 @@ from cria_tricks.tricks import (
     mixed_precision,
     nf4,
     paged_optimizer,
-    resolve,
-    still_off,
     trick_name,
 )
 from cria_tricks.tricks import card as card_of

@@ -12,7 +12,8 @@ import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS, compile, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]

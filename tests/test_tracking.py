@@ -12,13 +12,13 @@ from rich.console import Console
 
 from cria_tricks import models, training
 from cria_tricks.folders import Folders
+from cria_tricks.job import Job
 from cria_tricks.monitor import Monitor
 from cria_tricks.parallel.world import World
 from cria_tricks.progress import ShowProgress
 from cria_tricks.recipe import Recipe, from_toml, with_settings
-from cria_tricks.run import Job
+from cria_tricks.resolve import resolve
 from cria_tricks.tracking import flat, trackers
-from cria_tricks.tricks import resolve
 from tests import helpers
 
 SETTINGS = ("tricks.peft=lora", "train.max_steps=3")

@@ -9,7 +9,8 @@ import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS
 from tests.helpers import train
 from tests.tolerances import TRAJECTORY
 

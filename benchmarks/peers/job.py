@@ -20,8 +20,8 @@ from cria_tricks.errors import Interrupted
 from cria_tricks.load import Loaded, load
 from cria_tricks.measure import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import fit
-from cria_tricks.tricks import resolve
 
 Rows = list[dict[str, list[int]]]
 SHORT = 48

@@ -20,7 +20,6 @@ from cria_tricks.memory import block
 from cria_tricks.memory.block import FP32
 from cria_tricks.memory.formula import at_most, largest
 from cria_tricks.memory.shape import Shape
-from cria_tricks.recipe import Recipe
 
 CONTEXT = 400_000_000
 """Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
@@ -202,35 +201,6 @@ class MemoryEstimate:
     def fits(self) -> bool:
         """Whether the device has as much."""
         return self.needed_bytes <= self.device.memory_bytes
-
-
-def estimate(
-    recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
-) -> MemoryEstimate:
-    """Fold a recipe over the tricks.
-
-    Args:
-        recipe: what is wanted.
-        shape: of the model.
-        device: the machine it is meant for.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_tokens: of a micro-batch; all that can be when left out.
-    """
-    from cria_tricks.tricks import TRICKS  # they import this module's neighbours
-
-    batch, tokens = recipe.train.batch_size, tokens or recipe.data.max_length
-    memory = MemoryEstimate(
-        shape=shape,
-        device=device,
-        batch=batch,
-        tokens=tokens,
-        trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
-        matrices=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
-        learning_blocks=shape.layers,
-    )
-    for trick in TRICKS:
-        memory = trick.estimate(memory, shape, recipe)
-    return memory
 
 
 def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment]:

@@ -12,15 +12,17 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.cost import step
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.estimate import MemoryEstimate, estimate
+from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel import STRATEGIES
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.parallel.per_process import PerProcess, per_process
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.refusals import facts_of, refuse
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import lora, resolve
+from cria_tricks.tricks import lora
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.units import human
 
 LADDER = (

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks.hardware import T4
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.common import refuse, several, share_window
 from cria_tricks.parallel.fsdp_bytes import gathered
@@ -32,6 +31,7 @@ from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.tricks.folds import estimate
 
 SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact"

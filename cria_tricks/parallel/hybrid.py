@@ -36,9 +36,9 @@ from cria_tricks.parallel.pipeline_run import find_blocks, refuse
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run
-from cria_tricks.tricks import resolve
 
 CLAIM = "exact within rounding"
 LESSON = "24_hybrid"

@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory.block import FP32
-from cria_tricks.memory.estimate import MemoryEstimate, Moment, Row, estimate, moments
+from cria_tricks.memory.estimate import MemoryEstimate, Moment, Row, moments
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.fsdp_bytes import STATE, divided_up, sharded_moments, smaller
 from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks.folds import estimate
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "pipeline", "model")
 

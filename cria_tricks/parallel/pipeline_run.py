@@ -20,8 +20,8 @@ from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import resolve
 
 if TYPE_CHECKING:
     from cria_tricks.data.sources import Source

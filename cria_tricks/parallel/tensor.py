@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, products
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.common import refuse, several
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.tricks.folds import estimate
 
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"

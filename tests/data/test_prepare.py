@@ -14,8 +14,8 @@ from cria_tricks.data.sources import Source
 from cria_tricks.data.tally import Tally, warnings
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.run import train
-from cria_tricks.tricks import resolve
 
 ENGLISH = "The harvest was good this year, and everybody came to the hall in the evening."
 FRENCH = "La récolte était bonne cette année, et tout le monde est venu à la salle le soir."

@@ -9,7 +9,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.kernels import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.expand_kv import expand_kv
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

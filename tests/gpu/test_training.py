@@ -9,7 +9,8 @@ from cria_tricks import recipes
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import TRICKS, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS
 from tests.helpers import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -10,8 +10,8 @@ from cria_tricks import losses
 from cria_tricks.load import EDITS
 from cria_tricks.memory.shape import Shape, shape_of
 from cria_tricks.recipe import Recipe
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import resolve
 
 WIDTHS = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, row_for
 from cria_tricks.hardware.words import in_words
 from cria_tricks.memory.shape import Shape, find_shape
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 GIB = 2**30
 

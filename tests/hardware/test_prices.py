@@ -12,10 +12,10 @@ from cria_tricks.hardware.advice import advise
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, PRICES_SOURCE
 from cria_tricks.hardware.guide import MACHINES
 from cria_tricks.memory import bill
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench
 from cria_tricks.recipe import with_settings
+from cria_tricks.tricks.folds import estimate
 from cria_tricks.units import duration, money
 from tools import fit
 

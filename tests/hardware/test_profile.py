@@ -10,7 +10,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, device, this_device
 from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 MEASURED = device._fp16_is_slow.__wrapped__
 """What is measured, and not kept."""

@@ -6,10 +6,11 @@ import transformers.integrations.moe  # noqa: F401 (it registers the operation a
 
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory.estimate import MemoryEstimate, estimate
+from cria_tricks.memory.estimate import MemoryEstimate
 from cria_tricks.memory.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 
 GIB = 2**30
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * GIB)

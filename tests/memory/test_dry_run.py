@@ -19,7 +19,8 @@ from cria_tricks.measure import LiveBytes, every_tensor
 from cria_tricks.memory.dry_run import DryRun, dry_run
 from cria_tricks.memory.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import packing, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import packing
 from cria_tricks.tricks.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
 from tests.memory.cases import skip_experts_shaped_by_numbers

@@ -29,10 +29,10 @@ from benchmarks.estimate_error import (
 from cria_tricks.catalogue import CATALOGUE
 from cria_tricks.errors import BadInput
 from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import shape_of
 from cria_tricks.recipe import with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 from tests.memory.cases import A100, T4, recipe, skip_experts_shaped_by_numbers
 
 SEED, SETTINGS = int(os.environ.get("CRIA_SEED", "25")), int(os.environ.get("CRIA_SETTINGS", "20"))

@@ -8,13 +8,13 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import estimate
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import LADDER, NEEDS, Bench
 from cria_tricks.parallel import STRATEGIES
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.recipe import Tricks, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks.folds import estimate
 from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 
 BENCH = Bench(find_shape("llama-3.2-1b"), T4)

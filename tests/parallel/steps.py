@@ -15,7 +15,7 @@ from cria_tricks.parallel.spread import Spread
 from cria_tricks.parallel.traffic import CountCollectives
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 TINY = ("model=random:tiny", "data.max_length=24", "tricks.gradient_accumulation=4", "tricks.peft=lora", "lora.r=4")
 """Two blocks of four heads, and two of keys; a step of four rows."""

@@ -4,7 +4,7 @@ import pytest
 
 from cria_tricks.errors import BadInput
 from cria_tricks.parallel import ddp_tensor
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tests.parallel import steps
 from tests.parallel.strategies import alone, formula, spread, worst
 

@@ -18,7 +18,7 @@ from cria_tricks.errors import BadInput, Lost
 from cria_tricks.parallel import launch, numbers, rounds
 from cria_tricks.parallel.launch import Elastic
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tests.parallel import steps
 
 ENDPOINT = "localhost:29400"

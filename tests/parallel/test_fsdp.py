@@ -7,7 +7,7 @@ import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.parallel import fsdp
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tests.parallel import steps
 from tests.parallel.strategies import alone, formula, spread, worst
 

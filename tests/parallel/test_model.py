@@ -8,7 +8,7 @@ import torch
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import model
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from tests.parallel import steps
 
 

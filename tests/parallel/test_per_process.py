@@ -9,7 +9,7 @@ import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.measure import LiveBytes, _quantization_tensors
-from cria_tricks.memory.estimate import Row, estimate, moments
+from cria_tricks.memory.estimate import Row, moments
 from cria_tricks.memory.shape import Shape, find_shape, shape_of
 from cria_tricks.parallel import STRATEGIES, sharded
 from cria_tricks.parallel.per_process import STRATEGIES as ESTIMATED
@@ -19,6 +19,7 @@ from cria_tricks.parallel.pipeline_part import Part
 from cria_tricks.parallel.pipeline_run import find_blocks
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
 

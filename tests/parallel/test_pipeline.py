@@ -24,8 +24,8 @@ from cria_tricks.parallel.pipeline_part import KINDS, Part, cut_windows
 from cria_tricks.parallel.pipeline_run import NOT_LORA, find_blocks, refuse
 from cria_tricks.parallel.traffic import CountCollectives, totals
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
 from cria_tricks.trainer import CONTEXTS
-from cria_tricks.tricks import resolve
 from tests.helpers import difference, train
 from tests.parallel.pipelines import (
     GRADIENT,

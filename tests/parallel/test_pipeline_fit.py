@@ -10,7 +10,7 @@ import torch
 
 from cria_tricks.parallel import pipeline_fit
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 
 IGNORED = -100
 

@@ -9,7 +9,7 @@ import cria_tricks.trainer
 from cria_tricks.hardware import T4
 from cria_tricks.measure import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from tests.helpers import prepare, train, trained_weights

@@ -13,7 +13,8 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import compile, resolve
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import compile
 from cria_tricks.tricks.compile import fused
 from cria_tricks.tricks.packing import pack
 from tests.helpers import difference, prepare, train, trained_weights

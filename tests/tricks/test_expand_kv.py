@@ -11,7 +11,7 @@ from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.kernels import attention_kernel
 from cria_tricks.measure import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.expand_kv import expand_kv
 from tests.helpers import prepare
 from tests.tolerances import EXPAND_KV

@@ -101,7 +101,7 @@ def test_the_formula_counts_the_capstones_model():
     """Against the real modules of Llama-3.2-1B's shape, built without weights."""
     from cria_tricks.load import count_trainable
     from cria_tricks.recipe import with_settings
-    from cria_tricks.tricks import resolve
+    from cria_tricks.resolve import resolve
 
     recipe = with_settings(Recipe(), ["model=random:llama-3.2-1b", "tricks.peft=lora"])
     assert count_trainable(resolve(recipe), models.find(recipe.model)) == 11_272_192

@@ -12,7 +12,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.kwanzaa.lengths import row_lengths
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.packing import best_fit, block_causal_mask, by_document, document_lengths, documents, pack
 from tests.helpers import prepare, train
 from tests.tolerances import PACKED_ATTENTION, PACKED_LOSS

@@ -10,7 +10,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.load import load
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import SMALL_LORA, prepare
 

@@ -8,7 +8,7 @@ from cria_tricks import artifact
 from cria_tricks.counting import flops
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import resolve
+from cria_tricks.resolve import resolve
 from cria_tricks.tricks.prompt_tuning import with_prompt
 from tests.helpers import prepare, train, trained_weights
 
