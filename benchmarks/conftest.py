@@ -16,7 +16,7 @@ import pytest
 
 from cria_tricks import results
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import WORKSPACE_CONFIG
+from cria_tricks.memory.one_bill import WORKSPACE_CONFIG
 from cria_tricks.results import Case
 from cria_tricks.units import human
 

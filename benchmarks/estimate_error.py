@@ -33,7 +33,8 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
 from cria_tricks.memory.dry_run import DryRun, dry_run
-from cria_tricks.memory.estimate import MemoryEstimate, moments
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import shape_of
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
@@ -136,7 +137,7 @@ def count(one: Setting) -> DryRun:
     return counted
 
 
-def by_hand(one: Setting) -> MemoryEstimate:
+def by_hand(one: Setting) -> Bill:
     """Its estimate."""
     return estimate(one.recipe, shape_of(one.config, one.model), DEVICES[one.device], trained_tokens=one.trained)
 
@@ -172,7 +173,7 @@ def mark(text: str) -> str:
 def bill(one: Setting) -> str:
     """Every number of its estimate: all rows of all moments, with all points of a block, and what a card needs."""
     memory = by_hand(one)
-    found = moments(memory, every_point=True)
+    found = moments(memory.facts, every_point=True)
     rows = [f"{moment.name}, {row.name}: {row.bytes}" for moment in found for row in moment.rows]
     return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
 
@@ -209,7 +210,7 @@ def explain(one: Setting, console: Console) -> None:
     console.print(f"{one}: {error(one, counted.peak_bytes):+.2%}")
     for part, size in counted.moments.items():
         console.print(f"dry run, {part}: {size:,}")
-    for moment in moments(by_hand(one)):
+    for moment in by_hand(one).moments:
         rows = ", ".join(f"{row.name} {row.bytes:,}" for row in moment.rows if row.bytes)
         console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
 

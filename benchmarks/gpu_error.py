@@ -30,7 +30,7 @@ from cria_tricks.catalogue import CONFIGS
 from cria_tricks.errors import OutOfMemory, is_out_of_memory
 from cria_tricks.hardware import profile, this_device
 from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.estimate import WORKSPACE_CONFIG
+from cria_tricks.memory.one_bill import WORKSPACE_CONFIG
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

@@ -22,7 +22,7 @@ from cria_tricks.cases import Setup, measure, stamp
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import WORKSPACE_CONFIG
+from cria_tricks.memory.one_bill import WORKSPACE_CONFIG
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.units import human

@@ -19,7 +19,7 @@ from cria_tricks.startup import importing
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cria_tricks.memory.estimate import MemoryEstimate
+    from cria_tricks.memory.one_bill import Bill
 
 
 def train(
@@ -148,7 +148,7 @@ def estimate(
     *,
     gpu: str | Device | None = None,
     settings: Iterable[str] = (),
-) -> "MemoryEstimate":
+) -> "Bill":
     """Estimate the memory of one training step in one process, by hand, for rows of ``data.max_length`` tokens.
 
     With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function

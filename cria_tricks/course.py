@@ -14,7 +14,7 @@ from cria_tricks import figures, recipes, results, tables, tricks
 from cria_tricks.figures import Drawing, Theme
 from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import estimate
@@ -39,7 +39,7 @@ def so_far(lesson: str) -> Recipe:
     return toggles.with_only(CAPSTONE, [field for field, taught in lesson_of.items() if taught[:2] <= lesson[:2]])
 
 
-def bill(recipe: Recipe) -> MemoryEstimate:
+def bill(recipe: Recipe) -> Bill:
     """What one training step takes on a T4, by hand."""
     return estimate(recipe, find_shape(recipe.model), T4)
 

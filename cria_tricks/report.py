@@ -15,9 +15,8 @@ from cria_tricks.data import tally
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.measure import Meter
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import beyond_context
-from cria_tricks.parallel.per_process import PerProcess
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run
@@ -117,7 +116,7 @@ def summarise(
     }
 
 
-def compare(memory: MemoryEstimate | PerProcess | None, run: Run) -> dict[str, Any]:
+def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
     """Lay the estimate beside what the training steps were measured to take.
 
     Args:

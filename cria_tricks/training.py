@@ -20,13 +20,13 @@ from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.job import Job
 from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure import Meter, every_tensor
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import Shape, context_of, find_shape
 from cria_tricks.memory.toggles import Bench, in_words
 from cria_tricks.models import Weights
 from cria_tricks.monitor import Monitor
 from cria_tricks.parallel import sharded
-from cria_tricks.parallel.per_process import PerProcess, per_process
+from cria_tricks.parallel.per_process import per_process
 from cria_tricks.profiling import Profile
 from cria_tricks.progress import ShowProgress
 from cria_tricks.recipe import Recipe
@@ -55,7 +55,7 @@ class Trained:
     run: Run
     meter: Meter
     monitor: Monitor
-    estimated: MemoryEstimate | PerProcess | None
+    estimated: Bill | None
 
 
 def carry_out(job: Job) -> dict[str, Any]:
@@ -217,9 +217,7 @@ def _shape(recipe: Recipe, model: str) -> Shape | None:
     return shape
 
 
-def _estimate(
-    recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int
-) -> MemoryEstimate | PerProcess | None:
+def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int) -> Bill | None:
     """The bill of the largest micro-batch that may come, in the process that needs most."""
     if shape is None:
         return None

@@ -34,7 +34,6 @@ from cria_tricks.counting import SavedBytes, peak_bytes
 from cria_tricks.figures import Theme, capacity
 from cria_tricks.hardware import T4
 from cria_tricks.measure import LiveBytes
-from cria_tricks.memory.estimate import moments
 from cria_tricks.recipe import with_settings
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -447,7 +446,7 @@ def all_moments(theme: Theme):
         "gradients": (("gradients", "embedding", "head's"), theme.quiet),
     }
     drawn, axes = course.figure(height=3.6)
-    found = moments(bill)
+    found = bill.moments
     for place, moment in enumerate(found):
         left = 0.0
         for starts, color in kinds.values():
@@ -535,7 +534,7 @@ assert peaks(longer)[1] < peaks(longer)[4] == peaks(longer)[7]
 #    or a dict. (About seven lines. Before you check: what does it save at the peak?)
 # 3. **Reach.** Rows of Llama-3.2-1B may be as short as you like. How much memory does a step of plain fp32 training
 #    take at least, by our bill? The answer is the peak in GiB, within 1 %. (Which moment of Figure 4 keeps the most
-#    bytes when $T$ is tiny? `moments(bill)` gives the lines of each moment.)
+#    bytes when $T$ is tiny? `bill.moments` gives the lines of each moment.)
 
 # %% tags=["exercise"]
 bytes_more = None

@@ -28,7 +28,6 @@ from cria_tricks import course
 from cria_tricks.counting import SavedBytes, flops
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.memory.estimate import moments
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks.activation_offload import Offloaded
@@ -337,7 +336,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 # %%
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes < 0.6 * course.bill(before).peak_bytes
-highest, second, *_ = sorted(moments(course.bill(after)), key=lambda moment: -moment.bytes)
+highest, second, *_ = sorted(course.bill(after).moments, key=lambda moment: -moment.bytes)
 assert (highest.name, second.name) == ("log-softmax", "loss")
 assert round((highest.bytes - second.bytes) / KIB**2) == 1371
 

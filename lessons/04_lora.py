@@ -30,7 +30,6 @@ from cria_tricks.cases import settings_of
 from cria_tricks.counting import flops, peak_bytes
 from cria_tricks.figures import Theme, capacity
 from cria_tricks.hardware import T4
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -50,7 +49,7 @@ MIB, GIB = 2**20, 2**30
 # %%
 before, after = course.so_far("03_gradient_checkpointing"), course.so_far("04_lora")
 shape = find_shape(before.model)
-(step,) = (moment for moment in moments(course.bill(before)) if moment.name == "optimizer step")
+(step,) = (moment for moment in course.bill(before).moments if moment.name == "optimizer step")
 rows = {row.name: row.bytes for row in step.rows}
 print(f"predicted: 16 x {shape.weights:,} bytes = {16 * shape.weights / MIB:,.1f} MiB")
 print(f"the bill:  {sum(rows.values()) / MIB:,.1f} MiB, of which the batch is {rows['batch'] / MIB:.1f}")

@@ -26,7 +26,6 @@ from cria_tricks import course, results, tables
 from cria_tricks.data.sources import find
 from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -360,7 +359,7 @@ assert {row.name for row in first.rows if row not in second.rows} == {"optimizer
 
 # %%
 MOMENTS = "log-softmax", "embedding", "optimizer step"
-plain, eight = ({moment.name: moment.bytes for moment in moments(course.bill(recipe))} for recipe in (full, full_8bit))
+plain, eight = ({moment.name: moment.bytes for moment in course.bill(recipe).moments} for recipe in (full, full_8bit))
 for name in MOMENTS:
     change = (eight[name] - plain[name]) / MIB
     print(f"{name:16}{plain[name] / MIB:10,.1f}{eight[name] / MIB:10,.1f}{change:+11,.1f} MiB")

@@ -32,7 +32,6 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.cost import step
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.memory.toggles import Bench, longest
 from cria_tricks.recipe import with_settings
@@ -53,7 +52,7 @@ MIB = 2**20
 before, after = course.so_far("07_adamw_8bit"), course.so_far("08_paged_optimizer")
 full = course.so_far("03_gradient_checkpointing")
 full_paged = with_settings(full, ["tricks.paged_optimizer=true"])
-for with_states, without in zip(moments(course.bill(full)), moments(course.bill(full_paged)), strict=True):
+for with_states, without in zip(course.bill(full).moments, course.bill(full_paged).moments, strict=True):
     print(f"{with_states.name:16}{with_states.bytes / MIB:10,.0f} MiB, without states {without.bytes / MIB:10,.0f}")
 for name, recipe in (("kept", full), ("paged", full_paged)):
     needed = course.bill(recipe).needed_bytes
@@ -273,7 +272,7 @@ for optimizer in ("adamw", "adamw_8bit"):
         paged_bytes[optimizer] = pageable(chosen)
         work, way = step(chosen, shape, CARDS["t4"]).seconds, 2 * paged_bytes[optimizer] / link
         print(f"{optimizer:10} {k} x 2,048 tokens: {work:4.1f} s of work, {way:.1f} s for states out and back")
-fixed = sum(row.bytes for row in course.bill(full_paged).around) + moments(course.bill(full_paged))[-1].bytes
+fixed = sum(row.bytes for row in course.bill(full_paged).around) + course.bill(full_paged).moments[-1].bytes
 assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 
 # %% [markdown]

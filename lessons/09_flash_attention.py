@@ -35,7 +35,6 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.cost import step
 from cria_tricks.hardware.kernels import attention_kernel, kernel_for
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -401,7 +400,7 @@ assert first.peak_bytes - second.peak_bytes == 4 * 2048**2
 
 # %%
 def deepest(recipe):
-    return max(moment.bytes for moment in moments(course.bill(recipe)) if "block" in moment.name)
+    return max(moment.bytes for moment in course.bill(recipe).moments if "block" in moment.name)
 
 
 def peak(recipe, setting):

@@ -34,7 +34,6 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load import quiet_libraries
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -329,7 +328,7 @@ def of_chunks(theme: Theme):
     drawn, (left, right) = panels(2, 3.2)
     base = course.bill(after)
     without = base.peak_bytes - 8 * TOKENS_PER_CHUNK * V
-    next_one = sorted(moment.bytes for moment in moments(base))[-2]
+    next_one = sorted(moment.bytes for moment in base.moments)[-2]
     left.plot(sizes, [(without + 8 * C * V) / MIB for C in sizes], color=theme.series[0], marker="o", markersize=4)
     left.axhline(next_one / MIB, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     left.text(16, next_one / MIB - 110, "next: the last block", color=theme.quiet, va="top")
@@ -388,7 +387,7 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(pre
 # peak. And how long may a row be now?
 
 # %%
-first, second = sorted((moment.bytes for moment in moments(course.bill(after))), reverse=True)[:2]
+first, second = sorted((moment.bytes for moment in course.bill(after).moments), reverse=True)[:2]
 print(f"the next peak, in the last block, is {(first - second) / MIB:,.0f} MiB below")
 for name, recipe in (("before", before), ("after", after)):
     print(f"{name}: {toggles.longest(toggles.Bench(shape, T4), recipe):,} tokens fit a T4")

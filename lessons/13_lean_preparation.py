@@ -33,7 +33,6 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.load import EDITS, forbid_cpu_repacking, quiet_libraries
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -407,7 +406,7 @@ assert saved == -sum(predicted.values())
 
 # %%
 model_itself = sum(row.bytes for row in course.bill(after).rows[:2])
-peaks = sorted(((moment.bytes, moment.name) for moment in moments(course.bill(after))), reverse=True)
+peaks = sorted(((moment.bytes, moment.name) for moment in course.bill(after).moments), reverse=True)
 print(f"{model_itself / MIB:,.0f} MiB are the model; the next peak, in the {peaks[1][1]}, is {peaks[1][0] / MIB:,.1f}")
 for name, recipe in (("before", before), ("after", after)):
     print(f"{name}: rows of up to {toggles.longest(toggles.Bench(shape, T4), recipe):,} tokens fit a T4")

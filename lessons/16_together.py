@@ -39,7 +39,6 @@ from cria_tricks.errors import BadInput
 from cria_tricks.figures import Theme, readable
 from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
@@ -216,7 +215,7 @@ assert bounds(without(toy, "kept"), without(toy, "kept", "logits")) == (0, 5)
 
 # %%
 def table(recipe):
-    found = moments(course.bill(recipe))
+    found = course.bill(recipe).moments
     return {moment.name: {row.name: row.bytes for row in moment.rows if row.bytes} for moment in found}
 
 

@@ -41,7 +41,7 @@ from cria_tricks import course
 from cria_tricks.figures import Theme, panels
 from cria_tricks.hardware import T4
 from cria_tricks.measure import LiveBytes
-from cria_tricks.memory.estimate import CONTEXT
+from cria_tricks.memory.one_bill import CONTEXT
 from cria_tricks.monitor import Monitor, read, summarise
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import train

@@ -9,7 +9,7 @@ from cria_tricks import models
 from cria_tricks.data.chat import read_jsonl
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.load import load_tokenizer
-from cria_tricks.memory.estimate import WORKSPACES
+from cria_tricks.memory.one_bill import WORKSPACES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import compare
 from cria_tricks.run import train

@@ -23,13 +23,15 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.hardware.cost import EFFICIENCY, attention_kernel, work
 from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.memory.estimate import MemoryEstimate, Moment, moments
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.formula import RULES, Formula
+from cria_tricks.memory.one_bill import Moment
 from cria_tricks.memory.shape import LONGER_THAN_CONTEXT, Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, facts
 from tools import notebooks
 
 HERE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "fit"
@@ -99,7 +101,7 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     stored: dict[tuple[Any, ...], dict[str, Any]] = {}
     classes = {}
     for chosen in combinations(STORED):
-        memory = estimate(plain(shape, **chosen), shape, NEW.device)
+        memory = facts(plain(shape, **chosen), shape, NEW.device)
         bf16 = memory.bf16 and (memory.pins_inputs or shape.experts > 1)  # else it is as large as fp16
         found = (memory.operand, bf16, memory.others, memory.stream, memory.product,
                  memory.unpacks, memory.pins_inputs, memory.raises_inputs, chosen["peft"])  # fmt: skip
@@ -111,7 +113,7 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     def table(name: str, by: tuple[str, ...], entries: Iterable[tuple[Iterable[Any], Part | None]]) -> None:
         parts[name] = {"by": by, "is": {key(values): part for values, part in entries if part is not None}}
 
-    def over(by: tuple[str, ...], rows: Callable[[MemoryEstimate], Part | None], **more: Any) -> Iterator[Any]:
+    def over(by: tuple[str, ...], rows: Callable[[StepFacts], Part | None], **more: Any) -> Iterator[Any]:
         """One entry for each choice: ``stored`` is a class of how weights are stored, all others switches."""
         switches = [field for field in by if field != "stored"]
         for number, chosen in enumerate(stored.values()):
@@ -119,12 +121,12 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
                 tricks = {**more, **chosen, **dict(zip(switches, values, strict=True))}
                 if tricks.get("chunked_loss") and chosen["peft"] in ("none", "head", "prompt_tuning"):
                     continue
-                memory = estimate(plain(shape, **tricks), shape, NEW.device)
+                memory = facts(plain(shape, **tricks), shape, NEW.device)
                 yield (number, *values), rows(memory)
 
     matrices = ("precision", "peft", "quantization", "double_quantization")
     table("matrices", matrices, (
-        (chosen.values(), _rows(estimate(plain(shape, **chosen), shape, NEW.device), FIXED[:1]))
+        (chosen.values(), _rows(facts(plain(shape, **chosen), shape, NEW.device), FIXED[:1]))
         for chosen in combinations(matrices)
     ))  # fmt: skip
     table("others", ("stored",), over(("stored",), lambda memory: _rows(memory, FIXED[1:3])))
@@ -173,7 +175,7 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         card = NEW if chosen["new"] else OLD
         switches = {name: value for name, value in chosen.items() if name != "new"}
         recipe = plain(shape, **switches, peft="lora")
-        memory = estimate(recipe, shape, card.device)
+        memory = facts(recipe, shape, card.device)
         kernel, masked = attention_kernel(recipe, shape, card, recipe.train.batch_size, recipe.data.max_length)
         name = "/".join([memory.kernel, *(word for word, holds in (
             ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
@@ -198,7 +200,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
             for checkpointed, offloaded, accumulates in itertools.product((False, True), repeat=3):
                 recipe = plain(shape, **switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
                                accumulates=accumulates)  # fmt: skip
-                memory = estimate(recipe, shape, attention["card"].device)
+                memory = facts(recipe, shape, attention["card"].device)
                 where = (number, kernel, checkpointed, offloaded, accumulates)
                 found["batch: forward"][number, kernel] = _rows(memory, FIXED[4:], "forward")
                 found["batch"][number, kernel, checkpointed] = _rows(memory, FIXED[4:])
@@ -213,7 +215,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
         table(name, fields, entries.items())
 
 
-def _rows(memory: MemoryEstimate, names: Iterable[str], moment: str = "optimizer step") -> Part | None:
+def _rows(memory: StepFacts, names: Iterable[str], moment: str = "optimizer step") -> Part | None:
     """Some rows of a moment, as often as there is such a moment, and once more for each size a row may have."""
     found: Part = []
     for one in _moments(memory):
@@ -232,7 +234,7 @@ def _same(one: list[Row], other: list[Row]) -> bool:
 
 
 @lru_cache(1)  # the same estimate is asked for several of its rows
-def _moments(memory: MemoryEstimate) -> list[Moment]:
+def _moments(memory: StepFacts) -> list[Moment]:
     return moments(memory, every_point=True)
 
 

@@ -26,7 +26,7 @@ from cria_tricks import figures, recipes, tables
 from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import MemoryEstimate, moments
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import find_shape
 from tools import fit, notebooks
 from tools.executed import KEPT, LessonError, execute, key, plain
@@ -128,20 +128,18 @@ def the_map() -> str:
     rungs = toggles.ladder(toggles.Bench(find_shape(capstone.model), T4), capstone)
     rows = []
     for before, after in itertools.pairwise(rungs):
-        assert isinstance(before.memory, MemoryEstimate)
-        assert isinstance(after.memory, MemoryEstimate)
         old, new = _largest(before.memory), _largest(after.memory)
         changes = [f"{change:+,.0f}" if (change := (new[name] - old[name]) / 2**20) else "" for name in old]
         rows.append((f"`{after.set[0]}`", *changes))
     return tables.table(("switch", *GROUPS, "peak"), rows)
 
 
-def _largest(memory: MemoryEstimate) -> dict[str, int]:
+def _largest(memory: Bill) -> dict[str, int]:
     """Each group at the moment of the step when it is largest; and the peak."""
     starts = ("batch", *itertools.chain(*GROUPS.values()))
-    assert all(row.name.startswith(starts) for moment in moments(memory) for row in moment.rows)
+    assert all(row.name.startswith(starts) for moment in memory.moments for row in moment.rows)
     found = {
-        group: max(sum(row.bytes for row in moment.rows if row.name.startswith(names)) for moment in moments(memory))
+        group: max(sum(row.bytes for row in moment.rows if row.name.startswith(names)) for moment in memory.moments)
         for group, names in GROUPS.items()
     }
     return found | {"peak": memory.peak_bytes}

@@ -13,7 +13,7 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Flavor
 from cria_tricks.hardware.cost import Run, run_tokens
 from cria_tricks.memory import toggles
-from cria_tricks.memory.estimate import Row
+from cria_tricks.memory.one_bill import Row
 from cria_tricks.memory.shape import Shape, beyond_context, find_config
 from cria_tricks.memory.toggles import Bench, Change, Setting
 from cria_tricks.recipe import Recipe, with_settings

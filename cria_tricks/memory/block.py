@@ -10,16 +10,11 @@ T tokens of a row.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from cria_tricks.memory.constants import BLOCK, FP32
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.formula import largest
 
-if TYPE_CHECKING:
-    from cria_tricks.memory.estimate import MemoryEstimate
-
-FP32 = 4
-BLOCK = 64
-"""4-bit weights that share a scale."""
 FIRST_NORM, INPUT = "first norm's input", "block's input"
 """What keeps the block's input: a norm in front of it, or else the matrices."""
 JOINED = ("join's input", "join in 16 bits")
@@ -89,12 +84,12 @@ def pinned_bytes(operations: list[Operation]) -> int:
     return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
 
 
-def keeps_nothing(memory: "MemoryEstimate") -> bool:
+def keeps_nothing(memory: StepFacts) -> bool:
     """Whether blocks keep nothing on the device from their forward pass: none learns, or all is sent away."""
     return not memory.learning_blocks or (memory.offloaded and not memory.checkpointed)
 
 
-def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int:
+def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
     """Bytes that a block would keep, if a gradient went below its first adapted matrix."""
     first = next(i for i, operation in enumerate(operations) if operation.name in memory.adapted)
     alike = next(
@@ -114,7 +109,7 @@ def below_adapters(memory: "MemoryEstimate", operations: list[Operation]) -> int
     return spared + sum(size for name, size in kept(operations).items() if name not in above)
 
 
-def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: bool = False) -> list[Point]:
+def points(memory: StepFacts, operations: list[Operation], *, learns: bool = False) -> list[Point]:
     """Walk a block, and see what is alive around each operation, forward and backward.
 
     Args:
@@ -172,7 +167,7 @@ def points(memory: "MemoryEstimate", operations: list[Operation], *, learns: boo
     return found
 
 
-def operations(memory: "MemoryEstimate") -> list[Operation]:
+def operations(memory: StepFacts) -> list[Operation]:
     """The operations of a block, in the order of the forward pass."""
     shape, n = memory.shape, memory.all_tokens
     stream, product = memory.stream, memory.product
@@ -207,7 +202,7 @@ def operations(memory: "MemoryEstimate") -> list[Operation]:
     ]
 
 
-def _queries_keys_values(memory: "MemoryEstimate", source: str, residual: int) -> list[Operation]:
+def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[Operation]:
     shape = memory.shape
     if not shape.joined:
         return [_linear(memory, name, source, memory.stream, residual) for name in ("q_proj", "k_proj", "v_proj")]
@@ -219,7 +214,7 @@ def _queries_keys_values(memory: "MemoryEstimate", source: str, residual: int) -
     ]
 
 
-def _gate_and_up(memory: "MemoryEstimate", source: str, inner: int, residual: int) -> list[Operation]:
+def _gate_and_up(memory: StepFacts, source: str, inner: int, residual: int) -> list[Operation]:
     gate, up = (_linear(memory, name, source, memory.stream, residual) for name in ("gate_proj", "up_proj"))
     activated = {"gate": inner, "activated gate": inner}
     read = {"activated gate": inner}
@@ -233,7 +228,7 @@ def _gate_and_up(memory: "MemoryEstimate", source: str, inner: int, residual: in
     ]
 
 
-def _gate_and_up_joined(memory: "MemoryEstimate", source: str, inner: int, residual: int) -> list[Operation]:
+def _gate_and_up_joined(memory: StepFacts, source: str, inner: int, residual: int) -> list[Operation]:
     both = {"gate and up": 2 * inner}
     return [
         _linear(memory, "gate_up_proj", source, memory.stream, residual),
@@ -243,7 +238,7 @@ def _gate_and_up_joined(memory: "MemoryEstimate", source: str, inner: int, resid
     ]
 
 
-def learning(memory: "MemoryEstimate") -> list[Operation]:
+def learning(memory: StepFacts) -> list[Operation]:
     """The operations of what learns: of a block, or of the trained copy beside it and what joins the two."""
     if not memory.learns_beside:
         return operations(memory)
@@ -264,7 +259,7 @@ def learning(memory: "MemoryEstimate") -> list[Operation]:
     return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
-def _norm(memory: "MemoryEstimate", name: str) -> Operation:
+def _norm(memory: StepFacts, name: str) -> Operation:
     """RMS norms compute in fp32: of a 16-bit input they keep a copy, an fp32 one as it is."""
     elements = memory.all_tokens * memory.shape.width
     keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
@@ -273,7 +268,7 @@ def _norm(memory: "MemoryEstimate", name: str) -> Operation:
     return Operation(name, keeps, {}, elements * (FP32 + memory.stream), elements * (4 * FP32 + memory.stream))
 
 
-def _query_and_key_norms(memory: "MemoryEstimate") -> list[Operation]:
+def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
     """RMS norms of each head's queries and keys, where a model has them."""
     shape, n = memory.shape, memory.all_tokens
     if not shape.qk_norm:
@@ -285,7 +280,7 @@ def _query_and_key_norms(memory: "MemoryEstimate") -> list[Operation]:
     return [Operation("query and key norms", keeps, {}, elements * FP32, elements * 4 * FP32)]
 
 
-def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: int) -> Operation:
+def _linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> Operation:
     """A product and its adapter.
 
     Args:
@@ -329,7 +324,7 @@ def _linear(memory: "MemoryEstimate", name: str, source: str, x: int, residual: 
     return replace(found, forward=found.forward + waits, backward=residual + found.backward)
 
 
-def _adapted(memory: "MemoryEstimate", base: Operation, source: str, x: int) -> Operation:
+def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
     """A product with its adapter, LoRA's or DoRA's.
 
     Args:
@@ -390,7 +385,7 @@ def _adapted(memory: "MemoryEstimate", base: Operation, source: str, x: int) -> 
     return replace(base, keeps=keeps, forward=forward, backward=backward, learns=learns)
 
 
-def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
+def _experts(memory: StepFacts, residual: int) -> list[Operation]:
     """All experts of a block: each token goes through a few of them, in products of all that go through one.
 
     They compute in the dtype of their weights, whatever autocast says.
@@ -419,7 +414,7 @@ def _experts(memory: "MemoryEstimate", residual: int) -> list[Operation]:
     ]
 
 
-def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> tuple[int, int]:
+def _dora_weight(memory: StepFacts, d_in: int, d_out: int, x: int) -> tuple[int, int]:
     """What peft's DoRA holds to take the norms of W + B A, and what of it stays while it uses them.
 
     B A is made by multiplying an identity, D_in x D_in, which autograd keeps as long as the product, in 16 bits where
@@ -433,7 +428,7 @@ def _dora_weight(memory: "MemoryEstimate", d_in: int, d_out: int, x: int) -> tup
     return largest(identity * FP32 + made, stays + 2 * weight * x), stays
 
 
-def _attention(memory: "MemoryEstimate", residual: int) -> list[Operation]:
+def _attention(memory: StepFacts, residual: int) -> list[Operation]:
     """What the kernel keeps: what it multiplies, and, of those that hold it, the T x T matrix."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     queries, keys = n * shape.query_width * a, n * shape.kv_width * a

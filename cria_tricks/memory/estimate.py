@@ -12,21 +12,15 @@ what it changes: how weights are stored, what trains, what a block keeps. Then t
 The peak is the largest of them, and the bill is its rows. They sum to it exactly.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from cria_tricks.hardware.device import Device
 from cria_tricks.memory import block
-from cria_tricks.memory.block import FP32
+from cria_tricks.memory.constants import FP32
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.formula import at_most, largest
-from cria_tricks.memory.shape import Shape
+from cria_tricks.memory.one_bill import Moment, Row
 
-CONTEXT = 400_000_000
-"""Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
-WORKSPACE_CONFIG = ":4096:2:16:8"
-"""cuBLAS' workspaces as torch sets them (``CUBLAS_WORKSPACE_CONFIG``): KiB and how many, twice."""
-WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
-"""Bytes of the two that a step needs: a handle belongs to a thread, and the backward pass has its own."""
 IDS = 8
 """Bytes of a token's number, a label and a position."""
 PAGED_FROM = 100_000
@@ -37,173 +31,7 @@ STATE_BLOCK = 256
 """Elements of a state that share a scale."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the bill.
-
-    Attributes:
-        name: what it is.
-        bytes: what it takes at the peak.
-        why: its formula, in words.
-    """
-
-    name: str
-    bytes: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A point of the step, and all that is alive there."""
-
-    name: str
-    rows: tuple[Row, ...]
-
-    @property
-    def bytes(self) -> int:
-        """What is alive."""
-        return sum(row.bytes for row in self.rows)
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """What is known about a step, in bytes an element; the tricks change it one after the other.
-
-    Attributes:
-        shape: of the model.
-        device: that it is meant for.
-        batch: rows of a micro-batch.
-        tokens: of a row.
-        trained_tokens: of a micro-batch.
-        matrices: bytes of the blocks' matrices as they are stored, experts' apart.
-        others: bytes of an element of the other weights: embedding, head, norms, biases, experts.
-        operand: bytes of an element of what products multiply.
-        bf16: whether these two bytes are bf16.
-        stream: of the hidden states between the blocks.
-        product: of what a product gives.
-        unpacks: whether a product unpacks its weight first.
-        pins_inputs: whether products keep their inputs out of autograd's sight, where checkpointing cannot drop them.
-        trains_all: whether the loaded weights train.
-        added: trained tensors beside the loaded weights: how many, elements of each.
-        adapted: the matrices that have an adapter.
-        rank: of the adapters.
-        dora: whether they learn magnitudes too.
-        dropout: whether some of their inputs are dropped.
-        raises_inputs: whether adapters raise 16-bit inputs to fp32 first.
-        learning_blocks: blocks through which the gradient flows, from the last one on.
-        learns_beside: whether each of these has a trained copy of itself beside it.
-        trains_head: whether the head trains.
-        kernel: the attention's: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
-        repeats_keys: whether keys and values are repeated for every query head.
-        maskless: whether attention runs without a mask.
-        joins_documents: whether attention's results are joined from those of each document.
-        checkpointed: whether blocks keep their input only.
-        offloaded: whether what blocks keep waits on the host.
-        chunk: tokens whose logits are alive at once; 0 for all.
-        accumulates: whether gradients of earlier micro-batches wait.
-        state_bits: bits of an element of the optimizer's two states.
-        paged: whether large states live in managed memory, which the card's allocator does not see.
-    """
-
-    shape: Shape
-    device: Device
-    batch: int
-    tokens: int
-    trained_tokens: int
-    matrices: int
-    others: int = FP32
-    operand: int = FP32
-    bf16: bool = False
-    stream: int = FP32
-    product: int = FP32
-    unpacks: bool = False
-    pins_inputs: bool = False
-    trains_all: bool = True
-    added: tuple[tuple[int, int], ...] = ()
-    adapted: tuple[str, ...] = ()
-    rank: int = 0
-    dora: bool = False
-    dropout: bool = False
-    raises_inputs: bool = True
-    learning_blocks: int = 0
-    learns_beside: bool = False
-    trains_head: bool = True
-    kernel: str = "eager"
-    repeats_keys: bool = True
-    maskless: bool = False
-    joins_documents: bool = False
-    checkpointed: bool = False
-    offloaded: bool = False
-    chunk: int = 0
-    accumulates: bool = False
-    state_bits: int = 32
-    paged: bool = False
-
-    @property
-    def quantised(self) -> bool:
-        """Whether matrices are stored in 8 bits or 4."""
-        return self.unpacks or self.pins_inputs
-
-    @property
-    def all_tokens(self) -> int:
-        """n, of a micro-batch."""
-        return self.batch * self.tokens
-
-    @property
-    def trained(self) -> tuple[tuple[int, int], ...]:
-        """Trained tensors: how many, elements of each."""
-        return (self.shape.tensors if self.trains_all else ()) + self.added
-
-    @property
-    def trained_weights(self) -> int:
-        """Elements that train."""
-        return sum(many * elements for many, elements in self.trained)
-
-    @property
-    def peak(self) -> Moment:
-        """The moment at which most is alive."""
-        return max(moments(self), key=lambda moment: moment.bytes)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The bill: rows of the peak that are not empty."""
-        return tuple(row for row in self.peak.rows if row.bytes)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What the step's own tensors take."""
-        return self.peak.bytes
-
-    @property
-    def workspaces(self) -> Row:
-        """What products on a card work in: no tensor, but of the same allocator."""
-        needed = WORKSPACES if self.device.kind == "cuda" else 0
-        return Row("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` sees."""
-        return self.peak_bytes + self.workspaces.bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """What the card must have: the peak, and what no tensor of the step is."""
-        return self.peak_bytes + sum(row.bytes for row in self.around)
-
-    @property
-    def around(self) -> tuple[Row, ...]:
-        """What a card holds besides."""
-        if self.device.kind != "cuda":
-            return ()
-        return (Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has as much."""
-        return self.needed_bytes <= self.device.memory_bytes
-
-
-def moments(memory: MemoryEstimate, *, every_point: bool = False) -> list[Moment]:
+def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     """Everything that is alive at the moments of a step of which one is the peak.
 
     Args:
@@ -271,7 +99,7 @@ def _all_of(points: list[block.Point]) -> list[block.Point]:
     return points
 
 
-def _gradients_at(memory: MemoryEstimate, point: block.Point, of_a_block: int) -> tuple[Row, Row]:
+def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tuple[Row, Row]:
     """The gradients that are there while the last block's backward pass is at a point, and while the first block's is.
 
     Args:
@@ -291,7 +119,7 @@ def _gradients_at(memory: MemoryEstimate, point: block.Point, of_a_block: int) -
     )
 
 
-def _fixed(memory: MemoryEstimate, *, masked: bool) -> tuple[Row, ...]:
+def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
     """What lives through the whole step, and the mask, if it is still there."""
     shape, n = memory.shape, memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
@@ -336,7 +164,7 @@ class _Waiting(NamedTuple):
     frozen: Row
 
 
-def _waiting(memory: MemoryEstimate, operations: list[block.Operation]) -> _Waiting:
+def _waiting(memory: StepFacts, operations: list[block.Operation]) -> _Waiting:
     tensors, pinned = block.kept(operations), block.pinned_bytes(operations)
     each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
     if memory.checkpointed:
@@ -385,7 +213,7 @@ class _Frozen(NamedTuple):
     why: str = ""
 
 
-def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
+def _frozen_beside(memory: StepFacts) -> _Frozen:
     """A side network's. The gradient goes through a frozen block only if something learns below it."""
     if not memory.learns_beside:
         return _Frozen()
@@ -402,7 +230,7 @@ def _frozen_beside(memory: MemoryEstimate) -> _Frozen:
     return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
 
 
-def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
+def _copies(memory: StepFacts, *, kept: bool) -> Row:
     """Autocast's copies of what trains in blocks, which autocast holds until the forward pass ends."""
     copied, matrices = memory.trained_weights, sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
     if memory.trains_all:
@@ -413,11 +241,11 @@ def _copies(memory: MemoryEstimate, *, kept: bool) -> Row:
     return Row("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
 
 
-def _block_input(memory: MemoryEstimate) -> int:
+def _block_input(memory: StepFacts) -> int:
     return memory.all_tokens * memory.shape.width * memory.stream
 
 
-def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
+def _loss(memory: StepFacts) -> tuple[Row, ...]:
     """The end of the forward pass and the beginning of the backward pass."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     norm = n * shape.width * FP32 + n * FP32
@@ -447,7 +275,7 @@ def _loss(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
-def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:
+def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
     """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     head = shape.embedding_weights * a * (a < FP32 and (a != memory.others or memory.trains_head))
@@ -462,20 +290,20 @@ def _log_softmax(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
-def _final_norm(memory: MemoryEstimate) -> int:
+def _final_norm(memory: StepFacts) -> int:
     """Bytes around the last norm when the head has just run."""
     a, stream = memory.operand, memory.stream
     kept = (FP32 + stream * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
     return memory.all_tokens * memory.shape.width * (kept + stream + (a if a != stream else 0))
 
 
-def _last_norm(memory: MemoryEstimate) -> Row:
+def _last_norm(memory: StepFacts) -> Row:
     """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
     elements = memory.all_tokens * memory.shape.width
     return Row("final norm", elements * 6 * FP32, "its input, and results and gradients around it")
 
 
-def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:
+def _head_gradient(memory: StepFacts) -> tuple[Row, ...]:
     """Backward through a trained head: its gradient comes in the operand's dtype, then in fp32."""
     shape, n, a = memory.shape, memory.all_tokens, memory.operand
     weights, logits = shape.embedding_weights, n * shape.vocabulary
@@ -490,11 +318,11 @@ def _head_gradient(memory: MemoryEstimate) -> tuple[Row, ...]:
     )
 
 
-def _gradients(memory: MemoryEstimate) -> Row:
+def _gradients(memory: StepFacts) -> Row:
     return Row("gradients", memory.trained_weights * FP32, "fp32, one for each trained weight")
 
 
-def _embedding_gradient(memory: MemoryEstimate) -> Row:
+def _embedding_gradient(memory: StepFacts) -> Row:
     many = 2 * memory.shape.tied + memory.accumulates  # and the one that is added to
     came = memory.all_tokens * memory.shape.width * memory.stream
     return Row(
@@ -504,7 +332,7 @@ def _embedding_gradient(memory: MemoryEstimate) -> Row:
     )
 
 
-def _states(memory: MemoryEstimate) -> int:
+def _states(memory: StepFacts) -> int:
     every = sum(many * _state(memory, elements, memory.state_bits) for many, elements in memory.trained)
     if memory.trains_all:  # transformers keeps an embedding's states in 32 bits
         wide = memory.shape.embedding_weights
@@ -512,7 +340,7 @@ def _states(memory: MemoryEstimate) -> int:
     return every
 
 
-def _state(memory: MemoryEstimate, elements: int, bits: int) -> int:
+def _state(memory: StepFacts, elements: int, bits: int) -> int:
     """Bytes of the two states of one tensor."""
     if memory.paged and elements >= PAGED_FROM:
         return 0

@@ -12,11 +12,11 @@ from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.cost import step
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel import STRATEGIES
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
-from cria_tricks.parallel.per_process import PerProcess, per_process
+from cria_tricks.parallel.per_process import per_process
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.refusals import facts_of, refuse
 from cria_tricks.resolve import resolve
@@ -70,7 +70,7 @@ class Setting:
 
     set: tuple[str, ...]
     recipe: Recipe
-    memory: MemoryEstimate | PerProcess
+    memory: Bill
     seconds: float | None
 
 
@@ -130,7 +130,7 @@ class Bench:
             seconds = (work.seconds if self.processes == 1 else self._shared(recipe, self.card)) / work.tokens
         return Setting(changed, recipe, self.memory(recipe), seconds)
 
-    def memory(self, recipe: Recipe, tokens: int | None = None) -> MemoryEstimate | PerProcess:
+    def memory(self, recipe: Recipe, tokens: int | None = None) -> Bill:
         """The bytes alone, for rows of this length or of ``data.max_length``."""
         if self.processes == 1:
             return estimate(recipe, self.shape, self.device, tokens)

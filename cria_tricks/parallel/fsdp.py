@@ -31,7 +31,7 @@ from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import facts
 
 SWITCHES = ("strategy=fsdp",)
 CLAIM = "exact"
@@ -156,7 +156,7 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends: weights to each micro-batch's two passes, gradients of what trains once."""
-    memory = estimate(recipe, shape, T4)  # the same bytes on any card
+    memory = facts(recipe, shape, T4)  # the same bytes on any card
     whole = gathered(memory, processes)
     mine, each = recipe.tricks.gradient_accumulation // processes, whole.blocks // shape.layers
     # Those that the gradient reaches, and one more, which is fetched ahead whether it is needed or not.

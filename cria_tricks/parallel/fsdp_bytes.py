@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from cria_tricks.memory.block import FP32
-from cria_tricks.memory.estimate import MemoryEstimate, Moment, Row, moments
+from cria_tricks.memory.constants import FP32
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.facts import StepFacts
+from cria_tricks.memory.one_bill import STATE, Moment, Row
 
-STATE = ("weights: blocks' matrices", "weights: all others", "weights: added", "gradients", "optimizer states")
-"""Rows of a bill that are there between two steps."""
 _WHOLE = {
     "loss": (1, 0, 0),
     "log-softmax": (1, 0, 0),
@@ -58,7 +58,7 @@ class _Sizes(NamedTuple):
     root_gradients: int
 
 
-def _sizes(memory: MemoryEstimate, processes: int) -> _Sizes:
+def _sizes(memory: StepFacts, processes: int) -> _Sizes:
     matrices, small, root, added = _tensors(memory)
     trained = [*matrices, *small, *root] if memory.trains_all else added
     packed, each = _stored(memory, matrices)
@@ -89,7 +89,7 @@ def _sizes(memory: MemoryEstimate, processes: int) -> _Sizes:
     )
 
 
-def _tensors(memory: MemoryEstimate) -> tuple[list[_Cut], list[_Cut], list[_Cut], list[_Cut]]:
+def _tensors(memory: StepFacts) -> tuple[list[_Cut], list[_Cut], list[_Cut], list[_Cut]]:
     """The blocks' matrices, their other tensors, those of no block, and those that are added."""
     shape = memory.shape
     width, inner, layers, experts = shape.width, shape.inner, shape.layers, shape.experts
@@ -111,7 +111,7 @@ def _tensors(memory: MemoryEstimate) -> tuple[list[_Cut], list[_Cut], list[_Cut]
     return matrices, small, root, added
 
 
-def sharded_moments(memory: MemoryEstimate, processes: int) -> list[Moment]:
+def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
     """The moments of a step, with pieces for the state, and what is whole beside them.
 
     Args:
@@ -164,7 +164,7 @@ class Gathered(NamedTuple):
     root_gradients: int
 
 
-def gathered(memory: MemoryEstimate, processes: int) -> Gathered:
+def gathered(memory: StepFacts, processes: int) -> Gathered:
     """What FSDP2 sends to make a model whole once: N pieces of every tensor, as large as the largest of them."""
     matrices, small, root, added = _tensors(memory)
     packed, each = _stored(memory, matrices)
@@ -185,7 +185,7 @@ def gathered(memory: MemoryEstimate, processes: int) -> Gathered:
     )
 
 
-def _stored(memory: MemoryEstimate, matrices: list[_Cut]) -> tuple[list[_Cut], float]:
+def _stored(memory: StepFacts, matrices: list[_Cut]) -> tuple[list[_Cut], float]:
     """The blocks' matrices as they lie in memory, and bytes of an element."""
     if not memory.unpacks:
         return matrices, memory.matrices / _all(matrices)

@@ -13,86 +13,21 @@ The estimate of one process (``memory/estimate.py``) is taken for what a process
 Not in it: what NCCL allocates for itself, and the sums of tensor parallelism while they are under way.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.block import FP32
-from cria_tricks.memory.estimate import MemoryEstimate, Moment, Row, moments
+from cria_tricks.memory.constants import FP32
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.facts import StepFacts
+from cria_tricks.memory.one_bill import STATE, Bill, Moment, Row
 from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.fsdp_bytes import STATE, divided_up, sharded_moments, smaller
+from cria_tricks.parallel.fsdp_bytes import divided_up, sharded_moments, smaller
 from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import facts
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "pipeline", "model")
-
-
-@dataclass(frozen=True)
-class PerProcess:
-    """The bill of one process; it has the names of :class:`MemoryEstimate` that a bill is printed from.
-
-    Attributes:
-        strategy: of :data:`STRATEGIES`.
-        processes: that share the work; for ``model``, cards.
-        memory: the estimate under it, of what this process computes.
-        moments: of a step.
-    """
-
-    strategy: str
-    processes: int
-    memory: MemoryEstimate
-    moments: tuple[Moment, ...]
-
-    @property
-    def peak(self) -> Moment:
-        """The moment at which most is alive."""
-        return max(self.moments, key=lambda moment: moment.bytes)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The bill: rows of the peak that are not empty."""
-        return tuple(row for row in self.peak.rows if row.bytes)
-
-    @property
-    def state(self) -> tuple[Row, ...]:
-        """Weights, gradients and optimizer states, as they lie there when the optimizer steps."""
-        return tuple(row for row in self.moments[-1].rows if row.name in STATE)
-
-    @property
-    def state_bytes(self) -> int:
-        """All of these."""
-        return sum(row.bytes for row in self.state)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What the step's own tensors take."""
-        return self.peak.bytes
-
-    @property
-    def workspaces(self) -> Row:
-        """What products on a card work in."""
-        return self.memory.workspaces
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` sees."""
-        return self.peak_bytes + self.workspaces.bytes
-
-    @property
-    def around(self) -> tuple[Row, ...]:
-        """What a card holds besides."""
-        return self.memory.around
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a card must have."""
-        return self.peak_bytes + sum(row.bytes for row in self.around)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has as much."""
-        return self.needed_bytes <= self.memory.device.memory_bytes
 
 
 def per_process(
@@ -105,7 +40,7 @@ def per_process(
     stage: int | None = None,
     tokens: int | None = None,
     trained_tokens: int | None = None,
-) -> PerProcess:
+) -> Bill:
     """Estimate what the process needs that needs most.
 
     Args:
@@ -129,7 +64,7 @@ def per_process(
         found = (_stage(recipe, shape, device, strategy, processes, number, tokens) for number in stages)
         return max(found, key=lambda one: one.peak_bytes)
     own, part = local(recipe, shape, strategy, processes)
-    memory = estimate(own, part, device, tokens, trained_tokens)
+    memory = facts(own, part, device, tokens, trained_tokens)
     if strategy in ("ddp", "zero1", "zero2"):
         memory = replace(memory, accumulates=True)  # the buckets are there from the beginning, and are added to
     steps = moments(memory)
@@ -140,7 +75,7 @@ def per_process(
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     steps = [smaller(moment, {row.name: divided_up(row.bytes, processes) for row in moment.rows if row.name in divided})
              for moment in steps]  # fmt: skip
-    return PerProcess(strategy, processes, memory, tuple(steps))
+    return Bill(memory, tuple(steps), strategy, processes)
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
@@ -179,7 +114,7 @@ def zero_bytes(weights: int, processes: int, stage: int, weight: int = 2, gradie
     return weights * sum(size / (processes if stage >= divided_from else 1) for size, divided_from in sizes)
 
 
-def _averaging(memory: MemoryEstimate, optimizer_step: Moment) -> Moment:
+def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
     """Before the optimizer steps, data x tensor puts all gradients into one tensor to be averaged."""
     flat = Row("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
     return Moment("averaging", (*optimizer_step.rows, flat))
@@ -187,7 +122,7 @@ def _averaging(memory: MemoryEstimate, optimizer_step: Moment) -> Moment:
 
 def _stage(
     recipe: Recipe, shape: Shape, device: Device, strategy: str, stages: int, number: int, tokens: int | None
-) -> PerProcess:
+) -> Bill:
     """One stage's blocks; the embedding is in the first, last norm and head in the last."""
     first, last, piped = number == 0, number == stages - 1, strategy == "pipeline"
     blocks = [layer * stages // shape.layers for layer in range(shape.layers)].count(number)
@@ -197,7 +132,7 @@ def _stage(
     head = first if shape.tied and not piped else last
     # A vocabulary of no words is no embedding, no head and no logits; and nobody has both, but for a tied one.
     part = replace(shape, layers=blocks, vocabulary=shape.vocabulary * (first or head), tied=True)
-    memory = estimate(recipe, part, device, tokens)
+    memory = facts(recipe, part, device, tokens)
     steps = moments(memory)
     at_the_end = {"loss", "log-softmax", "head", "last norm"} if not head else set()
     waiting = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
@@ -213,4 +148,4 @@ def _stage(
                + (more if moment.name != "optimizer step" else more[1:]))
         for moment in steps if moment.name not in at_the_end
     ]  # fmt: skip
-    return PerProcess(strategy, stages, memory, tuple(found))
+    return Bill(memory, tuple(found), strategy, stages)

@@ -28,7 +28,7 @@ from cria_tricks.parallel.traffic import Call
 from cria_tricks.parallel.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import facts
 
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
@@ -195,7 +195,7 @@ def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
     tricks, n = recipe.tricks, recipe.train.batch_size * recipe.data.max_length
-    memory = estimate(recipe, shape, T4)  # the same bytes an element on any card
+    memory = facts(recipe, shape, T4)  # the same bytes an element on any card
     adapted = products.adapted(recipe, shape)
     thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
     again = 1 + tricks.gradient_checkpointing

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -110,6 +110,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """What blocks keep waits on the host; the one that is open has it back. On a CPU its copies are not billed."""
     return replace(memory, offloaded=recipe.tricks.activation_offload and memory.device.kind == "cuda")

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -153,6 +153,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("optimizer", bits=8)
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """A byte for each number of a state, and a scale for each block of them."""
     return replace(memory, state_bits=8 if recipe.tricks.optimizer == "adamw_8bit" else 32)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -138,6 +138,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("loss", kind="chunked", tokens_per_chunk=TOKENS_PER_CHUNK)
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Logits of one chunk at a time."""
     return replace(memory, chunk=TOKENS_PER_CHUNK if recipe.tricks.chunked_loss else 0)

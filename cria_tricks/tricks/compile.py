@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -120,6 +120,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Unchanged: which results a fused kernel no longer writes is the compiler's choice, so this is an upper bound."""
     return memory

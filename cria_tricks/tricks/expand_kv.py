@@ -17,7 +17,7 @@ Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries sh
 
 import torch
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -84,7 +84,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Keys and values are as wide as the queries, and the kernel need not know of groups."""
     if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
         return memory

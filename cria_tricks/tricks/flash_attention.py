@@ -23,7 +23,7 @@ import torch
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.kernels import kernel_for
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -158,7 +158,7 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
         )
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """What the attention keeps is its kernel's business, and which kernel runs is the card's."""
     attention = recipe.tricks.attention
     if attention == "eager":
@@ -171,7 +171,7 @@ def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEsti
     return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
 
-def with_kernel(memory: MemoryEstimate, *, masked: bool, repeats: bool) -> MemoryEstimate:
+def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
     """Have torch's attention run in the kernel that the device has for it."""
     kernel = "flash"  # a CPU's takes everything
     if memory.device.kind == "cuda":

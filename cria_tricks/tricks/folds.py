@@ -1,17 +1,19 @@
 """The bill of a recipe: plain fp32 full fine-tuning, folded over the same tricks that switch a recipe on."""
 
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.block import FP32
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.constants import FP32
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.facts import StepFacts
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import TRICKS
 
 
-def estimate(
+def facts(
     recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
-) -> MemoryEstimate:
-    """Fold a recipe over the tricks.
+) -> StepFacts:
+    """Fold a recipe over the tricks, from plain fp32 full fine-tuning on.
 
     Args:
         recipe: what is wanted.
@@ -21,7 +23,7 @@ def estimate(
         trained_tokens: of a micro-batch; all that can be when left out.
     """
     batch, tokens = recipe.train.batch_size, tokens or recipe.data.max_length
-    memory = MemoryEstimate(
+    found = StepFacts(
         shape=shape,
         device=device,
         batch=batch,
@@ -31,5 +33,13 @@ def estimate(
         learning_blocks=shape.layers,
     )
     for trick in TRICKS:
-        memory = trick.estimate(memory, shape, recipe)
-    return memory
+        found = trick.estimate(found, shape, recipe)
+    return found
+
+
+def estimate(
+    recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
+) -> Bill:
+    """Estimate what a step needs in one process; the arguments are those of :func:`facts`."""
+    found = facts(recipe, shape, device, tokens, trained_tokens)
+    return Bill(found, tuple(moments(found)))

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -77,6 +77,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("training", gradient_accumulation_steps=recipe.tricks.gradient_accumulation)
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """From the second micro-batch on the gradients of the first ones wait."""
     return replace(memory, accumulates=recipe.tricks.gradient_accumulation > 1)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -99,6 +99,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("training", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """A block keeps its input; the insides of one at a time are made again."""
     return replace(memory, checkpointed=recipe.tricks.gradient_checkpointing and recipe.tricks.peft != "head")

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -90,7 +90,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("quantization", load_in_8bit=True).then("prepare_for_kbit_training")
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """A byte a weight and a scale for each of its rows; the usual preparation raises all else to fp32."""
     if recipe.tricks.quantization != "int8":
         return memory

@@ -14,7 +14,7 @@ Shapes: embedding (V, D); adapter inputs (B, T, D).
 
 from dataclasses import replace
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -50,7 +50,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.without("prepare_for_kbit_training").then("adapter_inputs_uncast")
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Nothing is raised to fp32: not the weights beside the matrices, not hidden states, not adapters' inputs."""
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return memory

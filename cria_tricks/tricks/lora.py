@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Lora, Recipe
 from cria_tricks.step_plan import Plan
@@ -140,7 +140,7 @@ def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
             raise BadInput(f"lora.target_modules: no estimate for {name}; an estimate is there for {known}")
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Two thin fp32 matrices for each adapted one; nothing else has a gradient."""
     if recipe.tricks.peft != "lora":
         return memory

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -121,7 +121,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("training", **{precision: True})
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
     if recipe.tricks.precision == "fp32":
         return memory

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -151,7 +151,7 @@ def stored_bytes(elements: int, double_quantization: bool) -> int:
     return (elements + 1) // 2 + scales + 4 * 16
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Half a byte a weight and its scales; unpacked to be multiplied; the usual preparation raises all else to fp32."""
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):

@@ -23,7 +23,7 @@ import torch
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -175,7 +175,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("collator", packed_length=recipe.data.max_length)
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Rows are full, so none needs a mask, and documents are attended to one by one."""
     if not recipe.tricks.packing:
         return memory

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -141,6 +141,6 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("optimizer", paged=True)
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Large states live in managed memory: on the card while in use, unseen by its allocator."""
     return replace(memory, paged=recipe.tricks.paged_optimizer and memory.device.kind == "cuda")

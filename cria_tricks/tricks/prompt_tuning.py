@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Prompt, Recipe
 from cria_tricks.step_plan import Plan
@@ -65,7 +65,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """A few vectors, and rows that are longer by as many; the gradient flows through all blocks down to them."""
     if recipe.tricks.peft != "prompt_tuning":
         return memory

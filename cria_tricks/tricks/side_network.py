@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe, Side
 from cria_tricks.step_plan import Plan
@@ -84,7 +84,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan.with_("peft", kind="side_network", blocks=recipe.side.blocks).then("add_adapter")
 
 
-def estimate(memory: MemoryEstimate, shape: Shape, recipe: Recipe) -> MemoryEstimate:
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """An fp32 copy of the last blocks and a joining matrix each; the gradient flows no further down than they reach."""
     if recipe.tricks.peft != "side_network":
         return memory

@@ -6,7 +6,7 @@ import transformers.integrations.moe  # noqa: F401 (it registers the operation a
 
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory.estimate import MemoryEstimate
+from cria_tricks.memory.one_bill import Bill
 from cria_tricks.memory.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -57,7 +57,7 @@ def bill(
     model: str = "llama-3.2-1b",
     device: Device = T4,
     **fields: int,
-) -> MemoryEstimate:
+) -> Bill:
     """By hand; ``fields`` of the model's config are changed."""
     return estimate(recipe(toggles, batch, tokens), shape_of({**find_config(model), **fields}, model), device)
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.estimate_error import outside
 from cria_tricks.errors import BadInput
 from cria_tricks.memory import block
-from cria_tricks.memory.estimate import CONTEXT, WORKSPACES, MemoryEstimate, moments
+from cria_tricks.memory.one_bill import CONTEXT, WORKSPACES, Bill
 from cria_tricks.tricks import TRICKS, trick_name
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
@@ -33,8 +33,8 @@ SETS = (
 by_set = pytest.mark.parametrize("toggles", SETS, ids=lambda toggles: toggles or "nothing")
 
 
-def row(memory: MemoryEstimate, name: str, moment: str = "") -> int:
-    found = next(m for m in moments(memory) if m.name == moment) if moment else memory.peak
+def row(memory: Bill, name: str, moment: str = "") -> int:
+    found = next(m for m in memory.moments if m.name == moment) if moment else memory.peak
     return sum(row.bytes for row in found.rows if row.name == name)
 
 
@@ -45,7 +45,7 @@ def test_rows_sum_to_the_peak_and_none_is_negative(toggles, batch, tokens):
         memory = bill(toggles, batch, tokens, device=device)
         assert sum(row.bytes for row in memory.rows) == memory.peak_bytes
         assert all(row.bytes > 0 and row.why for row in memory.rows)
-        for moment in moments(memory):
+        for moment in memory.moments:
             assert all(type(row.bytes) is int and row.bytes >= 0 for row in moment.rows), moment.name
             assert moment.bytes <= memory.peak_bytes
         around = sum(row.bytes for row in memory.around)
@@ -165,7 +165,7 @@ def test_plain_training_holds_all_weights_four_times():
     assert row(memory, "weights: all others") == 4 * (weights - MATRICES)
     assert row(memory, "gradients") == 4 * weights
     assert row(memory, "optimizer states") == 8 * weights
-    step = next(moment for moment in moments(memory) if moment.name == "optimizer step")
+    step = next(moment for moment in memory.moments if moment.name == "optimizer step")
     assert step.bytes == 16 * weights + row(memory, "batch"), "the optimizer updates in place"
     assert memory.peak.name == "embedding", "of which the gradient comes from both of its ends"
     what_it_is_made_from = 8 * D * 4
@@ -204,15 +204,15 @@ def test_lora_trains_two_thin_matrices_for_each():
 
 def test_a_head_alone_is_a_copy_and_blocks_keep_nothing():
     memory = bill("head fp16 checkpoint")
-    assert memory.trained_weights == V * D
+    assert memory.facts.trained_weights == V * D
     assert row(memory, "blocks: waiting") == 0
-    assert not memory.checkpointed, "there is nothing to make again"
-    assert [moment.name for moment in moments(memory)] == ["loss", "log-softmax", "head", "forward", "optimizer step"]
+    assert not memory.facts.checkpointed, "there is nothing to make again"
+    assert [moment.name for moment in memory.moments] == ["loss", "log-softmax", "head", "forward", "optimizer step"]
 
 
 def test_a_prompt_is_sixteen_vectors_and_rows_that_are_longer():
     memory = bill("prompt")
-    assert (memory.trained_weights, memory.all_tokens) == (16 * D, N + 16)
+    assert (memory.facts.trained_weights, memory.facts.all_tokens) == (16 * D, N + 16)
 
 
 def test_a_side_network_trains_blocks_and_joins():
@@ -264,7 +264,7 @@ def test_the_math_kernel_holds_every_score_and_expanded_keys_leave_it():
 def test_eager_attention_holds_every_score_on_every_device():
     for device in (T4, A100, CPU):
         memory = bill("lora", batch=3, device=device)
-        assert memory.kernel == "eager"
+        assert memory.facts.kernel == "eager"
         assert block.kept(block.operations(memory))["probabilities"] == 3 * 32 * N * N * 4
 
 
@@ -306,7 +306,7 @@ def test_accumulation_has_gradients_waiting_from_the_beginning():
 def test_gradients_of_a_blocks_own_weights_come_while_it_is_open():
     """Deepest in the scores' gradient: head, MLP and what attention gives through are done, q, k and v are not."""
     memory = bill("", 4, 4096)
-    last = next(moment for moment in moments(memory) if moment.name == "last block")
+    last = next(moment for moment in memory.moments if moment.name == "last block")
     assert "scores and softmax" in next(row.why for row in last.rows if row.name == "block: open")
     assert row(memory, "gradients", "last block") == 4 * (V * D + 3 * D * 8192 + D * D)
 
@@ -319,5 +319,5 @@ def test_the_longer_the_more_and_compiling_changes_nothing():
 
 @pytest.mark.parametrize("trick", TRICKS, ids=trick_name)
 def test_a_trick_that_is_off_changes_nothing(trick: ModuleType):
-    plain = bill("")
+    plain = bill("").facts
     assert trick.estimate(plain, plain.shape, recipe("")) == plain

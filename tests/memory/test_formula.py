@@ -13,7 +13,7 @@ from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, facts
 from tools import fit
 
 
@@ -71,10 +71,10 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
             continue
         letters = fit.plain(shape, **tricks, accumulates=k > 1, several=batch > 1)
         largest_of, wanted = {}, {}  # a side network has two of the name "forward"
-        for moment in moments(estimate(letters, shape, card.device), every_point=True):
+        for moment in moments(facts(letters, shape, card.device), every_point=True):
             size = value(sum(row.bytes for row in moment.rows) + Formula([{}], 0), batch, tokens, k)
             largest_of[moment.name] = max(size, largest_of.get(moment.name, 0))
-        for moment in moments(estimate(recipe, shape, card.device)):
+        for moment in estimate(recipe, shape, card.device).moments:
             wanted[moment.name] = max(moment.bytes, wanted.get(moment.name, 0))
         assert largest_of == wanted
         pairs = zip(work(letters, shape, card, letters.data.max_length), work(recipe, shape, card, tokens), strict=True)

@@ -9,11 +9,12 @@ import torch
 
 from cria_tricks.errors import BadInput
 from cria_tricks.measure import LiveBytes, _quantization_tensors
-from cria_tricks.memory.estimate import Row, moments
+from cria_tricks.memory.estimate import moments
+from cria_tricks.memory.one_bill import Row
 from cria_tricks.memory.shape import Shape, find_shape, shape_of
 from cria_tricks.parallel import STRATEGIES, sharded
 from cria_tricks.parallel.per_process import STRATEGIES as ESTIMATED
-from cria_tricks.parallel.per_process import PerProcess, local, per_process, zero_bytes
+from cria_tricks.parallel.per_process import Bill, local, per_process, zero_bytes
 from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.parallel.pipeline_part import Part
 from cria_tricks.parallel.pipeline_run import find_blocks
@@ -133,13 +134,13 @@ def shares(strategy: str, processes: int) -> int:
     return {"tensor": 1, "ddp_tensor": processes // 2}.get(strategy, processes)
 
 
-def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **options: Any) -> PerProcess:
+def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **options: Any) -> Bill:
     """By hand, for rows of 64 tokens."""
     recipe = with_settings(Recipe(), ["data.max_length=64", *settings])
     return per_process(recipe, shape, CPU, strategy, processes, **options)
 
 
-def rows(found: PerProcess) -> tuple[int, int, int]:
+def rows(found: Bill) -> tuple[int, int, int]:
     """Bytes of weights, gradients, optimizer states."""
     by_name = {row.name: row.bytes for row in found.state}
     weights = sum(size for name, size in by_name.items() if name.startswith("weights"))
@@ -261,7 +262,7 @@ def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
 @pytest.mark.parametrize(("stage", "k", "others"), [(0, 8, 2), (1, 8, 1), (2, 8, 0), (0, 2, 1), (0, 1, 0)])
 def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, others):
     found = bill("pipeline", 3, *LORA, f"tricks.gradient_accumulation={k}", stage=stage)
-    one = next(row.bytes for row in moments(found.memory)[0].rows if row.name == "blocks: waiting")
+    one = next(row.bytes for row in moments(found.facts)[0].rows if row.name == "blocks: waiting")
     assert one > 0
     for moment in found.moments[:-1]:
         assert [row.bytes for row in moment.rows if row.name == "blocks: other micro-batches"] == [others * one]
