@@ -62,7 +62,7 @@ def train(
     from cria_tricks import given
 
     changes = _several(settings)
-    given.training(given.recipe(recipe, changes), out, resume)
+    given.training(given.recipe(recipe, changes), out, resume, other_base)
     with importing():  # torch, which takes seconds; a named recipe's precision depends on the device
         wanted = with_settings(recipes.get(recipe), changes)
 

@@ -157,6 +157,11 @@ def refuse_another(folder: Path, *more: str) -> None:
     raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds a whole model, and no adapter that names its base."""
+    return not any((folder / name).is_file() for name in CONFIGS)
+
+
 def named_base(folder: Path) -> str:
     """The base model that an adapter's config names; nothing where it cannot be read, or for a whole model."""
     config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)

@@ -13,6 +13,7 @@ from cria_tricks.artifact import (
     CONFIGS,
     RECIPE,
     SIDE_NETWORK,
+    is_whole,
     load_side_network,
     refuse_another,
     refuse_moved_base,
@@ -103,9 +104,8 @@ def quantization_of(folder: Path) -> Tricks:
     Raises:
         BadInput: if the folder's recipe cannot be read.
     """
-    whole = not any((folder / name).is_file() for name in CONFIGS)
     # A merged model keeps its adapter's recipe. Its weights are rounded already, and doing it again moves them.
-    if whole or not (folder / RECIPE).is_file():  # an adapter of plain peft says nothing about it
+    if is_whole(folder) or not (folder / RECIPE).is_file():  # an adapter of plain peft says nothing about it
         return Tricks()
     tricks = from_toml(folder / RECIPE).tricks
     return Tricks(quantization=tricks.quantization, double_quantization=tricks.double_quantization)
@@ -235,6 +235,7 @@ def answer(
         BadInput: if the prompt cannot be written.
     """
     prompt = prompts.write(tokenizer, said).to(model.device)
+    pretrained.refuse_unknown_tokens(model, int(prompt["input_ids"].max()), "this model")
     with torch.no_grad():
         out = model.generate(
             **prompt,

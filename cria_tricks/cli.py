@@ -65,11 +65,12 @@ OtherBase = Annotated[
 Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not where the adapter says.")]
 
 
-def _go_offline(wanted: bool) -> None:
+def _go_offline(wanted: bool) -> bool:
     if wanted:
         from cria_tricks.network import go_offline
 
         go_offline()
+    return wanted  # else the command would be handed None
 
 
 Offline = Annotated[
@@ -177,12 +178,13 @@ def launch(
     flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
     timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
     budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
+    other_base: OtherBase = False,
     offline: Offline = False,
 ) -> None:
     """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
     if on == "hf-jobs":
-        if nproc or resume or max_restarts or nodes or endpoint:
-            options = "--nproc, --resume, --max-restarts, --nodes and --endpoint"
+        if nproc or resume or max_restarts or nodes or endpoint or other_base:
+            options = "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base"
             raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
         _job(recipe, repo, settings or [], flavor, timeout, budget, out, only_print)
         return
@@ -193,16 +195,15 @@ def launch(
 
     elastic = launch.Elastic(max_restarts, nodes, endpoint)
     words = launch.command(recipe, on, nproc, settings or [], out, resume, elastic)
-    words += ["--offline"] if offline else []
+    words += ["--other-base"] * other_base + ["--offline"] * offline
     if not only_print:  # what would end every process is said by one
-        given.training(given.recipe(recipe, settings or []), out, resume or elastic != launch.ONCE)
+        given.training(given.recipe(recipe, settings or []), out, resume or elastic != launch.ONCE, other_base)
     print(launch.shown(words), flush=True)
     if only_print:
         return
     with waiting.paused():  # the processes speak
         code = launch.run(words)
-    if code:
-        raise typer.Exit(code)
+    sys.exit(code)  # not typer.Exit, because interrupted processes have said so themselves
 
 
 def _job(
@@ -232,14 +233,14 @@ def _job(
     hub = jobs_hub.Hub()
     job = prepare(hub.prices())
     say(*jobs_hub.shown(job))
+    interrupts.now_saved("the job may have been sent; hf jobs ps lists the ones that run and cost")
     started = hub.send(job)
+    interrupts.now_saved(f"the job goes on, and costs: {'; '.join(jobs_hub.ways_on(started, job))}")
     say(f"job {started.id}: {started.url}")
-    try:
-        hub.follow(started, job, say)
-    except KeyboardInterrupt:
-        ways = "; ".join(jobs_hub.ways_on(started, job))
-        leave(f"no longer followed; the job goes on, and costs: {ways}", interrupts.CODE)
+    hub.follow(started, job, say)
+    interrupts.now_saved(f"the job has ended; {jobs_hub.by_hand(job)}")
     found = hub.fetch(job, folder)
+    interrupts.now_saved(f"the job has ended, and its result is in {folder}")
     say(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", f"adapter: {folder}")
 
 
@@ -444,7 +445,7 @@ def chat(
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks import given
 
-    given.adapter(adapter, base)
+    given.adapter(adapter, base, other_base=other_base)
     with importing():
         from transformers import TextStreamer
 
@@ -535,7 +536,7 @@ def merge(
     from cria_tricks import given
     from cria_tricks.card import check_rows
 
-    given.adapter(adapter, base)
+    given.adapter(adapter, base, other_base=other_base)
     with importing():
         from cria_tricks.merge import merge as run
 
@@ -668,8 +669,10 @@ def _run() -> int | None:
     """Run the command; the exit code of typer.Exit.
 
     Raises:
+        BadInput: if it cannot be told which process of a run this is.
         KeyboardInterrupt: if a signal came, whatever a library or typer, which returns 130, has made of it.
     """
+    numbers.refuse_odd_numbers()
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (SystemExit, Interrupted):
@@ -678,7 +681,7 @@ def _run() -> int | None:
         if interrupts.asked():
             raise KeyboardInterrupt from None
         raise
-    if code == interrupts.CODE and interrupts.asked():
+    if code == interrupts.CODE:  # what typer makes of the exception; launch hands such a code on by itself
         raise KeyboardInterrupt
     return code
 

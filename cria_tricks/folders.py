@@ -64,6 +64,12 @@ class Folders:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
         self.start = self._find_start() if resume else None
 
+    @property
+    def revision(self) -> str:
+        """The hub's commit of the base that a resumed run began over; empty for any other base or run."""
+        before = self.start.about.get("base", {}) if self.start else {}
+        return before.get("revision") or ""
+
     def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
         """Write down which base the run is over; a resumed run goes on over the same one.
 

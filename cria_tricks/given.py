@@ -29,12 +29,14 @@ def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device |
     return found
 
 
-def training(wanted: Recipe, out: str | Path | None, resume: bool) -> None:
+def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: bool = False) -> None:
     """Look at what a run would read and write.
 
     Raises:
         BadInput: if its model, its first rows or its folder cannot be used, or a library is not there.
     """
+    if other_base and not resume:
+        raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
     trackers(wanted.train.report_to)
     sources.glance(wanted.data.train, "train")
     sources.glance(wanted.data.eval, "eval")
@@ -53,13 +55,16 @@ def trackers(names: Sequence[str]) -> None:
             )
 
 
-def adapter(folder: str | Path, base: str | Path | None = None, look_at_base: bool = True) -> Path:
+def adapter(
+    folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
+) -> Path:
     """Look at the folder of an adapter or of a whole model.
 
     Args:
         folder: as it was given.
         base: where its base lies now, if not where it says.
         look_at_base: whether the base that an adapter names must be there, or to be had.
+        other_base: whether another base than it was trained over may be used.
 
     Raises:
         BadInput: if it is none, is damaged or not safe to read, or its base cannot be had.
@@ -72,4 +77,7 @@ def adapter(folder: str | Path, base: str | Path | None = None, look_at_base: bo
             artifact.refuse_moved_base(path, named)
         if look_at_base:
             models.refuse_out_of_reach(str(base or named))
+    elif (base or other_base) and artifact.is_whole(path):
+        option = f"--base {base}" if base else "--other-base"
+        raise BadInput(f"{option}: {path} is a whole model and has no base below it; leave {option.split()[0]} out")
     return path

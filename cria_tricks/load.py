@@ -92,12 +92,7 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
         BadInput: if the model cannot be had, or does not fit the plan or the rows.
     """
     model = _refuse_unfit(plan, models.fetch(weights))
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if highest_id >= vocabulary:
-        raise BadInput(
-            f"model {weights.name}: its tokenizer gives token {highest_id}, and its vocabulary has {vocabulary}; the "
-            "two do not belong together"
-        )
+    pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
     if "add_adapter" in plan.after_load:
         with torch.device("meta"):
             model = add_adapter(model, plan)

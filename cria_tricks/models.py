@@ -221,6 +221,8 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
+    import transformers  # noqa: F401 (what makes it needs it; a signal in an import leaves what has been begun)
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder.parent))

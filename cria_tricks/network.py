@@ -229,4 +229,5 @@ def refusal(hub_id: str, error: Exception) -> str:
     # The network; or a name that the hub does not take, an answer that is none.
     reason = why(error)
     check = "run it once without" if reason.endswith(FORBIDDEN) else "check the name and the network"
-    return f"{reason}; {check}, or give a local folder: --set model=DIR, or --base DIR for an adapter's base"
+    folder = "--set model=DIR or --model DIR, or --base DIR for an adapter's base"
+    return f"{reason}; {check}, or give a local folder: {folder}"

@@ -71,6 +71,25 @@ def tokenizer(folder: str | Path, name: str) -> Any:
     return _loaded(AutoTokenizer.from_pretrained, folder, name)
 
 
+def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
+    """Refuse a tokenizer that gives a token for which the model has no embedding.
+
+    Args:
+        model: the loaded model.
+        highest_id: the largest token id that the model would be given.
+        what: what the error calls the model.
+
+    Raises:
+        BadInput: if the tokenizer is another model's.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if highest_id >= vocabulary:
+        raise BadInput(
+            f"{what}: its tokenizer gives token {highest_id}, and its vocabulary has {vocabulary}; the two do not "
+            "belong together: put the model's own tokenizer into the folder"
+        )
+
+
 def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     """Load a model that predicts the next token, with all of its own weights and no others.
 

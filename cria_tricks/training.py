@@ -66,7 +66,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     """
     quiet_libraries()
     recipe, plan, world, console = job.recipe, job.plan, job.world, job.console
-    weights = models.fetch(models.find(recipe.model))
+    weights = models.fetch(models.find(recipe.model), job.folders.revision)
     refuse_unfit(plan, weights)
     began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
     tokenizer = load_tokenizer(weights)

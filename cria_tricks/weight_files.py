@@ -120,7 +120,7 @@ def identity(folder: Path) -> dict[str, dict[str, str]]:
     Returns:
         ``weights``, ``config`` and ``tokenizer``, each the sha256 of its files by name.
     """
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = find(folder, str(folder))
     config = [folder / "config.json"] if (folder / "config.json").is_file() else []
     tokenizer = [folder / name for name in TOKENIZER if (folder / name).is_file()]
     parts = {"weights": weights, "config": config, "tokenizer": tokenizer}

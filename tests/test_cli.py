@@ -19,6 +19,7 @@ from cria_tricks.folders import Folders
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.recipe import Recipe
+from tests.parallel import steps
 
 ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 KEYS = {
@@ -221,20 +222,12 @@ def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(argumen
     assert done.stdout == "2 False\n"
 
 
-def test_a_signal_saves_and_resume_goes_on(few_rows, tmp_path):
-    """The real command, interrupted by Ctrl-C, resumed, and told to go by the system."""
-    command = [
-        sys.executable,
-        "-m",
-        "cria_tricks.cli",
-        "train",
-        "baseline",
-        *QUICK,
-        *few_rows,
-        "--out",
-        tmp_path / "run",
-    ]
-    command += ["--set", "train.max_steps=20", "--json", "--resume"]
+def test_a_signal_saves_and_resume_goes_on(run_cria, tmp_path):
+    """The real command, interrupted by Ctrl-C, resumed, and told to go by the system; its end needs no new process."""
+    rows = steps.write_rows(tmp_path / "rows.jsonl", 3)  # short ones; a step still takes longer than a signal
+    settings = ["--set", f"data.train={rows}", "--set", f"data.eval={rows}", "--set", "train.max_steps=20"]
+    words = ["train", "baseline", *QUICK, *settings, "--out", tmp_path / "run", "--json", "--resume"]
+    command = [sys.executable, "-m", "cria_tricks.cli", *words]
     step = 0
     for number in (signal.SIGINT, signal.SIGTERM):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -250,8 +243,9 @@ def test_a_signal_saves_and_resume_goes_on(few_rows, tmp_path):
         assert ("no checkpoint" if not step else f"going on from {tmp_path / 'run' / 'checkpoints'}") in began
         assert "go on with --resume" in stderr.splitlines()[-1]
         step = int(stderr.splitlines()[-1].partition("after step ")[2].partition(";")[0])
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout)
+    code, stdout, stderr = run_cria(*words)
+    assert code == 0, stderr
+    report = json.loads(stdout)
     assert [entry["step"] for entry in report["history"] if "loss" in entry] == list(range(1, 21))
 
 

@@ -37,6 +37,7 @@ CASES = {
     # names of commands and options
     "trian": "No such command 'trian'",
     "train --rsume": "No such option: --rsume",
+    "train smoke --other-base": "--other-base: lets a resumed run go on over another base; give --resume too",
     "train smoke --set": "Option '--set' requires an argument",
     # recipes, fields and values
     **{

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cria_tricks import durable, identity, models, pretrained, weight_files
 from cria_tricks.artifact import trained_over
 from cria_tricks.chat import open_folder
 from cria_tricks.errors import BadInput
+from cria_tricks.folders import Folders
 from cria_tricks.merge import merge
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
@@ -171,6 +173,42 @@ def test_an_old_adapter_with_a_relative_base_does_not_ask_the_hub_either(place):
     from cria_tricks.publish import _unusable_base
 
     assert _unusable_base(adapter) == "its base is models/base, which is not on the hub"
+
+
+def test_answers_over_another_base_are_not_taken_for_those_of_the_recorded_one(place, run_cria, tmp_path):
+    shutil.copytree(place / "models" / "base", tmp_path / "base2")
+    change_a_weight(tmp_path / "base2")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": " b"}\n')
+    words = ("eval", place / "run" / "adapter", "--with-base", "--data", rows, "--max-new-tokens", 1, "--out")
+    code, stdout, stderr = run_cria(*words, "own", "--json")
+    assert code == 0, stderr
+    own = json.loads(stdout)
+    code, _, stderr = run_cria(*words, "own", "--base", tmp_path / "base2", "--other-base")
+    assert code == 2
+    assert "holds answers that differ in base, base_files" in stderr
+    code, stdout, _ = run_cria(*words, "other", "--base", tmp_path / "base2", "--other-base", "--json")
+    other = json.loads(stdout)
+    assert code == 0
+    assert other["base"] == str(tmp_path / "base2") != own["base"]
+    assert other["systems"]["base"]["loss"]["value"] != own["systems"]["base"]["loss"]["value"]
+    code, _, stderr = run_cria(*words, "other")
+    assert (code, "differ in base" in stderr) == (2, True)
+
+
+def test_a_file_of_weights_that_nobody_reads_makes_no_other_base(place, run_cria):
+    base = place / "models" / "base"
+    shutil.copy(base / "model.safetensors", base / "consolidated.safetensors")
+    code, _, stderr = run_cria("chat", place / "run" / "adapter", "--prompt", "a", "--max-new-tokens", 1)
+    assert code == 0, stderr
+
+
+def test_a_resumed_run_takes_the_commit_that_it_began_over():
+    folders = Folders.__new__(Folders)
+    folders.start = None
+    assert folders.revision == ""
+    folders.start = SimpleNamespace(about={"base": {"revision": "c" * 40}})
+    assert folders.revision == "c" * 40
 
 
 def test_a_whole_model_has_no_base_to_name(trained, tmp_path):

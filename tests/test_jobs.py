@@ -336,10 +336,31 @@ def test_ctrl_c_leaves_the_job_alone_and_says_how_to_go_on(hub, launch, monkeypa
     assert f"{hub.url}/jobs/me/6a" in stdout
 
 
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("run_job", "the job may have been sent; hf jobs ps lists"),
+        ("inspect_job", "the job goes on, and costs: follow it: hf jobs logs -f me/6a"),
+        ("snapshot_download", "the job has ended; fetch its result: hf download me/mine"),
+    ],
+)
+def test_a_signal_says_what_has_become_of_the_money(where, said, hub, launch, monkeypatch):
+    def pressed(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"huggingface_hub.HfApi.{where}", pressed)
+    code, _, stderr = launch()
+    assert code == 130
+    assert stderr.startswith(f"interrupted; {said}")
+
+
 def test_options_of_one_launcher_are_refused_by_the_others(run_cria):
     code, _, stderr = run_cria("launch", "smoke", "--on", "torchrun", "--flavor", "t4-small", "--print")
     assert (code, "are for --on hf-jobs" in stderr) == (2, True)
     code, _, stderr = run_cria("launch", "smoke", "--on", "hf-jobs", "--nproc", "2", "--print")
-    assert (code, "--nproc, --resume, --max-restarts, --nodes and --endpoint are for the other" in stderr) == (2, True)
+    assert (
+        code,
+        "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base are for the other" in stderr,
+    ) == (2, True)
     code, _, stderr = run_cria("launch", "smoke", "--on", "hf-jobs", "--print")
     assert (code, "--repo '': name a repository of the hub, OWNER/NAME" in stderr) == (2, True)

@@ -4,13 +4,12 @@ import hashlib
 import http.client
 import json
 import re
-import tempfile
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cria_tricks import network
+from cria_tricks import durable, network
 from cria_tricks.data import texts
 from cria_tricks.data.chat import Chat, check_rows, first_rows, read_jsonl
 from cria_tricks.errors import BadInput, usable_path
@@ -132,10 +131,8 @@ def _download_kwanzaa(part: Part) -> Path:
         raise BadInput(f"data.{part}=kwanzaa: cannot download {url} ({reason}); {at_hand}") from None
     if _sha256(content) != _SHA256[part]:
         raise BadInput(f"data.{part}=kwanzaa: {url} has sha256 {_sha256(content)}, expected {_SHA256[part]}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as aside:
-        aside.write(content)
-    return Path(aside.name).replace(path)
+    durable.write_file(path, content)
+    return path
 
 
 def _from_hub(name: str, part: Part) -> Source:

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cria_tricks import durable, given
-from cria_tricks.artifact import CONFIGS, RECIPE
+from cria_tricks.artifact import CONFIGS, RECIPE, is_whole, trained_over
 from cria_tricks.console import Aside
 from cria_tricks.data import sources
 from cria_tricks.data.chat import Chat
@@ -25,6 +25,9 @@ from cria_tricks.kwanzaa.prompt import Row, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain, read
 from cria_tricks.kwanzaa.report import UNSCORED, markdown
 from cria_tricks.kwanzaa.results import Scored, summarise
+
+if TYPE_CHECKING:
+    from cria_tricks.models import Weights
 
 OUT = Path("runs/eval")
 """Where results go without an adapter to stand beside."""
@@ -83,7 +86,7 @@ def evaluate(
         OutOfMemory: if a batch does not fit.
     """
     settings, console = settings or Settings(), console or Aside()
-    folder = _adapter_folder(adapter, base, reference, settings.base)
+    folder = _adapter_folder(adapter, base, reference, settings)
     source = _find(data)
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
@@ -95,6 +98,8 @@ def evaluate(
     place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
     if place.exists() and not place.is_dir():
         raise BadInput(f"--out {place}: is a file; name a folder")
+    if any((place / name).exists() for name in (*CONFIGS, "config.json", durable.MANIFEST)):
+        raise BadInput(f"--out {place}: holds an adapter or a model, where more files do harm; name another folder")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,21 +121,32 @@ def evaluate(
     return found | {"out": str(place)}
 
 
-def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, lies: str | Path | None) -> Path | None:
+def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, settings: Settings) -> Path | None:
     if adapter is None:
         if base:
             raise BadInput("--with-base: there is no adapter to compare with its base; name the adapter's folder")
         if not reference:
             raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
         return None
-    return given.adapter(adapter, lies)
+    path = Path(adapter)
+    if not base or not is_whole(path):
+        return given.adapter(adapter, settings.base, other_base=settings.other_base)
+    path = given.adapter(adapter)
+    if not settings.base:
+        _base_name(path)
+    return path
 
 
 def _find(data: str) -> Source:
+    if not data:
+        raise BadInput("--data: is empty; name a file, a folder or a data set")
     try:
         return sources.find(data, "eval")
     except BadInput as error:
-        raise BadInput(str(error).replace("--set data.eval=", "--data ").replace("data.eval=", "--data ")) from None
+        said = str(error)
+        for name in ("--set data.eval=", "data.eval=", "data.eval "):
+            said = said.replace(name, "--data ")
+        raise BadInput(said) from None
 
 
 def _first_without(chats: Sequence[Chat]) -> str:
@@ -146,28 +162,30 @@ def _answers(
     folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """The answers of the adapter, and of its base if asked for; and what they were made with."""
+    from cria_tricks import identity
     from cria_tricks.chat import open_folder, quantization_of
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
     from cria_tricks.report import versions
 
-    below = _base_name(folder) if base else ""
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
-    whole = not any((folder / name).is_file() for name in CONFIGS)
-    beneath = None if whole else settings.base
+    below = _below(folder, base, settings)
+    files = identity.of(below) if below else {}
+    beneath = None if is_whole(folder) else settings.base
     model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
     for warning in warnings:
         console.print(warning)
     prompts = prompt_ids(source.rows, tokenizer)
     rounded = quantization_of(folder)
     with_what = {
-        "base": below or _base_name(folder, must=False),
+        "base": below.name if below and settings.base else _base_name(folder, must=False),
+        "base_files": {**files.get("weights", {}), **files.get("config", {})},
         "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "max_new_tokens": settings.max_new_tokens,
     }
-    if any(chat.text for chat in source.rows[:rows]):
+    if any(chat.text for chat in source.rows):
         with_what["text_length"] = length_of_texts(folder)
     found = {}
     for system in ("adapter", "base") if base else ("adapter",):
@@ -180,7 +198,7 @@ def _answers(
         }
         answers = Answers(place / f"answers-{system}.jsonl", about)
         if any(row not in answers.rows for row in range(rows)):
-            with _asked(model, system, folder, settings.base or below, settings.other_base) as asked:
+            with _asked(model, system, folder, below, settings.other_base) as asked:
                 answer_rows(
                     asked,
                     tokenizer,
@@ -198,10 +216,23 @@ def _answers(
     return found, with_what | more | {"batch_size": settings.batch_size, "versions": versions()}
 
 
-@contextlib.contextmanager
-def _asked(model: Any, system: str, folder: Path, below: str | Path, other_base: bool) -> Iterator[Any]:
-    """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
+def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
+    """The base that an adapter is laid over, or that a whole model began as, if that one is to answer, too."""
     from cria_tricks import models
+    from cria_tricks.chat import base_of
+
+    if not is_whole(folder):
+        return base_of(folder, settings.base)[1]
+    if not base:
+        return None
+    if settings.base:
+        return models.fetch(models.find(str(settings.base)))
+    return models.fetch(models.find(_base_name(folder)), trained_over(folder).get("revision") or "")
+
+
+@contextlib.contextmanager
+def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other_base: bool) -> Iterator[Any]:
+    """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
     from cria_tricks.adapters import without_adapter
     from cria_tricks.chat import open_base, other_than_trained_over
     from cria_tricks.tricks.side_network import SideBlock
@@ -212,10 +243,10 @@ def _asked(model: Any, system: str, folder: Path, below: str | Path, other_base:
         with without_adapter(model) as plain:
             yield plain
     else:
+        assert below
+        other_than_trained_over(folder, below, other_base)
         model.to("meta")  # two whole models may not fit beside each other
-        weights = models.fetch(models.find(str(below)))
-        other_than_trained_over(folder, weights, other_base)
-        yield open_base(weights)
+        yield open_base(below)
 
 
 def length_of_texts(folder: Path) -> int:

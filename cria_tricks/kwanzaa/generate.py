@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cria_tricks import durable
+from cria_tricks import durable, pretrained
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
@@ -134,6 +134,7 @@ def answer_batch(
     mask_BT = torch.tensor(
         [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
     )
+    pretrained.refuse_unknown_tokens(model, int(ids_BT.max()), "this model")
     with torch.no_grad():
         out_BT = model.generate(
             input_ids=ids_BT,
@@ -162,6 +163,7 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
     """
     rows = tokenize([chat], tokenizer, text_length if chat.text else sys.maxsize).rows
     loss = 0.0
+    pretrained.refuse_unknown_tokens(model, max(max(row["input_ids"]) for row in rows), "this model")
     for row in rows:
         batch = {name: tensor.to(model.device) for name, tensor in PadToLongest(0)([row]).items()}
         with torch.no_grad():

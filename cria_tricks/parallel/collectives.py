@@ -207,7 +207,8 @@ def _start(processes: int, device: str, sizes: Sequence[int]) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says in many is said in one
+    for each in ("", ".agent.server.api"):  # what they say in many lines is said in one; the second has its own level
+        logging.getLogger(f"torch.distributed.elastic{each}").setLevel(logging.CRITICAL)
     meet: dict[str, Any] = {"run_id": "collectives", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     config = LaunchConfig(1, 1, processes, **meet, max_restarts=0, monitor_interval=0.1)
     try:

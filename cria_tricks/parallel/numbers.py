@@ -7,6 +7,10 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from cria_tricks.errors import BadInput
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+"""Variables by which a launcher tells a process which one it is."""
 _SPEAKER = "cria_tricks/speaker"
 LOST = "another process of this run died or stopped answering"
 _store: Any = None
@@ -18,7 +22,7 @@ def processes() -> int:
         import torch.distributed as dist
 
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return _number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
@@ -27,7 +31,24 @@ def rank() -> int:
         import torch.distributed as dist
 
         return dist.get_rank()
-    return int(os.environ.get("RANK", 0))
+    return _number("RANK", 0)
+
+
+def _number(name: str, alone: int) -> int:
+    """A number that a launcher sets in the environment; also the words of an error ask for it."""
+    said = os.environ.get(name, "")
+    return int(said) if said.isdecimal() else alone
+
+
+def refuse_odd_numbers() -> None:
+    """Refuse an environment in which a launcher's number is none.
+
+    Raises:
+        BadInput: naming the variable.
+    """
+    for name in NUMBERS:
+        if (said := os.environ.get(name, "")) and not said.isdecimal():
+            raise BadInput(f"{name}={said}: must be a whole number, as a launcher such as torchrun sets it; unset it")
 
 
 def see_one_card() -> None:
@@ -36,7 +57,7 @@ def see_one_card() -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     cards = visible.split(",") if visible else []
-    here = int(os.environ["LOCAL_RANK"])
+    here = _number("LOCAL_RANK", 0)
     if visible != "" and not (cards and here >= len(cards)):
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[here] if cards else str(here)
 

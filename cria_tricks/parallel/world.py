@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cria_tricks.errors import Lost
 from cria_tricks.parallel import neighbours
-from cria_tricks.parallel.numbers import LOST, have_joined, keep, processes, rank, see_one_card
+from cria_tricks.parallel.numbers import LOST, NUMBERS, have_joined, keep, processes, rank, see_one_card
 from cria_tricks.parallel.rounds import agree
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=patience)
     others = neighbours.find(store, number, size)
-    hidden = {name: os.environ.pop(name) for name in _NUMBERS if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in NUMBERS if name in os.environ}
     try:
         with in_one_line(), neighbours.watched(others, advice):
             yield

@@ -153,6 +153,11 @@ class Signals:
         """The weights' sha256, as the manifests of both runs have it."""
         assert self._sha256(name) == self._sha256("whole"), f"{name} is another run"
 
+    def words(self, name: str) -> list[str]:
+        """The command's, for a run."""
+        settings = [part for setting in self.settings for part in ("--set", setting)]
+        return ["train", "smoke", *settings, "--out", str(self.folder / name), "--resume"]
+
     def said_by(self, name: str, words: str) -> Callable[[], bool]:
         """Whether a run has said something."""
         return lambda: words in self._said(name)
@@ -162,11 +167,9 @@ class Signals:
         return manifest["files"]["adapter_model.safetensors"]["sha256"]
 
     def _started(self, name: str) -> subprocess.Popen[bytes]:
-        settings = [part for setting in self.settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", "cria_tricks", "train", "smoke", *settings]
         with (self.folder / f"{name}.log").open("w") as log:
             return subprocess.Popen(
-                [*command, "--out", str(self.folder / name), "--resume"],
+                [sys.executable, "-m", "cria_tricks", *self.words(name)],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 preexec_fn=hear,

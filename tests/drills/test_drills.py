@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.drills.disconnect import Drill
 from tests.drills.dump import SAVED, STEPS, Dump, make, record
 from tests.drills.fuzz import Fuzz, check
 from tests.drills.signals import Signals
+from tests.parallel.steps import write_rows
 
 # fp32, because the recipe's own precision differs between processors.
 TINY = (
@@ -25,8 +27,21 @@ TINY = (
 )
 
 
-def test_three_kills_end_bit_identical(tmp_path):
-    settings = ["smoke", *(part for setting in TINY for part in ("--set", setting))]
+@pytest.fixture
+def finish_here(monkeypatch, run_cria):
+    """Let the runs that nothing disturbs go through in this process, which has imported the libraries."""
+
+    def finish(self: Drill, out: Path, resume: bool) -> None:
+        code, _, stderr = run_cria(*self._command(out, resume)[3:])
+        assert code == 0, stderr
+
+    monkeypatch.setattr(Drill, "_finish", finish)
+
+
+def test_three_kills_end_bit_identical(tmp_path, finish_here):
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    given = (*TINY, f"data.train={rows}", f"data.eval={rows}")
+    settings = ["smoke", *(part for setting in given for part in ("--set", setting))]
     drill = Drill(settings, tmp_path, cadence=2, seed=1)
     drill.run(kills=3)  # one anywhere, one after a step, one in a save
     assert drill.in_saves >= 1
@@ -34,14 +49,18 @@ def test_three_kills_end_bit_identical(tmp_path):
     assert max(drill.lost) <= 2
 
 
-def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path):
+def test_signals_end_in_one_line_and_the_resumed_run_is_bit_identical(tmp_path, run_cria):
+    """What no signal disturbs goes through in this process, which has imported the libraries."""
     drill = Signals(tmp_path)
-    drill.whole()
+    assert run_cria(*drill.words("whole"))[0] == 0
     assert drill.press("run", signal.SIGINT, lambda: True, [0, 0, 0]) == 130  # in the first imports
     assert not (tmp_path / "run").exists()
     assert drill.press("run", signal.SIGHUP, drill.said_by("run", "step    1/"), [0]) == 130
     assert drill.ends == {"nothing was written": 1, "go on with --resume": 1}
-    drill.finish("run")
+    code, _, stderr = run_cria(*drill.words("run"))
+    assert code == 0, stderr
+    assert "going on from" in stderr
+    drill.compare("run")
 
 
 def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_path, monkeypatch):

@@ -2,14 +2,16 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from cria_tricks import cli
+from cria_tricks import cli, models
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.device import pretend
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
@@ -176,6 +178,44 @@ def test_a_whole_model_is_held_against_what_it_was_trained_from(run_cria, few_ro
     assert "holds a whole model and no recipe.toml that names what it was trained from" in stderr
 
 
+def test_a_whole_model_may_be_told_where_that_lies(run_cria, tokenizer, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(models.find("random:tiny").path, base)
+    tokenizer.save_pretrained(base)
+    code, _, stderr = run_cria("eval", base, "--base", tmp_path, *SHORT, "--out", "eval")
+    assert (code, f"--base {tmp_path}: {base} is a whole model and has no base" in stderr) == (2, True)
+    code, stdout, stderr = run_cria("eval", base, "--with-base", "--base", base, *SHORT, "--out", "eval", "--json")
+    assert code == 0, stderr
+    assert json.loads(stdout)["differences"]["loss"]["value"] == 0
+
+
+def test_a_tokenizer_of_another_model_is_one_line(run_cria, tiny_model, tokenizer, tmp_path):
+    """Its tokens have no embedding in the small vocabulary."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_model, folder)
+    tokenizer.save_pretrained(folder)
+    code, _, stderr = run_cria("eval", folder, *SHORT, "--out", tmp_path / "eval")
+    assert (code, "its vocabulary has 512; the two do not belong together" in stderr) == (2, True)
+    code, _, stderr = run_cria("chat", folder, "--prompt", "unbelievable", "--max-new-tokens", 1)
+    assert (code, "the two do not belong together" in stderr) == (2, True)
+
+
+def test_results_are_not_written_into_the_adapter(adapter, run_cria):
+    before = sorted(path.name for path in Path(adapter).iterdir())
+    code, _, stderr = run_cria("eval", adapter, *SHORT, "--out", adapter)
+    assert (code, "holds an adapter or a model" in stderr) == (2, True)
+    assert sorted(path.name for path in Path(adapter).iterdir()) == before
+
+
+def test_more_rows_go_on_after_fewer_ones_of_another_kind(adapter, run_cria, tmp_path):
+    data = tmp_path / "mixed.jsonl"
+    data.write_text('{"prompt": "a", "completion": " b"}\n{"text": "some words of a text"}\n')
+    words = ("eval", adapter, "--data", data, "--max-new-tokens", 1, "--out", tmp_path / "eval")
+    assert run_cria(*words, "--limit", 1)[0] == 0
+    code, _, stderr = run_cria(*words)
+    assert code == 0, stderr
+
+
 def test_the_reference_alone_loads_nothing_heavy(tmp_path):
     code = (
         f"import sys; sys.argv = ['cria', 'eval', '--reference', '--data', {str(ROWS)!r}, '--json']\n"
@@ -198,6 +238,8 @@ def test_the_reference_alone_loads_nothing_heavy(tmp_path):
             "--with-base: there is no adapter to compare with its base; name the adapter's folder",
         ),
         (["eval", "none"], "none: there is no such folder; name the folder of an adapter"),
+        (["eval", "--reference", "--data", ""], "--data: is empty; name a file, a folder or a data set"),
+        (["eval", "--reference", "--data", "x" * 400], "': is no path that can be used: File name too long"),
         (["eval", "--reference", "--data", "none.jsonl"], "--data none.jsonl: no such file"),
         (["eval", "--reference", "--data", "pairs.jsonl"], "--reference: pairs.jsonl:1: the row does not end with"),
         (

@@ -38,6 +38,13 @@ def test_the_command_is_one_that_a_person_could_have_typed():
     )
 
 
+def test_what_a_run_may_do_is_handed_on(run_cria):
+    options = ("--resume", "--other-base", "--offline")
+    code, stdout, _ = run_cria("launch", "smoke", "--on", "torchrun", "--nproc", "2", "--print", *options)
+    assert code == 0
+    assert stdout.endswith("--resume --other-base --offline\n")
+
+
 def test_two_cards_get_a_process_each_and_no_device_map(monkeypatch):
     """Kaggle's two T4s."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

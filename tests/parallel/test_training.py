@@ -18,8 +18,11 @@ ROWS = 11
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> list[str]:
     """A tiny Llama on eleven ragged rows: three steps an epoch, the last with three micro-batches."""
-    few = steps.write_rows(tmp_path_factory.mktemp("rows") / "few.jsonl", ROWS)
-    fewer = steps.write_rows(few.with_name("fewer.jsonl"), 3)
+    few = tmp_path_factory.mktemp("rows") / "few.jsonl"
+    fewer = few.with_name("fewer.jsonl")
+    for file, many in ((few, ROWS), (fewer, 3)):  # texts, as a chat's template has thirty tokens of its own
+        counts = ((n, " ".join(map(str, range(1, n + 2)))) for n in range(many))
+        file.write_text("".join(f'{{"prompt": "Count to {n}:", "completion": " {all_}"}}\n' for n, all_ in counts))
     return [
         "model=random:tiny", "data.max_length=64", "train.learning_rate=0.003", "tricks.peft=lora", "lora.r=4",
         "tricks.gradient_accumulation=4", "tricks.attention=sdpa", f"data.train={few}", f"data.eval={fewer}",

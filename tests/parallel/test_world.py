@@ -1,7 +1,9 @@
 """How processes join, agree and end together."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -193,6 +195,18 @@ def test_a_process_sees_the_card_that_is_its_own(monkeypatch, visible, number, s
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     numbers.see_one_card()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize("said", ["", "abc", "-1"])
+def test_a_number_that_is_none_is_one_line(said):
+    command = [sys.executable, "-m", "cria_tricks", *(["train", "smok"] if said else ["--version"])]
+    environment = os.environ | {"RANK": said, "WORLD_SIZE": said}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if said:
+        assert done.returncode == 2
+        assert re.fullmatch(rf"error: \w+={said}: must be a whole number.*; unset it\n", done.stderr)
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_a_launcher_nothing_is_changed(monkeypatch):
