@@ -684,9 +684,3 @@ def _run() -> int | None:
     if code == interrupts.CODE:  # what typer makes of the exception; launch hands such a code on by itself
         raise KeyboardInterrupt
     return code
-
-
-if __name__ == "__main__":
-    from cria_tricks.entry import main as start
-
-    start()

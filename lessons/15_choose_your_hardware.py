@@ -51,7 +51,7 @@ GB, GIB = 10**9, 2**30
 
 def cria(command):
     """Run a `cria` command as the terminal would; print the line with its verdict, and return its exit code."""
-    words = [sys.executable, "-m", "cria_tricks.cli", *command.split()[1:]]
+    words = [sys.executable, "-m", "cria_tricks", *command.split()[1:]]
     done = subprocess.run(words, capture_output=True, encoding="utf-8", env=os.environ | {"COLUMNS": "120"})
     print(f"$ {command}")
     print(*(line for line in done.stdout.splitlines() if "fit" in line and "needs" in line))

@@ -64,7 +64,7 @@ from cria_tricks.kwanzaa.scores import kind
 COLAB = "google.colab" in sys.modules
 RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()
 ADAPTER = RUN / "adapter"
-CRIA = [sys.executable, "-m", "cria_tricks.cli"]
+CRIA = [sys.executable, "-m", "cria_tricks"]
 PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
 if COLAB and MIRROR.startswith("/content/drive"):
     from google.colab import drive

@@ -549,8 +549,8 @@ def in_stages(settings, out):
 
 
 # %%
-print("torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline smoke --out DIR")
-print("torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline kwanzaa --blocks 9,7")
+print("torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command smoke --out DIR")
+print("torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command kwanzaa --blocks 9,7")
 whole = in_one(tiny, f"{folder.name}/one")
 halves, said = ranks.run(in_stages, tiny, f"{folder.name}/two")[0]
 folder.cleanup()

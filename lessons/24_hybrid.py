@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import cria_tricks
-from cria_tricks import course, recipes
+from cria_tricks import course, hybrid_demo, recipes
 from cria_tricks.console import Aside
 from cria_tricks.errors import BadInput
 from cria_tricks.figures import Theme
@@ -429,8 +429,8 @@ course.show(
 # %%
 print("torchrun --nproc-per-node 4 -m cria_tricks train RECIPE --set parallel.strategy=ddp_tensor", end=" ")
 print("--set parallel.tensor_size=2")
-print("torchrun --nproc-per-node 4 -m cria_tricks.parallel.pipeline RECIPE --data 2")
-print("torchrun --nproc-per-node 8 -m cria_tricks.parallel.hybrid")
+print("torchrun --nproc-per-node 4 -m cria_tricks.pipeline_command RECIPE --data 2")
+print("torchrun --nproc-per-node 8 -m cria_tricks.hybrid_demo")
 two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"])
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
@@ -453,7 +453,7 @@ def tiny(folder, name, *settings):
 
 
 def through_the_cube(recipe, rows, sizes):
-    from cria_tricks.parallel.hybrid import over_the_cube  # a module would travel with all that is in it
+    from cria_tricks.hybrid_demo import over_the_cube  # a module would travel with all that is in it
 
     return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes)[1].training]
 
@@ -472,8 +472,8 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "few.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]), encoding="utf-8")
     one = tiny(folder, "one")
     show({"one process": one, "ddp_tensor, 2 x 2": ranks.run(tiny, folder, "four", "parallel.strategy=ddp_tensor")[0]})
-recipe, few = with_settings(Recipe(), [*hybrid.TINY, "train.max_steps=2"]), hybrid.random_rows()
-runs = {"one process": [entry["loss"] for entry in hybrid.alone(recipe, few).training]}
+recipe, few = with_settings(Recipe(), [*hybrid_demo.TINY, "train.max_steps=2"]), hybrid_demo.random_rows()
+runs = {"one process": [entry["loss"] for entry in hybrid_demo.alone(recipe, few).training]}
 for sizes in ({"data": 2, "stage": 2, "tensor": 1}, {"data": 1, "stage": 2, "tensor": 2}):
     runs[name(sizes)] = ranks.run(through_the_cube, recipe, few, sizes)[0]
 show(runs)

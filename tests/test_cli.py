@@ -227,7 +227,7 @@ def test_a_signal_saves_and_resume_goes_on(run_cria, tmp_path):
     rows = steps.write_rows(tmp_path / "rows.jsonl", 3)  # short ones; a step still takes longer than a signal
     settings = ["--set", f"data.train={rows}", "--set", f"data.eval={rows}", "--set", "train.max_steps=20"]
     words = ["train", "baseline", *QUICK, *settings, "--out", tmp_path / "run", "--json", "--resume"]
-    command = [sys.executable, "-m", "cria_tricks.cli", *words]
+    command = [sys.executable, "-m", "cria_tricks", *words]
     step = 0
     for number in (signal.SIGINT, signal.SIGTERM):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -340,7 +340,7 @@ def test_explain(run_cria):
 
 def test_help_names_the_commands():
     done = subprocess.run(
-        [sys.executable, "-m", "cria_tricks.cli", "--help"], capture_output=True, text=True, check=True,
+        [sys.executable, "-m", "cria_tricks", "--help"], capture_output=True, text=True, check=True,
         env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
     for command in ("train", "tricks", "explain", "doctor", "hardware", "chat", "eval", "verify", "merge", "publish"):
@@ -404,7 +404,7 @@ def test_a_path_with_brackets_is_no_markup(run_cria, few_rows, tmp_path):
 
 def test_ctrl_c_saves_even_when_the_reader_of_its_words_has_left(few_rows, tmp_path):
     """``cria train ... 2>&1 | tee log``: the same Ctrl-C ends tee."""
-    command = [sys.executable, "-m", "cria_tricks.cli", "train", "baseline", *QUICK, *few_rows]
+    command = [sys.executable, "-m", "cria_tricks", "train", "baseline", *QUICK, *few_rows]
     command += ["--out", tmp_path / "run", "--set", "train.max_steps=400"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:

@@ -162,7 +162,7 @@ def test_what_the_hub_refuses_is_one_line_without_the_token(ending, answer, said
 def test_the_real_command_with_variables_alone(hub, adapter, tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "cria_tricks.cli", "publish", str(adapter), "owner/name", "--yes"]
+    command = [sys.executable, "-m", "cria_tricks", "publish", str(adapter), "owner/name", "--yes"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"published: {hub.url}/owner/name/tree/v0.1.0 (commit ")

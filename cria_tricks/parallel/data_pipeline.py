@@ -25,7 +25,7 @@ from cria_tricks.parallel import pipeline
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe
 
-COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.parallel.pipeline RECIPE --data 2"
+COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.pipeline_command RECIPE --data 2"
 CLAIM = "exact"
 LESSON = "24_hybrid"
 REFERENCE = ("place", "partners", "add_up")

@@ -29,7 +29,7 @@ from cria_tricks.memory.shape import Shape
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe
 
-COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline RECIPE"
+COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command RECIPE"
 CLAIM = "exact"
 LESSON = "23_pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")
@@ -199,10 +199,3 @@ def traffic(
 def hidden_bytes(recipe: Recipe, shape: Shape, tokens: int) -> int:
     """Of a micro-batch's hidden states between two blocks, B T D numbers."""
     return recipe.train.batch_size * tokens * shape.width * (2 if stream(recipe) == "half" else 4)
-
-
-if __name__ == "__main__":
-    from cria_tricks.parallel import script
-    from cria_tricks.parallel.pipeline_run import command
-
-    script.run(command)

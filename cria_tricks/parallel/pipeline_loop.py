@@ -203,3 +203,15 @@ class Loop:
             self.rate.step()
         self.optimizer.zero_grad()
         return skipped
+
+
+class CubeLoop(Loop):
+    """The pipeline's loop over matrices of which each process holds a piece."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This process's own pieces, and the gradients of what is whole."""
+        return [sharded.own(gradient) for gradient in super().gradients()]
+
+    def square(self) -> float:
+        """Of a stage: what is whole counts once, pieces are added up over the processes that share a matrix."""
+        return sharded.square(super().gradients()).item()

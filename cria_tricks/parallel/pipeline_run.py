@@ -1,4 +1,4 @@
-"""Recipe -> Report + adapter, over a pipeline: ``torchrun --nproc-per-node 2 -m cria_tricks.parallel.pipeline RECIPE``.
+"""Recipe -> Report + adapter, over a pipeline: ``torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command RECIPE``.
 
 The way of ``run.py`` with another loop in the middle: rows, their order, loading, report and adapter are the same. It
 has no checkpoints, and so nothing that rests on them: ``--resume`` and ``train.time_budget``.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cria_tricks.models import Weights
     from cria_tricks.parallel.pipeline_loop import Loop
 
-COMMAND = "torchrun --nproc-per-node {} -m cria_tricks.parallel.pipeline"
+COMMAND = "torchrun --nproc-per-node {} -m cria_tricks.pipeline_command"
 NOT_LORA = {
     "none": "an embedding that is tied to the head would train in two stages",
     "head": "only the last stage would train",

@@ -117,7 +117,7 @@ class Drill:
         assert _curves(out) == _curves(whole), "the curves differ"
 
     def _command(self, out: Path, resume: bool) -> list[str]:
-        command = [sys.executable, "-m", "cria_tricks.cli", "train", *self.settings, "--out", str(out)]
+        command = [sys.executable, "-m", "cria_tricks", "train", *self.settings, "--out", str(out)]
         return [*command, "--resume"] if resume else command
 
 

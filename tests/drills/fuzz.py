@@ -232,7 +232,7 @@ def spoil_files(folder: Path, draw: random.Random) -> None:
 def run(arguments: list[str], *, real: bool = False) -> tuple[int, str]:
     """Run a command; its exit code, and what it said when that was not 0."""
     if real:
-        command = [sys.executable, "-m", "cria_tricks.cli", *arguments]
+        command = [sys.executable, "-m", "cria_tricks", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         return done.returncode, done.stderr if done.returncode else ""
     from cria_tricks import cli

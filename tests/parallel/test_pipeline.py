@@ -397,7 +397,7 @@ def test_blocks_that_do_not_fit_are_refused_in_one_line(sizes, layers, stages, k
 
 
 def test_the_command_says_what_is_wrong_in_one_line():
-    asked = [sys.executable, "-m", "cria_tricks.parallel.pipeline", "smoke"]
+    asked = [sys.executable, "-m", "cria_tricks.pipeline_command", "smoke"]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 process for 1 pipeline")
