@@ -127,11 +127,12 @@ def plan(
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
     from cria_tricks.data import lengths
+    from cria_tricks.kwanzaa import augment
     from cria_tricks.memory import bill, toggles
 
     bench = toggles.Bench(shape, device, nproc)
     bench.resolve(wanted)  # a setting that cannot work is told before the data is read
-    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else lengths.read(wanted)
+    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else lengths.read(wanted, augment.of(wanted))
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
     found = bill.bill(bench, wanted, dry=dry_run, lengths=found_lengths) | bill.comparisons(bench, wanted)
     if advise:

@@ -27,6 +27,7 @@ from cria_tricks.errors import BadInput, Interrupted, OutOfMemory, first_line, i
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import load
 from cria_tricks.measure import Meter
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import best_precision
@@ -35,7 +36,6 @@ from cria_tricks.resolve import resolve
 from cria_tricks.results import Case
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import Run, fit
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from cria_tricks.tricks.folds import estimate
 
 WARM_UP = 2

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cria_tricks.tricks import nf4
+from cria_tricks.memory.constants import BLOCK
 
 
 class LiveBytes(TorchDispatchMode):
@@ -89,7 +89,7 @@ def _unpacked(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *scal
 
     For a few rows its kernel on CUDA does without.
     """
-    return math.prod(shape) * x.itemsize + math.prod(shape) // nf4.BLOCK * 4
+    return math.prod(shape) * x.itemsize + math.prod(shape) // BLOCK * 4
 
 
 INSIDE: dict[str, Callable[..., int]] = {

@@ -18,6 +18,7 @@ from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, is_out_of_memory
 from cria_tricks.job import Job
+from cria_tricks.kwanzaa import augment
 from cria_tricks.load import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure import Meter, every_tensor
 from cria_tricks.memory.one_bill import Bill
@@ -99,9 +100,9 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     recipe, found, say = job.recipe, job.sources, job.console.print
     rows: Any
     if recipe.data.stream:
-        rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say)
+        rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say, augment.of(recipe))
     else:
-        rows = train_rows(recipe, found["train"], found["eval"], tokenizer, say)
+        rows = train_rows(recipe, found["train"], found["eval"], tokenizer, say, augment.of(recipe))
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
 
 

@@ -34,10 +34,11 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load import quiet_libraries
 from cria_tricks.memory import toggles
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
+from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 quiet_libraries()
 torch.manual_seed(0)

@@ -23,6 +23,7 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.hardware.cost import EFFICIENCY, attention_kernel, work
 from cria_tricks.kwanzaa.lengths import row_lengths
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.formula import RULES, Formula
@@ -30,7 +31,6 @@ from cria_tricks.memory.one_bill import Moment
 from cria_tricks.memory.shape import LONGER_THAN_CONTEXT, Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from cria_tricks.tricks.folds import estimate, facts
 from tools import notebooks
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cria_tricks import models
 from cria_tricks.data import sources
-from cria_tricks.data.prepare import train_rows
+from cria_tricks.data.prepare import Copies, train_rows
 from cria_tricks.errors import usable_path
 from cria_tricks.recipe import Recipe
 
@@ -63,8 +63,12 @@ def as_long_as(length: int, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)})
 
 
-def read(recipe: Recipe) -> Lengths:
+def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
     """Read how long the training rows are, where they and the tokenizer are here and no stream.
+
+    Args:
+        recipe: what would be trained.
+        augment: as for :class:`cria_tricks.data.prepare.Prepare`.
 
     Raises:
         BadInput: for a row that training would refuse.
@@ -75,7 +79,8 @@ def read(recipe: Recipe) -> Lengths:
             raise _Unread("data.stream=true")
         _refuse_far_or_large(recipe)
         tokenizer = _Tokenizer(_folder(recipe.model))
-        rows = train_rows(recipe, sources.find(data.train, "train"), sources.find(data.eval, "eval"), tokenizer, _quiet)
+        found = (sources.find(data.train, "train"), sources.find(data.eval, "eval"))
+        rows = train_rows(recipe, *found, tokenizer, _quiet, augment)
     except _Unread as reason:
         return full(recipe, str(reason))
     lengths = sorted(len(row["input_ids"]) for row in rows.rows)

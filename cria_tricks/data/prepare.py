@@ -12,6 +12,8 @@ from cria_tricks.data.tokens import TokenRows, tokenize
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
 
+Copies = Callable[[Chat], Iterable[tuple[str, Chat]]]
+
 
 class Prepare:
     """What happens to training rows before they are tokens.
@@ -20,19 +22,21 @@ class Prepare:
         recipe: its ``data`` fields, and ``train.seed``.
         held_out: the evaluation's rows.
         say: takes a sentence when the first training row is found that is one of them, and is kept.
+        augment: makes altered copies of a row, each with the name of its kind; needed if the recipe asks for copies.
 
     Raises:
         BadInput: for a language that cannot be told.
     """
 
-    def __init__(self, recipe: Recipe, held_out: Sequence[Chat], say: Callable[[str], None] = lambda sentence: None):
-        self.sieve = Sieve(recipe.data, held_out, say)
-        shares = {field: share for field in ADDED if (share := getattr(recipe.data, field))}
-        self.augment = None
-        if shares:
-            from cria_tricks.kwanzaa.augment import Augment
-
-            self.augment = Augment(shares, recipe.train.seed)
+    def __init__(
+        self,
+        recipe: Recipe,
+        held_out: Sequence[Chat],
+        say: Callable[[str], None] = lambda sentence: None,
+        augment: Copies | None = None,
+    ):
+        self.sieve, self.augment = Sieve(recipe.data, held_out, say), augment
+        assert augment or not any(getattr(recipe.data, field) for field in ADDED), "nothing makes the copies"
 
     def __call__(
         self, rows: Iterable[Chat], tally: Tally, repeated: Callable[[Chat], str | None] | None = None
@@ -52,14 +56,19 @@ class Prepare:
                 continue
             tally.count(KEPT, row)
             yield row
-            for kind, copy in self.augment.copies(row) if self.augment else ():
+            for kind, copy in self.augment(row) if self.augment else ():
                 if self.sieve.may_be_trained(copy, tally):
                     tally.count(ADDED[kind], copy)
                     yield copy
 
 
 def train_rows(
-    recipe: Recipe, train: Source, held_out: Source, tokenizer: Any, say: Callable[[str], None]
+    recipe: Recipe,
+    train: Source,
+    held_out: Source,
+    tokenizer: Any,
+    say: Callable[[str], None],
+    augment: Copies | None = None,
 ) -> TokenRows:
     """Prepare the training rows and tokenise them.
 
@@ -69,13 +78,14 @@ def train_rows(
         held_out: the evaluation's.
         tokenizer: the model's.
         say: takes a sentence on what was left out and added.
+        augment: as for :class:`Prepare`.
 
     Raises:
         BadInput: if no row is left, or one cannot be trained on.
     """
     data, tally = recipe.data, Tally()
     repeats = None if data.duplicates == "keep" else Repeats(near=data.duplicates == "near").reason
-    rows = list(Prepare(recipe, held_out.rows)(train.rows, tally, repeats))
+    rows = list(Prepare(recipe, held_out.rows, augment=augment)(train.rows, tally, repeats))
     if tally.in_words():
         say(f"data.train: {tally.in_words()}")
     if not rows:

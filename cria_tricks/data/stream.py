@@ -17,7 +17,7 @@ from rich.console import Console
 from cria_tricks.data import survey
 from cria_tricks.data.chat import Chat
 from cria_tricks.data.lanes import Lane, Row, datasets_of
-from cria_tricks.data.prepare import Prepare
+from cria_tricks.data.prepare import Copies, Prepare
 from cria_tricks.data.shards import Hub, Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.data.tally import CUT, DROPPED, Tally
@@ -40,6 +40,7 @@ class Stream(torch.utils.data.IterableDataset):
         tokenizer: the model's.
         world: the processes of the run.
         say: takes a sentence for the user.
+        augment: as for :class:`cria_tricks.data.prepare.Prepare`.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Stream(torch.utils.data.IterableDataset):
         tokenizer: Any,
         world: World,
         say: Callable[[str], None],
+        augment: Copies | None = None,
     ):
         self.recipe, self.source, self.tokenizer, self.say = recipe, source, tokenizer, say
         self.held_out = held_out.sha256
-        self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"))
+        self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"), augment)
         mine = range(world.data_rank, source.lanes, world.data)
         found = datasets_of(source, recipe.train.seed, mine)
         self.lanes = {

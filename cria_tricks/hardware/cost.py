@@ -19,10 +19,10 @@ import torch
 from cria_tricks.hardware import products, traffic
 from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.hardware.kernels import kernel_for
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.formula import chunks
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from cria_tricks.units import DTYPE
 
 EFFICIENCY = 0.5

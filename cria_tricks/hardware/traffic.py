@@ -7,9 +7,9 @@ element, as an operation-by-operation count gives them; ``tests/hardware/test_co
 """
 
 from cria_tricks.hardware.products import Blocks, adapted
+from cria_tricks.memory.constants import BLOCK
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
-from cria_tricks.tricks import nf4
 
 # Forward and backward, for one element of: the hidden states D wide, the MLP's inside F wide, queries and keys.
 _BETWEEN = {
@@ -60,7 +60,7 @@ def stored_bytes(recipe: Recipe) -> float:
         return 1
     if tricks.quantization != "none":
         scale = 1 + 4 / 256 if tricks.double_quantization else 4
-        return 0.5 + scale / nf4.BLOCK
+        return 0.5 + scale / BLOCK
     return 4 if tricks.peft == "none" else element_bytes(recipe)
 
 

@@ -18,6 +18,7 @@ from cria_tricks.errors import BadInput
 from cria_tricks.kwanzaa import text
 from cria_tricks.kwanzaa.prompt import Document, Row, read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
+from cria_tricks.recipe import Recipe
 
 REFUSAL = "I cannot answer this from the retrieved documents: none of them says it."
 NOTHING_ASKED = "No relevant documents were retrieved from the corpus."
@@ -68,6 +69,12 @@ KINDS: dict[str, Callable[[Row, random.Random], Chat | None]] = {
     "drop_cited": drop_cited,
 }
 """By the recipe's fields."""
+
+
+def of(recipe: Recipe) -> Callable[[Chat], Iterable[tuple[str, Chat]]] | None:
+    """What makes the copies that a recipe asks for; nothing where it asks for none."""
+    shares = {kind: share for kind in KINDS if (share := getattr(recipe.data, kind))}
+    return Augment(shares, recipe.train.seed).copies if shares else None
 
 
 class Augment:

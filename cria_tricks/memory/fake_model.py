@@ -18,8 +18,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from cria_tricks.errors import BadInput
 from cria_tricks.load import EDITS, built_empty
+from cria_tricks.memory.constants import BLOCK
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import adamw_8bit, nf4
+from cria_tricks.tricks import adamw_8bit
 
 
 def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
@@ -77,12 +78,12 @@ def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype
     """Two weights a byte, with their scales."""
     kind, double = quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant
     elements = module.weight.numel()
-    blocks = -(-elements // nf4.BLOCK)
+    blocks = -(-elements // BLOCK)
     state = QuantState(
         absmax=torch.empty(blocks, dtype=torch.uint8 if double else torch.float32),
         shape=module.weight.shape,
         code=torch.empty(16),
-        blocksize=nf4.BLOCK,
+        blocksize=BLOCK,
         quant_type=kind,
         dtype=dtype,
         offset=torch.empty(()) if double else None,

@@ -153,6 +153,7 @@ def _train(
 
     from cria_tricks import identity, models, pretrained, report
     from cria_tricks.data.prepare import eval_rows, train_rows
+    from cria_tricks.kwanzaa import augment
     from cria_tricks.load import count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
     from cria_tricks.measure import Meter, every_tensor
     from cria_tricks.monitor import Monitor
@@ -165,7 +166,7 @@ def _train(
     folders.over(identity.of(weights))
     tokenizer = load_tokenizer(weights)
     rows = {
-        "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print),
+        "train": train_rows(recipe, found["train"], found["eval"], tokenizer, aside.print, augment.of(recipe)),
         "eval": eval_rows(recipe, found["eval"], tokenizer),
     }
     trainable = count_trainable(plan, weights, max(part.highest_id for part in rows.values()))

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -50,8 +51,6 @@ class ChunkedTrainer(Trainer):
 
 trainer = ChunkedTrainer
 """
-TOKENS_PER_CHUNK = 256
-
 # In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32, after the product with the head.
 _FP16_LIFT = 1024.0
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.constants import BLOCK
 from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -36,8 +37,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
 """
-BLOCK = 64
-"""Weights that share one absmax."""
 SCALES = 256
 """Scales that share one of their own, after double quantization."""
 

@@ -9,7 +9,7 @@ from cria_tricks.data import sources
 from cria_tricks.data.chat import read_jsonl
 from cria_tricks.data.prepare import Prepare
 from cria_tricks.data.tally import ADDED, Tally
-from cria_tricks.kwanzaa.augment import KINDS, Augment
+from cria_tricks.kwanzaa.augment import KINDS, Augment, of
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.reply import VIOLATIONS
 from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
@@ -167,7 +167,7 @@ def test_no_copy_is_an_evaluation_row():
     recipe = with_settings(Recipe(), ["data.drop_uncited=1", "data.leakage=drop"])
     tally = Tally()
     # The row itself asks the same, so it is let through here by hand, to see that its copy is not.
-    prepare = Prepare(recipe, [held_out])
+    prepare = Prepare(recipe, [held_out], augment=of(recipe))
     prepare.sieve.keeps = lambda row, tally: True
     kept = list(prepare([made_chat("Ujima is collective work [2].")], tally))
     assert len(kept) == 1
@@ -179,7 +179,7 @@ def test_copies_are_counted_by_kind(real_data):
     recipe = with_settings(Recipe(), ["data.shuffle_documents=1", "data.drop_cited=1", "data.leakage=drop"])
     tally = Tally()
     train, held_out = (read_jsonl(real_data / f"kwanzaa_{part}.jsonl") for part in ("train", "eval"))
-    kept = list(Prepare(recipe, held_out)(train, tally))
+    kept = list(Prepare(recipe, held_out, augment=of(recipe))(train, tally))
     counts = Counter({step: entry["rows"] for step, entry in tally.to_dict().items()})
     assert counts["read"] == 107
     assert counts["kept"] == 107 - counts["in the evaluation set"] == 92

@@ -7,12 +7,12 @@ import pytest
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.cost import work
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.formula import Formula, at_most, chunks, largest
 from cria_tricks.memory.shape import find_shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK
 from cria_tricks.tricks.folds import estimate, facts
 from tools import fit
 

@@ -11,9 +11,10 @@ from transformers import BioGptConfig, BioGptForCausalLM, TrainerCallback
 import cria_tricks.losses
 from cria_tricks.counting import flops, peak_bytes
 from cria_tricks.errors import BadInput
+from cria_tricks.memory.constants import TOKENS_PER_CHUNK
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
+from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from tests.helpers import difference, prepare, train
 from tests.tolerances import (
     CHUNKED_AUTOCAST,

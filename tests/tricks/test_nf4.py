@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from cria_tricks.memory.constants import BLOCK
 from cria_tricks.tricks.adamw_8bit import quantize_blocks
-from cria_tricks.tricks.nf4 import BLOCK, dequantize, normal_levels, quantize
+from cria_tricks.tricks.nf4 import dequantize, normal_levels, quantize
 from tests.helpers import prepare
 from tests.tolerances import NF4_LEVELS, NF4_SCALE_CODES
 
