@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import dangers, durable
+from cria_tricks import artifact, dangers, durable, models
+from cria_tricks.adapter_files import SIDE_NETWORK, save_weights
 from cria_tricks.errors import BadInput, first_line, usable_path
 from cria_tricks.recipe import Recipe
 
-SIDE_NETWORK = "side_network.json"
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 """Files that name an adapter's base model: peft's, and ours for a side network."""
 RESULTS = ("adapter", "model", "merged")
@@ -62,48 +62,6 @@ def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
     """Write provenance.json; without infinities, which JSON does not have."""
     text = json.dumps(provenance, indent=2, allow_nan=False)
     (folder / PROVENANCE).write_text(text + "\n", encoding="utf-8")
-
-
-def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
-    """Write what trained into a folder: peft's adapter, a side network, or the whole model.
-
-    Args:
-        model: as for :func:`save`.
-        folder: there already.
-        weights: the model's state dict; its own when left out.
-    """
-    from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is told without
-
-    from cria_tricks.tricks.side_network import SideBlock
-
-    given = {} if weights is None else {"state_dict": weights}
-    if hasattr(model, "peft_config"):
-        # By default peft may ask the hub, and save embeddings that nobody trained.
-        model.save_pretrained(folder, save_embedding_layers=False, **given)
-    elif blocks := sum(isinstance(module, SideBlock) for module in model.modules()):
-        own = model.state_dict() if weights is None else weights
-        learns = [name for name, p in model.named_parameters() if p.requires_grad]
-        trained = {name: own[name].detach().cpu().contiguous() for name in learns}
-        save_file(trained, folder / "side_network.safetensors")
-        (folder / SIDE_NETWORK).write_text(json.dumps({"base_model_name_or_path": "", "blocks": blocks}) + "\n")
-    else:
-        model.save_pretrained(folder, **given)
-
-
-def load_side_network(model: Any, folder: Path) -> None:
-    """Put the numbers of a side network into a model that has one of the same size.
-
-    Raises:
-        BadInput: if the file does not fit.
-    """
-    from safetensors.torch import load_file
-
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    saved = load_file(folder / "side_network.safetensors")
-    if {name: p.shape for name, p in trained.items()} != {name: tensor.shape for name, tensor in saved.items()}:
-        raise BadInput(f"{folder}: its side network does not fit this model")
-    for name, parameter in trained.items():
-        parameter.data.copy_(saved[name])
 
 
 def trained_over(folder: Path) -> dict[str, Any]:
@@ -223,3 +181,31 @@ def refuse_unsafe(folder: Path) -> None:
 def may_be_read(name: str) -> bool:
     """Whether some loader might open a file of this name; a card, a licence or a hidden file only people read."""
     return not (name.startswith(".") or _UNREAD.fullmatch(Path(name).name))
+
+
+def adapter(
+    folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
+) -> Path:
+    """Look at the folder of an adapter or of a whole model.
+
+    Args:
+        folder: as it was given.
+        base: where its base lies now, if not where it says.
+        look_at_base: whether the base that an adapter names must be there, or to be had.
+        other_base: whether another base than it was trained over may be used.
+
+    Raises:
+        BadInput: if it is none, is damaged or not safe to read, or its base cannot be had.
+    """
+    path = usable_path("adapter", folder)
+    artifact.refuse_another(path)
+    if named := artifact.named_base(path):
+        artifact.refuse_unsafe(path)
+        if look_at_base and not base:
+            artifact.refuse_moved_base(path, named)
+        if look_at_base:
+            models.refuse_out_of_reach(str(base or named))
+    elif (base or other_base) and artifact.is_whole(path):
+        option = f"--base {base}" if base else "--other-base"
+        raise BadInput(f"{option}: {path} is a whole model and has no base below it; leave {option.split()[0]} out")
+    return path

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from cria_tricks import identity, models, pretrained, prompts
+from cria_tricks.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.adapters import add_side_network
 from cria_tricks.artifact import (
     CONFIGS,
     RECIPE,
-    SIDE_NETWORK,
     is_whole,
-    load_side_network,
     refuse_another,
     refuse_moved_base,
     refuse_unsafe,

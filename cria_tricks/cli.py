@@ -443,9 +443,10 @@ def chat(
     offline: Offline = False,
 ) -> None:
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
-    from cria_tricks import given
 
-    given.adapter(adapter, base, other_base=other_base)
+    from cria_tricks import artifact
+
+    artifact.adapter(adapter, base, other_base=other_base)
     with importing():
         from transformers import TextStreamer
 
@@ -533,10 +534,10 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
-    from cria_tricks import given
+    from cria_tricks import artifact
     from cria_tricks.card import check_rows
 
-    given.adapter(adapter, base, other_base=other_base)
+    artifact.adapter(adapter, base, other_base=other_base)
     with importing():
         from cria_tricks.merge import merge as run
 

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cria_tricks import artifact, folders, models, recipes
+from cria_tricks import folders, models, recipes
 from cria_tricks.data import settings as data_settings
 from cria_tricks.data import sources
 from cria_tricks.errors import BadInput, usable_path
@@ -53,31 +53,3 @@ def trackers(names: Sequence[str]) -> None:
                 f"train.report_to={name}: the package {name} is not installed; pip install 'cria_tricks[monitor]', or "
                 "leave it out"
             )
-
-
-def adapter(
-    folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
-) -> Path:
-    """Look at the folder of an adapter or of a whole model.
-
-    Args:
-        folder: as it was given.
-        base: where its base lies now, if not where it says.
-        look_at_base: whether the base that an adapter names must be there, or to be had.
-        other_base: whether another base than it was trained over may be used.
-
-    Raises:
-        BadInput: if it is none, is damaged or not safe to read, or its base cannot be had.
-    """
-    path = usable_path("adapter", folder)
-    artifact.refuse_another(path)
-    if named := artifact.named_base(path):
-        artifact.refuse_unsafe(path)
-        if look_at_base and not base:
-            artifact.refuse_moved_base(path, named)
-        if look_at_base:
-            models.refuse_out_of_reach(str(base or named))
-    elif (base or other_base) and artifact.is_whole(path):
-        option = f"--base {base}" if base else "--other-base"
-        raise BadInput(f"{option}: {path} is a whole model and has no base below it; leave {option.split()[0]} out")
-    return path

@@ -14,6 +14,7 @@ import typer
 
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.errors import BadInput
+from cria_tricks.memory import shape
 from cria_tricks.parallel import numbers, tensor
 from cria_tricks.parallel import world as processes
 from cria_tricks.parallel.hybrid import AXES
@@ -52,7 +53,7 @@ def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: M
     config = loaded.model.config
     mesh = processes.grid(plan.device.kind, **sizes)
     widths = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-    tensor.refuse_undivided(recipe.model, *widths, sizes["tensor"])
+    shape.refuse_undivided(recipe.model, *widths, sizes["tensor"])
     tensor.split(loaded.model, mesh["tensor"])
     parts = find_blocks("", config.num_hidden_layers, sizes["stage"], config.model_type)
     here = World(numbers.rank(), numbers.processes(), sizes["data"])

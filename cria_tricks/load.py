@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models, network, pretrained, quiet
 from cria_tricks.adapters import add_adapter, modules_named
+from cria_tricks.device_map import device_map
 from cria_tricks.errors import BadInput, first_line
 from cria_tricks.memory.shape import BESIDE_HEAD
 from cria_tricks.models import Weights
-from cria_tricks.parallel.model import device_map
 from cria_tricks.parallel.numbers import processes
 from cria_tricks.refusals import Facts, refuse
 from cria_tricks.step_plan import Plan

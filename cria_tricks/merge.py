@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from cria_tricks import card, durable, pretrained
-from cria_tricks.artifact import CONFIGS, PROVENANCE, RECIPE, SIDE_NETWORK, write_provenance
+from cria_tricks.adapter_files import SIDE_NETWORK
+from cria_tricks.artifact import CONFIGS, PROVENANCE, RECIPE, write_provenance
 from cria_tricks.chat import base_of, open_folder, other_than_trained_over
 from cria_tricks.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.hardware import Device

@@ -1,22 +1,15 @@
 """Progress in the terminal: a panel that is drawn anew where there is one, plain lines where there is none."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from transformers import TrainerCallback
 
+from cria_tricks.progress_bars import new_bar
 from cria_tricks.units import human
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -24,48 +17,6 @@ SHOWN = 24
 """Losses in the small curve."""
 A_SECOND = 4
 """How often the panel is drawn."""
-
-T = TypeVar("T")
-
-
-def new_bar(console: Console) -> Progress:
-    """A bar with counts and times, and a ``note`` at its end; nothing where there is no terminal."""
-    return Progress(
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-@contextlib.contextmanager
-def counted(rows: Iterable[T], what: str, console: Console) -> Iterator[Iterator[T]]:
-    """Show how many rows were read, while they are: a bar without an end, and a plain line before and after.
-
-    Args:
-        rows: to be read.
-        what: it is for.
-        console: where it is shown.
-    """
-    number = 0
-    bar = new_bar(console)
-
-    def each() -> Iterator[T]:
-        nonlocal number
-        for number, row in enumerate(rows, 1):
-            yield row
-            if number % 1000 == 0:
-                bar.update(task, completed=number, note=f"{number:,} rows")
-
-    console.print(f"{what}: all rows are read once")
-    with bar:
-        task = bar.add_task("reading", total=None, note="")
-        yield each()
-    console.print(f"{what}: {number:,} rows read")
 
 
 def curve(values: list[float]) -> str:

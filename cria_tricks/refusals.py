@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cria_tricks.errors import BadInput
-from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.tensor import refuse_undivided
+from cria_tricks.memory.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.lora import ALL_LINEAR
 

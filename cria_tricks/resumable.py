@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from cria_tricks import what_ran
-from cria_tricks.artifact import SIDE_NETWORK, load_side_network, save_weights
+from cria_tricks.adapter_files import SIDE_NETWORK, load_side_network, save_weights
 from cria_tricks.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.data.stream import Stream
 from cria_tricks.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory

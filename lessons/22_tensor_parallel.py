@@ -44,7 +44,7 @@ from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load import quiet_libraries
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.memory.shape import find_shape, refuse_undivided
 from cria_tricks.parallel import ddp, tensor
 from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.parallel.per_process import per_process
@@ -541,7 +541,7 @@ assert "is invalid for input of size" in said
 # overflow in a mixture of whole and cut gradients.
 
 # %%
-tries = [partial(tensor.refuse_undivided, "SmolLM2", 9, 3, 1536, 2)]
+tries = [partial(refuse_undivided, "SmolLM2", 9, 3, 1536, 2)]
 for setting in ("quantization=nf4", "optimizer=adamw_8bit", "precision=fp16"):
     tries.append(partial(resolve, with_settings(switched, [f"tricks.{setting}"]), A100.device, processes=2))
 for one_of_them in tries:

@@ -37,9 +37,8 @@ from cria_tricks import course, recipes
 from cria_tricks.figures import Theme
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel import STRATEGIES, collectives
-from cria_tricks.parallel.collectives import Timing
-from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds, when_it_stops
+from cria_tricks.parallel import STRATEGIES, links, ring_collectives
+from cria_tricks.parallel.links import LINKS, Timing, compute_seconds, step_seconds, when_it_stops
 from cria_tricks.parallel.ranks import Ranks
 from cria_tricks.parallel.traffic import Call, CountCollectives, ring_share
 from cria_tricks.recipe import with_settings
@@ -210,7 +209,7 @@ course.show(
 # says.
 
 # %%
-for name, all_reduce in (("ours", ring), ("package", collectives.ring_all_reduce)):
+for name, all_reduce in (("ours", ring), ("package", ring_collectives.ring_all_reduce)):
     found = ranks.run(trial, all_reduce, torch.float32)
     ours, theirs, sent, calls = found[0]
     print(f"{name:8} off by {(ours - theirs).norm() / theirs.norm():.0e}; {sent:,} bytes sent in {calls} calls")
@@ -233,7 +232,7 @@ def line_through(timings):
 
 
 made_up = [Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (10**3, 10**5, 10**7)]
-for found in (line_through(made_up), collectives.fit(made_up)):
+for found in (line_through(made_up), links.fit(made_up)):
     assert all(abs(one / right - 1) < 1e-6 for one, right in zip(found, (3e-4, 2e9), strict=True))
 
 # %% [markdown]

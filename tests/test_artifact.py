@@ -8,15 +8,8 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from cria_tricks.artifact import (
-    load_side_network,
-    may_be_read,
-    refuse_unsafe,
-    save,
-    save_weights,
-    verify,
-    write_provenance,
-)
+from cria_tricks.adapter_files import load_side_network, save_weights
+from cria_tricks.artifact import may_be_read, refuse_unsafe, save, verify, write_provenance
 from cria_tricks.durable import MANIFEST
 from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe

@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from cria_tricks import artifact, cli, models
+from cria_tricks import adapter_files, artifact, cli, models
 from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.folders import Folders
 from cria_tricks.hardware import trust
@@ -586,7 +586,7 @@ def test_a_disk_that_fills_up_under_the_adapter_is_one_line_and_the_state_is_kep
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    honest = artifact.save_weights
+    honest = adapter_files.save_weights
 
     def save_weights(model, folder, weights=None):
         honest(model, folder, weights)

@@ -104,7 +104,7 @@ def test_imports_and_loads_have_names(speaker, monkeypatch):
         seen.append(speaker.phases[-1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cria_tricks.given.adapter", lambda *what, **more: None)
+    monkeypatch.setattr("cria_tricks.artifact.adapter", lambda *what, **more: None)
     monkeypatch.setattr("cria_tricks.chat.open_for_chat", open_for_chat)
     with pytest.raises(KeyboardInterrupt):
         cli.chat("run/adapter", prompt="Hi")

@@ -24,7 +24,7 @@ from cria_tricks.data.tally import CUT, DROPPED, Tally
 from cria_tricks.data.tokens import chunks, document, token_row
 from cria_tricks.errors import BadInput
 from cria_tricks.parallel.world import World
-from cria_tricks.progress import counted
+from cria_tricks.progress_bars import counted
 from cria_tricks.recipe import Recipe
 
 

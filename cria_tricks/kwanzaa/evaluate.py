@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cria_tricks import durable, given
+from cria_tricks import artifact, durable
 from cria_tricks.artifact import CONFIGS, RECIPE, is_whole, trained_over
 from cria_tricks.console import Aside
 from cria_tricks.data import sources
@@ -130,8 +130,8 @@ def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, set
         return None
     path = Path(adapter)
     if not base or not is_whole(path):
-        return given.adapter(adapter, settings.base, other_base=settings.other_base)
-    path = given.adapter(adapter)
+        return artifact.adapter(adapter, settings.base, other_base=settings.other_base)
+    path = artifact.adapter(adapter)
     if not settings.base:
         _base_name(path)
     return path

@@ -17,7 +17,7 @@ from cria_tricks.data.tokens import template, tokenize, trained
 from cria_tricks.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.losses import full_loss_sum
-from cria_tricks.progress import new_bar
+from cria_tricks.progress_bars import new_bar
 
 BROKEN = 700.0
 """Nats per token from which on nobody takes the perplexity: Python's floats end at exp(709)."""

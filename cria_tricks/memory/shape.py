@@ -398,3 +398,25 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise BadInput(f"model {path}: is no JSON object, so no config")
     return config
+
+
+def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
+    """Hold a model's widths against the number of processes.
+
+    Args:
+        name: of the model.
+        heads: of the queries.
+        kv_heads: of keys and values.
+        inner: width inside the MLP.
+        processes: that share a block.
+
+    Raises:
+        BadInput: if one is not divisible, with the numbers that would be.
+    """
+    if any(width % processes for width in (heads, kv_heads, inner)):
+        fitting = [n for n in range(2, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)]
+        cure = f"use {' or '.join(map(str, fitting))} processes" if fitting else "use parallel.strategy=ddp or fsdp"
+        raise BadInput(
+            f"tensor parallelism over {processes} processes: {name} has {heads} heads, {kv_heads} of keys and values, "
+            f"and {inner} columns in its MLP, which {processes} does not divide; {cure}"
+        )

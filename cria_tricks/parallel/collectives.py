@@ -17,9 +17,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from cria_tricks.errors import BadInput, Lost
 from cria_tricks.parallel import numbers, world
-from cria_tricks.parallel.traffic import ring_share
+from cria_tricks.parallel.links import Timing, fit, measured_link, step_seconds
+from cria_tricks.parallel.traffic import Call
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
 """Bytes of the tensors: 1 KiB to 64 MiB."""
@@ -37,97 +38,6 @@ CALLS = (5, 100)
 PATIENCE = 60.0
 """Seconds that a process waits for another."""
 EMULATED = "reduce_scatter: gloo has none; torch makes it of an all-reduce, which sends twice what is counted here"
-
-
-def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Add a tensor up over all processes, in place, with nothing but sends and receives.
-
-    Every process sends 2 (N - 1) / N of the tensor, contiguous, of any shape, the same everywhere.
-    """
-    pieces = list(tensor.view(-1).tensor_split(dist.get_world_size()))
-    ring_reduce_scatter(pieces)
-    ring_all_gather(pieces)
-
-
-def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
-    """N - 1 times: send a piece to the right, and add what comes from the left to one's own.
-
-    The sum of a piece goes round and grows. At the end piece r + 1 of process r is complete, of N, in place.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(size - 1):
-        mine, growing = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
-        received = torch.empty_like(growing)
-        _exchange(mine, received)
-        growing += received
-
-
-def ring_all_gather(pieces: Sequence[torch.Tensor]) -> None:
-    """N - 1 times: send on the complete piece that came last; the first is one's own, r + 1."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(size - 1):
-        _exchange(pieces[(rank + 1 - step) % size], pieces[(rank - step) % size])
-
-
-def _exchange(to_the_right: torch.Tensor, from_the_left: torch.Tensor) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # Both at once: if all processes first sent and then received, none would ever receive.
-    send = dist.P2POp(dist.isend, to_the_right, (rank + 1) % size)
-    receive = dist.P2POp(dist.irecv, from_the_left, (rank - 1) % size)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One collective of one size.
-
-    Attributes:
-        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: of the whole tensor: what goes into a reduction, what comes out of an all-gather.
-        processes: that took part.
-        seconds: of a call.
-    """
-
-    kind: str
-    bytes: int
-    processes: int
-    seconds: float
-
-    @property
-    def sent(self) -> float:
-        """Bytes that each process sends, over a ring."""
-        return self.bytes * ring_share(self.kind, self.processes)
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Bytes a second: of the whole tensor (nccl-tests' ``algbw``), and that each process sends (``busbw``)."""
-        return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
-
-
-class Line(NamedTuple):
-    """Seconds of a call that sends next to nothing, bytes a second of one that sends much."""
-
-    latency: float
-    rate: float
-
-    def seconds(self, sent: float) -> float:
-        """Of a call in which a process sends so many bytes."""
-        return self.latency + sent / self.rate
-
-
-def fit(timings: Iterable[Timing]) -> Line:
-    """Lay a line through timings of a collective so that the sum of squared relative errors is least.
-
-    Relative, as the seconds span three orders of magnitude: absolute errors would let the largest size decide alone.
-    """
-    # Least squares of latency * x + slope * y = 1, with x = 1 / t and y = sent / t.
-    x, y = zip(*((1 / timing.seconds, timing.sent / timing.seconds) for timing in timings), strict=True)
-    xx, yy, xy = (sum(a * b for a, b in zip(p, q, strict=True)) for p, q in ((x, x), (y, y), (x, y)))
-    latency, slope, both_over = sum(x) * yy - sum(y) * xy, sum(y) * xx - sum(x) * xy, xx * yy - xy * xy
-    if latency < 0 or slope <= 0:  # no call was small, or the noise was larger than the sizes: through zero
-        return Line(0.0, yy / sum(y))
-    return Line(latency / both_over, both_over / slope)
 
 
 def measure(sizes: Iterable[int] = SIZES, device: str = "cpu") -> list[Timing]:
@@ -248,3 +158,33 @@ def report(timings: Sequence[Timing], backend: str) -> dict[str, Any]:
         "lines": lines,
         "notes": [EMULATED] if backend == "gloo" else [],
     }
+
+
+def predicted_and_measured(sizes: Sequence[int] = (3 * 2**20, 12 * 2**20, 48 * 2**20)) -> list[dict[str, float]]:
+    """Hold the model against steps as data parallelism has them: products, then an all-reduce. In joined processes.
+
+    The line is fitted to all-reduces of other sizes. The computing is timed with the smallest of them behind it, less
+    its latency, as all wait for the slowest process. Everything is timed by turns.
+
+    Args:
+        sizes: bytes of the all-reduces.
+
+    Returns:
+        For each ``bytes``, ``compute``, ``predicted`` and ``measured`` seconds; the same in every process.
+    """
+    processes, matrix = dist.get_world_size(), torch.ones(512, 512)
+
+    def work(products: int, size: int) -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+        dist.all_reduce(gradients[: size // 4])
+
+    gradients, alone = torch.zeros(max(*sizes, *SIZES) // 4), [(0, size) for size in SIZES]
+    turns = [*alone, *((4, size) for size in (4, *sizes))]
+    seconds = iter(timed([partial(work, *turn) for turn in turns]))
+    link = measured_link([Timing("all_reduce", size, processes, next(seconds)) for size in SIZES])
+    compute, found = max(next(seconds) - link.start, 0.0), []
+    for size, measured in zip(sizes, seconds, strict=True):
+        step = step_seconds(compute, [Call("all_reduce", size, 1, processes, "gradients")], link)
+        found.append({"bytes": size, "compute": compute, "predicted": step.seconds, "measured": measured})
+    return found

@@ -124,7 +124,7 @@ def command(
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
-    from cria_tricks.parallel.tensor import refuse_undivided
+    from cria_tricks.memory.shape import refuse_undivided
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)

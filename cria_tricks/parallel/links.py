@@ -9,20 +9,16 @@ as ``overlap``. Computing is ``hardware/cost.py``'s estimate of what one process
 and so is the N that comes out. One link stands for all: where a ring crosses several, take the slowest.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-
-import torch
-import torch.distributed as dist
+from typing import NamedTuple
 
 from cria_tricks.errors import BadInput
 from cria_tricks.hardware import cost
 from cria_tricks.hardware.cards import Card
 from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.collectives import SIZES, Timing, fit, timed
 from cria_tricks.parallel.per_process import local
-from cria_tricks.parallel.traffic import Call
+from cria_tricks.parallel.traffic import Call, ring_share
 from cria_tricks.recipe import Recipe, with_settings
 
 Traffic = Callable[[Recipe, Shape, int], list[Call]]
@@ -87,6 +83,58 @@ LINKS: dict[str, Link] = {
                    "100 Gbit/s; TCP's payload at best, frames of 1,500 bytes; one connection reaches less"),
 }  # fmt: skip
 """By short name. NCCL has one hop for all networks; over TCP it is longer, so Ethernet's figures are the best case."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One collective of one size.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        bytes: of the whole tensor: what goes into a reduction, what comes out of an all-gather.
+        processes: that took part.
+        seconds: of a call.
+    """
+
+    kind: str
+    bytes: int
+    processes: int
+    seconds: float
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each process sends, over a ring."""
+        return self.bytes * ring_share(self.kind, self.processes)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes a second: of the whole tensor (nccl-tests' ``algbw``), and that each process sends (``busbw``)."""
+        return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
+
+
+class Line(NamedTuple):
+    """Seconds of a call that sends next to nothing, bytes a second of one that sends much."""
+
+    latency: float
+    rate: float
+
+    def seconds(self, sent: float) -> float:
+        """Of a call in which a process sends so many bytes."""
+        return self.latency + sent / self.rate
+
+
+def fit(timings: Iterable[Timing]) -> Line:
+    """Lay a line through timings of a collective so that the sum of squared relative errors is least.
+
+    Relative, as the seconds span three orders of magnitude: absolute errors would let the largest size decide alone.
+    """
+    # Least squares of latency * x + slope * y = 1, with x = 1 / t and y = sent / t.
+    x, y = zip(*((1 / timing.seconds, timing.sent / timing.seconds) for timing in timings), strict=True)
+    xx, yy, xy = (sum(a * b for a, b in zip(p, q, strict=True)) for p, q in ((x, x), (y, y), (x, y)))
+    latency, slope, both_over = sum(x) * yy - sum(y) * xy, sum(y) * xx - sum(x) * xy, xx * yy - xy * xy
+    if latency < 0 or slope <= 0:  # no call was small, or the noise was larger than the sizes: through zero
+        return Line(0.0, yy / sum(y))
+    return Line(latency / both_over, both_over / slope)
 
 
 def measured_link(timings: Iterable[Timing]) -> Link:
@@ -215,33 +263,3 @@ def when_it_stops(
         if ratio < gain:
             return Scaling(tuple(points), n // 2, f"{n} are {ratio:.2f} times as fast as {n // 2}")
     return Scaling(tuple(points), None, "each doubling helped")
-
-
-def predicted_and_measured(sizes: Sequence[int] = (3 * 2**20, 12 * 2**20, 48 * 2**20)) -> list[dict[str, float]]:
-    """Hold the model against steps as data parallelism has them: products, then an all-reduce. In joined processes.
-
-    The line is fitted to all-reduces of other sizes. The computing is timed with the smallest of them behind it, less
-    its latency, as all wait for the slowest process. Everything is timed by turns.
-
-    Args:
-        sizes: bytes of the all-reduces.
-
-    Returns:
-        For each ``bytes``, ``compute``, ``predicted`` and ``measured`` seconds; the same in every process.
-    """
-    processes, matrix = dist.get_world_size(), torch.ones(512, 512)
-
-    def work(products: int, size: int) -> None:
-        for _ in range(products):
-            torch.mm(matrix, matrix)
-        dist.all_reduce(gradients[: size // 4])
-
-    gradients, alone = torch.zeros(max(*sizes, *SIZES) // 4), [(0, size) for size in SIZES]
-    turns = [*alone, *((4, size) for size in (4, *sizes))]
-    seconds = iter(timed([partial(work, *turn) for turn in turns]))
-    link = measured_link([Timing("all_reduce", size, processes, next(seconds)) for size in SIZES])
-    compute, found = max(next(seconds) - link.start, 0.0), []
-    for size, measured in zip(sizes, seconds, strict=True):
-        step = step_seconds(compute, [Call("all_reduce", size, 1, processes, "gradients")], link)
-        found.append({"bytes": size, "compute": compute, "predicted": step.seconds, "measured": measured})
-    return found

@@ -90,19 +90,6 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     return warned.with_("parallel", strategy="model", data=1, cards=cards)
 
 
-def device_map(layers: int, cards: int) -> dict[str, int]:
-    """Which card holds what: an equal share of the blocks each, the embedding and the head beside the first.
-
-    A head that is tied is the embedding; and the labels, which the loss needs, are on the first card.
-
-    Args:
-        layers: blocks of the model.
-        cards: to spread over.
-    """
-    blocks = {f"model.layers.{number}": number * cards // layers for number in range(layers)}
-    return {"model.embed_tokens": 0, **blocks, "model.norm": cards - 1, "model.rotary_emb": 0, "lm_head": 0}
-
-
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     """Nothing: the model was loaded where it belongs."""
     return total

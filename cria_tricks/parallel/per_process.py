@@ -21,9 +21,8 @@ from cria_tricks.memory.constants import FP32
 from cria_tricks.memory.estimate import moments
 from cria_tricks.memory.facts import StepFacts
 from cria_tricks.memory.one_bill import STATE, Bill, Moment, Row
-from cria_tricks.memory.shape import Shape
+from cria_tricks.memory.shape import Shape, refuse_undivided
 from cria_tricks.parallel.fsdp_bytes import divided_up, sharded_moments, smaller
-from cria_tricks.parallel.tensor import refuse_undivided
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 

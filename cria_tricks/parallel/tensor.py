@@ -170,28 +170,6 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
         parallelize_module(module, mesh, parts if hasattr(module, "base_layer") else style())
 
 
-def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
-    """Hold a model's widths against the number of processes.
-
-    Args:
-        name: of the model.
-        heads: of the queries.
-        kv_heads: of keys and values.
-        inner: width inside the MLP.
-        processes: that share a block.
-
-    Raises:
-        BadInput: if one is not divisible, with the numbers that would be.
-    """
-    if any(width % processes for width in (heads, kv_heads, inner)):
-        fitting = [n for n in range(2, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)]
-        cure = f"use {' or '.join(map(str, fitting))} processes" if fitting else "use parallel.strategy=ddp or fsdp"
-        raise BadInput(
-            f"tensor parallelism over {processes} processes: {name} has {heads} heads, {kv_heads} of keys and values, "
-            f"and {inner} columns in its MLP, which {processes} does not divide; {cure}"
-        )
-
-
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
     tricks, n = recipe.tricks, recipe.train.batch_size * recipe.data.max_length

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import collectives, world
-from cria_tricks.parallel.collectives import Line, Timing, fit
+from cria_tricks.parallel import collectives, ring_collectives, world
+from cria_tricks.parallel.links import Line, Timing, fit
 from cria_tricks.parallel.traffic import CountCollectives, ring_share
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
@@ -22,7 +22,7 @@ def around_the_ring(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.T
     theirs = ours.clone()
     dist.all_reduce(theirs)
     with CountCollectives() as counted:
-        collectives.ring_all_reduce(ours)
+        ring_collectives.ring_all_reduce(ours)
     return ours, theirs, counted.bytes["send"], counted.calls["send"]
 
 

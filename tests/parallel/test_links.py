@@ -7,9 +7,9 @@ import pytest
 from cria_tricks.hardware import cost
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel import ddp, links
-from cria_tricks.parallel.collectives import SIZES, Timing
-from cria_tricks.parallel.links import LINKS, Link, compute_seconds, measured_link, step_seconds, when_it_stops
+from cria_tricks.parallel import collectives, ddp, links
+from cria_tricks.parallel.collectives import SIZES
+from cria_tricks.parallel.links import LINKS, Link, Timing, compute_seconds, measured_link, step_seconds, when_it_stops
 from cria_tricks.parallel.per_process import local
 from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe, with_settings
@@ -193,7 +193,7 @@ def test_what_is_timed_and_what_is_made_of_it(monkeypatch):
     monkeypatch.setattr(links.dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(links.dist, "all_reduce", lambda tensor: ran.append(("all_reduce", tensor.nbytes)))
     monkeypatch.setattr(links.torch, "mm", lambda a, b: ran.append(("mm", a.nbytes + b.nbytes)))
-    one, two = links.predicted_and_measured((80_000_000, 4000))
+    one, two = collectives.predicted_and_measured((80_000_000, 4000))
     products = [("mm", 2 * 4 * 512 * 512)] * 4
     assert ran == [("all_reduce", size) for size in SIZES] + [
         done for size in (4, 80_000_000, 4000) for done in (*products, ("all_reduce", size))
@@ -203,14 +203,14 @@ def test_what_is_timed_and_what_is_made_of_it(monkeypatch):
         assert entry["compute"] == pytest.approx(7e-3 - 2e-3)
         assert entry["predicted"] == pytest.approx(7e-3 + 1.5e-9 * entry["bytes"])
     seconds[len(SIZES)] = 1e-3
-    for entry in links.predicted_and_measured((80_000_000, 4000)):
+    for entry in collectives.predicted_and_measured((80_000_000, 4000)):
         assert entry["compute"] == 0.0, "and not less than nothing"
-    [default] = inspect.signature(links.predicted_and_measured).parameters.values()
+    [default] = inspect.signature(collectives.predicted_and_measured).parameters.values()
     assert default.default == (3_145_728, 12_582_912, 50_331_648), "3, 12 and 48 MiB"
 
 
 def test_prediction_and_measurement_come_together(two):
-    first, second = two.run(links.predicted_and_measured, (100_000, 3_000_000))
+    first, second = two.run(collectives.predicted_and_measured, (100_000, 3_000_000))
     assert first == second
     assert [entry["bytes"] for entry in first] == [100_000, 3_000_000]
     for entry in first:

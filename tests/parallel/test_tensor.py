@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cria_tricks.errors import BadInput
+from cria_tricks.memory import shape
 from cria_tricks.parallel import tensor
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
@@ -80,15 +81,15 @@ def test_switch():
 
 def test_heads_that_do_not_divide_are_refused_with_a_number_that_does():
     with pytest.raises(BadInput, match="9 heads, 3 of keys and values.* which 2 does not divide; use 3 processes"):
-        tensor.refuse_undivided("smollm2", 9, 3, 1536, 2)
+        shape.refuse_undivided("smollm2", 9, 3, 1536, 2)
     with pytest.raises(BadInput, match="use parallel.strategy=ddp or fsdp"):
-        tensor.refuse_undivided("odd", 7, 1, 100, 2)
-    tensor.refuse_undivided("smollm2", 9, 3, 1536, 3)
+        shape.refuse_undivided("odd", 7, 1, 100, 2)
+    shape.refuse_undivided("smollm2", 9, 3, 1536, 3)
 
 
 def test_an_mlp_that_does_not_divide_is_refused_too():
     with pytest.raises(BadInput, match="101 columns in its MLP, which 2 does not divide; use parallel"):
-        tensor.refuse_undivided("odd", 8, 4, 101, 2)
+        shape.refuse_undivided("odd", 8, 4, 101, 2)
     with pytest.raises(BadInput, match="66 columns in its MLP, which 4 does not divide; use 2 processes"):
-        tensor.refuse_undivided("odd", 8, 4, 66, 4)
-    tensor.refuse_undivided("even", 8, 4, 64, 4)
+        shape.refuse_undivided("odd", 8, 4, 66, 4)
+    shape.refuse_undivided("even", 8, 4, 64, 4)

@@ -1,0 +1,57 @@
+"""Bars with counts and times."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+T = TypeVar("T")
+
+
+def new_bar(console: Console) -> Progress:
+    """A bar with counts and times, and a ``note`` at its end; nothing where there is no terminal."""
+    return Progress(
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+@contextlib.contextmanager
+def counted(rows: Iterable[T], what: str, console: Console) -> Iterator[Iterator[T]]:
+    """Show how many rows were read, while they are: a bar without an end, and a plain line before and after.
+
+    Args:
+        rows: to be read.
+        what: it is for.
+        console: where it is shown.
+    """
+    number = 0
+    bar = new_bar(console)
+
+    def each() -> Iterator[T]:
+        nonlocal number
+        for number, row in enumerate(rows, 1):
+            yield row
+            if number % 1000 == 0:
+                bar.update(task, completed=number, note=f"{number:,} rows")
+
+    console.print(f"{what}: all rows are read once")
+    with bar:
+        task = bar.add_task("reading", total=None, note="")
+        yield each()
+    console.print(f"{what}: {number:,} rows read")
