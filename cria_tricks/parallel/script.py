@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import typer
 
-from cria_tricks import cli
 from cria_tricks.errors import BadInput, Diverged, Lost, Unfinished, is_out_of_memory
+from cria_tricks.last_words import leave, unforeseen
+
+USAGE_ERROR = typer.BadParameter.__base__  # of click, which newer versions of typer carry inside
 
 
 def run(function: Callable[..., None]) -> None:
@@ -20,17 +22,17 @@ def run(function: Callable[..., None]) -> None:
     app.command()(function)
     try:
         app(standalone_mode=False)
-    except cli.UsageError as error:
-        cli.leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
+    except USAGE_ERROR as error:
+        leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
     except BadInput as error:
-        cli.leave(f"error: {error}", 2)
+        leave(f"error: {error}", 2)
     except (Diverged, Lost) as error:
-        cli.leave(f"error: {error}; nothing was saved", 1)
+        leave(f"error: {error}; nothing was saved", 1)
     except Unfinished as error:
-        cli.leave(f"error: {error}", 1)
+        leave(f"error: {error}", 1)
     except KeyboardInterrupt:
-        cli.leave("interrupted; nothing was saved", 130)
+        leave("interrupted; nothing was saved", 130)
     except Exception as error:
         if not is_out_of_memory(error):
-            cli.unforeseen()
-        cli.leave("error: out of memory; nothing was saved", 3)
+            unforeseen()
+        leave("error: out of memory; nothing was saved", 3)
