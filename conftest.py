@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cria_tricks.catalogue import CONFIGS
+from cria_tricks.models.catalogue import CONFIGS
 
 
 def pytest_addoption(parser):

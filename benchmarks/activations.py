@@ -15,13 +15,13 @@ from rich.console import Console
 
 from benchmarks.common import write
 from cria_tricks import models
-from cria_tricks.cases import stamp
+from cria_tricks.bench.case import stamp
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.headroom import LARGEST, LargestActivation
-from cria_tricks.load import load, load_tokenizer
+from cria_tricks.load.model import load, load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.trainer.headroom import LARGEST, LargestActivation
 
 
 def main() -> None:

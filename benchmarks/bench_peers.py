@@ -16,10 +16,10 @@ from benchmarks.conftest import keep
 from benchmarks.peers import trl_sft, unsloth_sft
 from benchmarks.peers.job import Job
 from cria_tricks import models
-from cria_tricks.cases import WARM_UP, Rows, Setup, out_of_memory, settings_of, stamp
+from cria_tricks.bench.case import WARM_UP, Rows, Setup, out_of_memory, settings_of, stamp
+from cria_tricks.bench.results import Case
 from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.results import Case
 
 ACCUMULATED = 4
 KEPT = "peft=lora attention=best precision=best chunked_loss=true"

@@ -8,7 +8,7 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.memory import toggles
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
 
 EVERY = tuple(field for field in toggles.switched_on(recipes.kwanzaa(T4)) if field != "gradient_accumulation")

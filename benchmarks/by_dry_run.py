@@ -18,16 +18,16 @@ from transformers import AutoConfig
 
 from benchmarks.common import GROWTH, HERE
 from cria_tricks import recipes
-from cria_tricks.cases import settings_of, stamp
-from cria_tricks.catalogue import CATALOGUE
+from cria_tricks.bench.case import settings_of, stamp
+from cria_tricks.common.units import human
 from cria_tricks.hardware import T4
-from cria_tricks.memory import toggles
-from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.catalogue import CATALOGUE
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
+from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
-from cria_tricks.units import human
 
 MODEL = "llama-3.2-1b"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

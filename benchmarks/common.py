@@ -7,18 +7,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from cria_tricks.cases import free_memory
-from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.bench.case import free_memory
+from cria_tricks.bench.results import folder_of
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.tokens import IGNORED, TokenRows
 from cria_tricks.hardware import this_device
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.load import load
-from cria_tricks.measure import Meter
+from cria_tricks.load.model import load
+from cria_tricks.measure.memory import Meter
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe
-from cria_tricks.results import folder_of
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer import fit
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import fit
 
 HERE = Path(__file__).parent
 

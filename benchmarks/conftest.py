@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from cria_tricks import results
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.one_bill import WORKSPACE_CONFIG
-from cria_tricks.results import Case
-from cria_tricks.units import human
+from cria_tricks.bench import results
+from cria_tricks.bench.results import Case
+from cria_tricks.bill.bill import WORKSPACE_CONFIG
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 
 CASES = pytest.StashKey[list[Case]]()
 
@@ -65,8 +65,8 @@ def pytest_collection_modifyitems(items):
 def setup(request) -> Iterator[Any]:
     """The session's setup, on the device that the session is about."""
     from cria_tricks import hardware
-    from cria_tricks.cases import default_setup
-    from cria_tricks.load import quiet_libraries
+    from cria_tricks.bench.case import default_setup
+    from cria_tricks.load.model import quiet_libraries
 
     quiet_libraries()
     given = {name: request.config.getoption(name) for name in ("shape", "tokens", "rounds")}
@@ -84,7 +84,7 @@ def step(request, benchmark, setup) -> Callable[..., Case]:
 
     All but ``off`` are held against ``off``, unless they say another.
     """
-    from cria_tricks.cases import measure
+    from cria_tricks.bench.case import measure
 
     def run(name: str, words: str, against: str = "off", lengths: Sequence[int] = (), **changes: Any) -> Case:
         bench = request.path.stem.removeprefix("bench_")

@@ -19,8 +19,8 @@ from transformers import AutoConfig
 
 from benchmarks.common import train_two_steps, write
 from cria_tricks import models
-from cria_tricks.cases import settings_of, stamp
-from cria_tricks.memory.dry_run import dry_run
+from cria_tricks.bench.case import settings_of, stamp
+from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 

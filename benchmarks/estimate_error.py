@@ -26,16 +26,16 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import HERE
-from cria_tricks import durable
-from cria_tricks.cases import stamp
-from cria_tricks.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.errors import BadInput
+from cria_tricks.bench.case import stamp
+from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.moments import moments
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.dry_run import DryRun, dry_run
-from cria_tricks.memory.estimate import moments
-from cria_tricks.memory.one_bill import Bill
-from cria_tricks.memory.shape import shape_of
+from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.models.shape import shape_of
+from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
@@ -200,7 +200,7 @@ def write(path: Path, seed: int, counted: dict[Setting, int]) -> dict[str, Any]:
     errors = {one: error(one, peak) for one, peak in counted.items()}
     lines = [f"{mark(str(one))} {peak} {by_hand(one).peak_bytes} {mark(bill(one))}" for one, peak in counted.items()]
     found = stamp() | {"seed": seed, "bounds": BOUNDS} | summary(errors)
-    durable.write_file(path, json.dumps(found | {"cases": lines}, indent=2) + "\n")
+    atomic_files.write_file(path, json.dumps(found | {"cases": lines}, indent=2) + "\n")
     return found
 
 

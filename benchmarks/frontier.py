@@ -19,14 +19,15 @@ from rich.console import Console
 
 from benchmarks.common import path_of, write
 from benchmarks.peers.job import Job, Rows
-from cria_tricks import models, tables
-from cria_tricks.cases import settings_of, stamp
+from cria_tricks import models
+from cria_tricks.bench import tables
+from cria_tricks.bench.case import settings_of, stamp
+from cria_tricks.common.units import human
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.hardware import this_device
-from cria_tricks.load import load_tokenizer
+from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.units import human
 
 LEAN = "gradient_checkpointing=true chunked_loss=true"
 NF4 = "quantization=nf4 double_quantization=true"

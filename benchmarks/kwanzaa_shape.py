@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks.common import rows_of_the_real_lengths, write
-from cria_tricks import models, recipes, report
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import load
-from cria_tricks.measure import Meter, every_tensor
+from cria_tricks import models, recipes
+from cria_tricks.load.model import load
+from cria_tricks.measure.memory import Meter, every_tensor
+from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.recipe import with_settings
+from cria_tricks.report import summary
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import fit
-from cria_tricks.training import count_parameters
+from cria_tricks.run.steps import count_parameters
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import fit
 
 
 def measure(shape: str, settings: list[str]) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def measure(shape: str, settings: list[str]) -> dict[str, Any]:
         )
     described = dict.fromkeys(("train", "eval"), "random tokens, the lengths of the Kwanzaa rows in SmolLM2's tokens")
     parameters = count_parameters(loaded.model)
-    return report.summarise(recipe, plan, run, meter, rows, described, parameters) | {"model": weights.name}
+    return summary.summarise(recipe, plan, run, meter, rows, described, parameters) | {"model": weights.name}
 
 
 def main() -> None:

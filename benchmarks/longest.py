@@ -18,14 +18,14 @@ from rich.console import Console
 
 from benchmarks.common import write
 from cria_tricks import hardware, recipes
-from cria_tricks.cases import Setup, measure, stamp
-from cria_tricks.errors import BadInput
+from cria_tricks.bench.case import Setup, measure, stamp
+from cria_tricks.bill.bill import WORKSPACE_CONFIG
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 from cria_tricks.hardware import Device
-from cria_tricks.memory import toggles
-from cria_tricks.memory.one_bill import WORKSPACE_CONFIG
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.units import human
 
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b")
 STRIDE = 1.1

@@ -34,15 +34,15 @@ from transformers import TrainerCallback
 
 from benchmarks.common import path_of, rows_of_the_real_lengths, write
 from cria_tricks import models
-from cria_tricks.cases import stamp
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import load, quiet_libraries
-from cria_tricks.measure import Meter
-from cria_tricks.monitor import Monitor, read, summarise
-from cria_tricks.profiling import Profile
+from cria_tricks.bench.case import stamp
+from cria_tricks.load.model import load, quiet_libraries
+from cria_tricks.measure.memory import Meter
+from cria_tricks.measure.monitor import Monitor, read, summarise
+from cria_tricks.measure.profiler import Profile
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import fit
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import fit
 
 BASE = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true", "train.save_minutes=0")
 VOCABULARY = 4_096

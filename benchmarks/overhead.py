@@ -21,10 +21,10 @@ from benchmarks.common import write
 from benchmarks.peers import trl_sft
 from benchmarks.peers.job import Job
 from cria_tricks import models, recipes
-from cria_tricks.cases import stamp
+from cria_tricks.bench.case import stamp
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.load import load_tokenizer
+from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
 
 

@@ -23,13 +23,13 @@ from rich.console import Console
 
 from benchmarks.common import rows_of_the_real_lengths, write
 from cria_tricks import models
-from cria_tricks.cases import stamp
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import load, quiet_libraries
-from cria_tricks.measure import Meter
+from cria_tricks.bench.case import stamp
+from cria_tricks.load.model import load, quiet_libraries
+from cria_tricks.measure.memory import Meter
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import fit
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import fit
 from cria_tricks.tricks.packing import best_fit
 
 BATCH = 4

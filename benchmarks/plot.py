@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import figures, results, tables
-from cria_tricks.figures import Drawing
-from cria_tricks.results import Case, study
+from cria_tricks.bench import figures, results, tables
+from cria_tricks.bench.figures import Drawing
+from cria_tricks.bench.results import Case, study
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

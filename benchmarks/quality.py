@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.common import path_of, write
-from cria_tricks import tables
-from cria_tricks.cases import stamp
+from cria_tricks.bench import tables
+from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import train
+from cria_tricks.run.run import train
 
 BASE = (
     "name=quality",

@@ -41,14 +41,14 @@ def measure(path: str) -> dict[str, float]:
     import psutil
     from rich.console import Console
 
-    import cria_tricks.trainer  # noqa: F401
+    import cria_tricks.trainer.shared  # noqa: F401
     from cria_tricks import models
     from cria_tricks.data import sources
     from cria_tricks.data.batches import PadToLongest
     from cria_tricks.data.shards import open_stream
     from cria_tricks.data.stream import Stream
-    from cria_tricks.load import load_tokenizer
-    from cria_tricks.parallel.world import World
+    from cria_tricks.load.model import load_tokenizer
+    from cria_tricks.processes.world import World
     from cria_tricks.recipe import Recipe, with_settings
 
     settings = [

@@ -9,11 +9,11 @@ True
 TYPE_CHECKING = False  # typing's own would cost its import; type checkers know the name
 if TYPE_CHECKING:
     from cria_tricks import recipes
-    from cria_tricks.api import estimate, plan, train
-    from cria_tricks.errors import BadInput, Diverged, Interrupted, OutOfMemory
-    from cria_tricks.memory.answer import PlanAnswer
+    from cria_tricks.common.errors import BadInput, Diverged, Interrupted, OutOfMemory
+    from cria_tricks.common.version import __version__
+    from cria_tricks.predict.answer import PlanAnswer
     from cria_tricks.recipe import Recipe, Tricks
-    from cria_tricks.version import __version__
+    from cria_tricks.run.api import estimate, plan, train
 
 __all__ = [
     "BadInput",
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "api": ("estimate", "plan", "train"),
-    "errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
-    "memory.answer": ("PlanAnswer",),
+    "run.api": ("estimate", "plan", "train"),
+    "common.errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
+    "predict.answer": ("PlanAnswer",),
     "recipe": ("Recipe", "Tricks"),
-    "version": ("__version__",),
+    "common.version": ("__version__",),
 }
 """Where the names are. They are imported when they are used, so that the command handles Ctrl-C before that."""
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from cria_tricks.catalogue import short_name
-from cria_tricks.errors import BadInput
-from cria_tricks.fields import a_group, find_field, unknown_field
-from cria_tricks.names import nearest, same
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.fields import a_group, find_field, unknown_field
+from cria_tricks.common.names import nearest, same
+from cria_tricks.models.catalogue import short_name
 
 
 def seconds(value: Any) -> Any:
@@ -224,8 +224,8 @@ def from_toml(path: str | Path) -> Recipe:
 def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
     """Apply ``KEY=VALUE`` settings, the command line's ``--set``.
 
-    A key may also be one of :data:`cria_tricks.fields.ALIASES` (``lr``, ``rank``, ``seq``), or leave its group out
-    (``max_steps``); letter case does not matter. The recipe and every error show the field's own name.
+    A key may also be one of :data:`cria_tricks.common.fields.ALIASES` (``lr``, ``rank``, ``seq``), or leave its group
+    out (``max_steps``); letter case does not matter. The recipe and every error show the field's own name.
 
     Args:
         recipe: the recipe to start from; it is not changed.

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import nearest, same
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.names import nearest, same
 from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_settings
 
 

@@ -3,8 +3,8 @@
 import contextlib
 from dataclasses import replace
 
-from cria_tricks.data import settings
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data import rules
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.parallel import strategies
 from cria_tricks.recipe import Recipe, Tricks, with_settings
@@ -23,7 +23,7 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
     Raises:
         BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
     """
-    settings.refuse(recipe)
+    rules.refuse(recipe)
     plan = Plan(device or this_device())
     for trick in TRICKS:
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)

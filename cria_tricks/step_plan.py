@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import Device
 
 

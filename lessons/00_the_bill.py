@@ -29,11 +29,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cria_tricks import course, results
-from cria_tricks.counting import SavedBytes, peak_bytes
-from cria_tricks.figures import Theme, capacity
+from cria_tricks import course
+from cria_tricks.bench import results
+from cria_tricks.bench.figures import Theme, capacity
 from cria_tricks.hardware import T4
-from cria_tricks.measure import LiveBytes
+from cria_tricks.measure.counting import SavedBytes, peak_bytes
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import with_settings
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -654,5 +655,5 @@ course.check(3, least_gib, of_least, "a number of GiB")
 #   `_multi_tensor_adam`, which is *foreach*. `training_args.py` of transformers 5.23: `adamw_torch_fused`.
 # - Rules: LLaMA-Factory, `README.md`, *Hardware Requirement*; axolotl, `docs/choosing_method.qmd`, *Hardware Mapping*.
 #   A search for the largest batch that forgot the states: rf-detr, pull request 1342.
-# - Ours: `cria_tricks/memory/estimate.py`, `block.py`, `shape.py`, `cria_tricks/measure.py`;
+# - Ours: `cria_tricks/bill/moments.py`, `block.py`, `shape.py`, `cria_tricks/measure/memory.py`;
 #   `tests/memory/test_estimate.py`, `tests/test_measure.py`, `benchmarks/estimate_error.py`.

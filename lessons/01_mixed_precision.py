@@ -25,11 +25,11 @@ from torch.nn.functional import cross_entropy, linear, mse_loss, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks import course
-from cria_tricks.counting import SavedBytes, flops
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
+from cria_tricks.bench.figures import Theme
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
+from cria_tricks.measure.counting import SavedBytes, flops
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff

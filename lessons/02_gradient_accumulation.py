@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks import course
-from cria_tricks.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.bench.figures import Theme
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.measure import LiveBytes
+from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff

@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cria_tricks import course
-from cria_tricks.counting import SavedBytes, flops
-from cria_tricks.figures import Theme
+from cria_tricks.bench.figures import Theme
 from cria_tricks.hardware import T4
+from cria_tricks.measure.counting import SavedBytes, flops
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks.activation_offload import Offloaded

@@ -25,12 +25,13 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from cria_tricks import course, results, tables
-from cria_tricks.cases import settings_of
-from cria_tricks.counting import flops, peak_bytes
-from cria_tricks.figures import Theme, capacity
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.case import settings_of
+from cria_tricks.bench.figures import Theme, capacity
 from cria_tricks.hardware import T4
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.counting import flops, peak_bytes
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff

@@ -27,11 +27,12 @@ from bitsandbytes.autograd._functions import MatMul8bitLt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cria_tricks import course, results, tables
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.figures import Theme
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.measure import LiveBytes
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -554,4 +555,4 @@ course.check(3, tokens_that_eat_it, of_tokens, "a number of tokens")
 #   Its `CHANGELOG.md`, 0.45.0 (pull request 1401 rebuilt int8), and `benchmarking/README.md`: Qwen 2.5 3B on a T4,
 #   0.45.0 against 0.44.1, the lines FP16 and INT8+Decomp.
 # - peft 0.21.2, `utils/other.py`: `prepare_model_for_kbit_training`; its issue 2424 for the warning.
-# - Ours: `cria_tricks/tricks/int8.py`, `tests/tricks/test_int8.py`, `cria_tricks/memory/block.py` for what is pinned.
+# - Ours: `cria_tricks/tricks/int8.py`, `tests/tricks/test_int8.py`, `cria_tricks/bill/block.py` for what is pinned.

@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks import course, results, tables
-from cria_tricks.counting import SavedBytes
-from cria_tricks.figures import Theme
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -555,4 +556,4 @@ course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 #   that start as the repair). Hugging Face's blog 2023, *Overview of natively supported quantization schemes* (GPTQ).
 # - bitsandbytes 0.50: `functional.py` (`quantize_4bit`), `autograd/_functions.py` (`MatMul4Bit`). peft 0.21:
 #   `utils/other.py` (`prepare_model_for_kbit_training`), `tuners/lora/bnb.py` (the warning).
-# - Ours: `cria_tricks/tricks/nf4.py`, `tests/tricks/test_nf4.py`; the merge: `cria_tricks/merge.py`.
+# - Ours: `cria_tricks/tricks/nf4.py`, `tests/tricks/test_nf4.py`; the merge: `cria_tricks/adapter/merge.py`.

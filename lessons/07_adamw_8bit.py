@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cria_tricks import course, results, tables
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.figures import Theme
 from cria_tricks.data.sources import find
-from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff

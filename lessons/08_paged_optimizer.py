@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from cria_tricks import course
-from cria_tricks.figures import Theme
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill.step_time import step
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.hardware.cost import step
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench, longest
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.toggles import Bench, longest
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -573,5 +573,5 @@ course.check(
 # - torchtune, pull request 990 (2024: paging alone, and what 32 bits did). pytorch/ao issue 1213 (2024: paging and 8
 #   bits together). bitsandbytes 0.50: `optim/optimizer.py` (`get_state_buffer`, `prefetch_state`,
 #   `load_state_dict`), `functional.py` (`get_paged`).
-# - Ours: `cria_tricks/tricks/paged_optimizer.py`, `tests/tricks/test_paged_optimizer.py`, `cria_tricks/resumable.py`,
-#   rates in `cria_tricks/hardware/cards.py`.
+# - Ours: `cria_tricks/tricks/paged_optimizer.py`, `tests/tricks/test_paged_optimizer.py`,
+#   `cria_tricks/trainer/resumable.py`, rates in `cria_tricks/hardware/cards.py`.

@@ -26,16 +26,16 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import cria_tricks.attention  # noqa: F401  transformers knows sdpa_expanded from here on
+import cria_tricks.load.attention  # noqa: F401  transformers knows sdpa_expanded from here on
 from cria_tricks import course
-from cria_tricks.counting import SavedBytes, Traffic, flops
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme, panels
+from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bill.step_time import step
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
+from cria_tricks.hardware.attention_kernels import attention_kernel, kernel_for
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.hardware.cost import step
-from cria_tricks.hardware.kernels import attention_kernel, kernel_for
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.counting import SavedBytes, Traffic, flops
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -631,5 +631,5 @@ course.check(3, lazy, of_lazy, "a function (m, total, out, s, v) -> the new m, t
 # - transformers 5.23: `integrations/sdpa_attention.py`, `masking_utils.py`, `modeling_flash_attention_utils.py`. Its
 #   issue 48633 and pull request 45776 have math on a T4 (answering became 1.62 to 1.84 times as fast with repeats).
 # - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`).
-# - Ours: `cria_tricks/tricks/flash_attention.py`, `expand_kv.py`, `cria_tricks/attention.py`, `load.py` (Gemma 2),
-#   `cria_tricks/hardware/kernels.py`, `cost.py` (the estimate of section 4), and their tests.
+# - Ours: `cria_tricks/tricks/flash_attention.py`, `expand_kv.py`, `cria_tricks/load/attention.py`, `load.py` (Gemma 2),
+#   `cria_tricks/hardware/attention_kernels.py`, `cost.py` (the estimate of section 4), and their tests.

@@ -28,13 +28,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-import cria_tricks.attention  # noqa: F401 (names lesson 9's repeated heads to transformers)
-from cria_tricks import course, results, tables
-from cria_tricks.counting import flops, peak_bytes
-from cria_tricks.figures import Theme
+import cria_tricks.load.attention  # noqa: F401 (names lesson 9's repeated heads to transformers)
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.figures import Theme
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.cards import A100_40GB, CARDS
-from cria_tricks.memory.shape import find_config, find_shape
+from cria_tricks.measure.counting import flops, peak_bytes
+from cria_tricks.models.shape import find_config, find_shape
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
 

@@ -25,15 +25,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
-import cria_tricks.attention  # noqa: F401  registers sdpa_by_document, section 3
-from cria_tricks import course, results
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.counting import flops
+import cria_tricks.load.attention  # noqa: F401  registers sdpa_by_document, section 3
+from cria_tricks import course
+from cria_tricks.bench import results
+from cria_tricks.bench.figures import Theme
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.hardware.kernels import kernel_for
-from cria_tricks.kwanzaa.lengths import row_lengths
+from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.measure.counting import flops
+from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -705,5 +706,5 @@ course.check(3, in_steps, of_steps, "a function (lengths, documents, capacity) -
 # - transformers 5.23: `masking_utils.py` (`_preprocess_mask_arguments`, `find_packed_sequence_indices`),
 #   `data/data_collator.py` (`DataCollatorWithFlattening`), `modeling_flash_attention_utils.py` (one row only). TRL
 #   1.16: `trainer/sft_trainer.py` (`DataCollatorForLanguageModeling`), `data_utils.py` (`pack_dataset`).
-# - Ours: `cria_tricks/tricks/packing.py`, `cria_tricks/attention.py`, `tests/tricks/test_packing.py`,
+# - Ours: `cria_tricks/tricks/packing.py`, `cria_tricks/load/attention.py`, `tests/tricks/test_packing.py`,
 #   `benchmarks/packing.py`.

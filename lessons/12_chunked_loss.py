@@ -26,16 +26,17 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cria_tricks import course, losses
-from cria_tricks.cases import TRAINED_SHARE
-from cria_tricks.counting import flops, peak_bytes
-from cria_tricks.figures import Theme, panels
+from cria_tricks import course
+from cria_tricks.bench.case import TRAINED_SHARE
+from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load import quiet_libraries
-from cria_tricks.memory import toggles
-from cria_tricks.memory.constants import TOKENS_PER_CHUNK
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load import losses
+from cria_tricks.load.model import quiet_libraries
+from cria_tricks.measure.counting import flops, peak_bytes
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy

@@ -27,13 +27,15 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from cria_tricks import course, losses, results, tables
-from cria_tricks.counting import SavedBytes, Traffic
-from cria_tricks.figures import Theme
+from cria_tricks import course
+from cria_tricks.bench import results, tables
+from cria_tricks.bench.figures import Theme
 from cria_tricks.hardware import T4
-from cria_tricks.load import EDITS, forbid_cpu_repacking, quiet_libraries
-from cria_tricks.memory import toggles
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load import losses
+from cria_tricks.load.model import EDITS, forbid_cpu_repacking, quiet_libraries
+from cria_tricks.measure.counting import SavedBytes, Traffic
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff

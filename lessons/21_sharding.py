@@ -41,17 +41,18 @@ from bitsandbytes.optim import AdamW8bit
 from torch import nn
 
 from cria_tricks import course, parallel
-from cria_tricks.cases import TRAINED_SHARE
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme, panels
-from cria_tricks.hardware import T4, cost
+from cria_tricks.bench.case import TRAINED_SHARE
+from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bill import step_time
+from cria_tricks.bill.calls import CountCollectives, ring_share
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course.processes import Ranks
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.measure import LiveBytes
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp
-from cria_tricks.parallel.per_process import per_process
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import CountCollectives, ring_share
+from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -375,10 +376,10 @@ assert with_fsdp == 1.5 * with_ddp
 # %%
 shape = find_shape(job.model)
 mine = with_settings(job, ["tricks.gradient_accumulation=4"])
-work = cost.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
+work = step_time.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
 by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
 for name, size in by.items():
-    wire = size / CARDS["t4"].link_rate / cost.EFFICIENCY
+    wire = size / CARDS["t4"].link_rate / step_time.EFFICIENCY
     print(f"{name:5}{size / 1e6:6,.0f} MB a step, {wire:.3f} s on PCIe at half its rate, beside {work:.1f} s of work")
 assert by["fsdp"] > 50 * by["ddp"]
 
@@ -484,8 +485,8 @@ tiny += ["train.learning_rate=0.01", f"data.train={few}", f"data.eval={few}"]
 
 
 def train_it(settings, out):
-    from cria_tricks.console import Aside
-    from cria_tricks.run import train
+    from cria_tricks.common.console import Aside
+    from cria_tricks.run.run import train
 
     console = Aside()
     console.quiet = True
@@ -703,4 +704,4 @@ course.check(3, forward_seconds, of_forward, "a function (computes, gathers) -> 
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.
 # - torch 2.13: `torch/distributed/fsdp/_fully_shard` (the root, prefetching). accelerate 1.15: `fsdp2_prepare_model` in
 #   `accelerate/utils/fsdp_utils.py`. NVIDIA's T4 datasheet, for the rates.
-# - Ours: `cria_tricks/parallel/fsdp.py`, `cria_tricks/parallel/per_process.py`, `tests/parallel/test_fsdp.py`.
+# - Ours: `cria_tricks/parallel/fsdp.py`, `cria_tricks/predict/per_process.py`, `tests/parallel/test_fsdp.py`.

@@ -38,21 +38,21 @@ from transformers.distributed import DistributedConfig
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.common.console import Aside
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load import quiet_libraries
-from cria_tricks.memory.shape import find_shape, refuse_undivided
+from cria_tricks.load.model import quiet_libraries
+from cria_tricks.models.shape import find_shape, refuse_undivided
 from cria_tricks.parallel import ddp, tensor
-from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
-from cria_tricks.parallel.per_process import per_process
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import CountCollectives, totals
+from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
+from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run import train
+from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
 
 ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
@@ -660,5 +660,5 @@ course.check(3, break_even_rate, course.about(rate, hint), "a number of bytes a 
 # - Korthikanti et al. 2022, arXiv 2205.05198, section 4: *sequence parallelism* also cuts what is whole between g and
 #   f, by tokens, for the same bytes. Ours does not.
 # - torch 2.13: `torch/distributed/tensor/parallel/style.py`. transformers 5.23: `distributed/tensor_parallel.py`.
-# - Rates of links, each with its source: `cria_tricks/parallel/links.py`; of cards: `cria_tricks/hardware/cards.py`.
+# - Rates of links, each with its source: `cria_tricks/predict/links.py`; of cards: `cria_tricks/hardware/cards.py`.
 # - Ours: `cria_tricks/parallel/tensor.py`, `tests/parallel/test_tensor.py`.

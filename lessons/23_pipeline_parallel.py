@@ -42,26 +42,27 @@ from torch import nn
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.cases import TRAINED_SHARE
-from cria_tricks.console import Aside
-from cria_tricks.counting import SavedBytes
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
-from cria_tricks.hardware import T4, cost
+from cria_tricks.bench.case import TRAINED_SHARE
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill import step_time
+from cria_tricks.bill.calls import CountCollectives
+from cria_tricks.common.console import Aside
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course.kwanzaa_lengths import row_lengths
+from cria_tricks.course.processes import Ranks
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.load import quiet_libraries
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load.model import quiet_libraries
+from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp, pipeline, tensor
-from cria_tricks.parallel.links import LINKS
 from cria_tricks.parallel.model import one_after_the_other
-from cria_tricks.parallel.per_process import per_process
 from cria_tricks.parallel.pipeline import Slot, idle_share, step, timetable
-from cria_tricks.parallel.pipeline_run import find_blocks, refuse
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import CountCollectives
+from cria_tricks.predict.links import LINKS
+from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import train
+from cria_tricks.run.pipeline import find_blocks, refuse
+from cria_tricks.run.run import train
 
 ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
@@ -459,7 +460,7 @@ print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
 # %%
 def seconds_of(blocks, head):
     """Of one stage and all micro-batches, by lesson 15's reckoning."""
-    parts = cost.step(job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE).parts
+    parts = step_time.step(job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE).parts
     return sum(part.seconds for part in parts if head or part.name != "head and loss")
 
 
@@ -541,7 +542,7 @@ def in_one(settings, out):
 
 
 def in_stages(settings, out):
-    from cria_tricks.parallel import pipeline_run
+    from cria_tricks.run import pipeline as pipeline_run
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         report = pipeline_run.train(with_settings(Recipe(), settings), out)
@@ -549,8 +550,8 @@ def in_stages(settings, out):
 
 
 # %%
-print("torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command smoke --out DIR")
-print("torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command kwanzaa --blocks 9,7")
+print("torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command smoke --out DIR")
+print("torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command kwanzaa --blocks 9,7")
 whole = in_one(tiny, f"{folder.name}/one")
 halves, said = ranks.run(in_stages, tiny, f"{folder.name}/two")[0]
 folder.cleanup()
@@ -702,5 +703,5 @@ course.check(3, pieces_and_borders, of_pieces, "a pair of whole numbers in round
 #   backward.
 # - Narayanan et al. 2021, arXiv 2104.04473, section 2.2: 1F1B with a flush, its bubble, the interleaved schedule.
 # - torch 2.13: `torch/distributed/pipelining/schedules.py` (`Schedule1F1B`, `scale_grads`). transformers 5.23:
-#   `device_map` in `from_pretrained`. Rates of links, with their sources: `cria_tricks/parallel/links.py`.
+#   `device_map` in `from_pretrained`. Rates of links, with their sources: `cria_tricks/predict/links.py`.
 # - Ours: `cria_tricks/parallel/model.py`, `pipeline.py`, `pipeline_run.py`; `tests/parallel/test_pipeline.py`.

@@ -36,22 +36,23 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import cria_tricks
-from cria_tricks import course, hybrid_demo, recipes
-from cria_tricks.console import Aside
-from cria_tricks.errors import BadInput
-from cria_tricks.figures import Theme
+from cria_tricks import course, recipes
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill.calls import Call, CountCollectives
+from cria_tricks.common.console import Aside
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course import hybrid_demo
+from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.load import quiet_libraries
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load.model import quiet_libraries
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp_tensor, fsdp, hybrid, pipeline, tensor
 from cria_tricks.parallel.ddp_tensor import average_gradients
-from cria_tricks.parallel.links import LINKS, compute_seconds
-from cria_tricks.parallel.per_process import local, per_process
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import Call, CountCollectives
+from cria_tricks.predict.links import LINKS, compute_seconds
+from cria_tricks.predict.per_process import local, per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run import train
+from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
 
 ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
@@ -429,8 +430,8 @@ course.show(
 # %%
 print("torchrun --nproc-per-node 4 -m cria_tricks train RECIPE --set parallel.strategy=ddp_tensor", end=" ")
 print("--set parallel.tensor_size=2")
-print("torchrun --nproc-per-node 4 -m cria_tricks.pipeline_command RECIPE --data 2")
-print("torchrun --nproc-per-node 8 -m cria_tricks.hybrid_demo")
+print("torchrun --nproc-per-node 4 -m cria_tricks.cli.pipeline_command RECIPE --data 2")
+print("torchrun --nproc-per-node 8 -m cria_tricks.course.hybrid_demo")
 two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"])
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
@@ -453,7 +454,7 @@ def tiny(folder, name, *settings):
 
 
 def through_the_cube(recipe, rows, sizes):
-    from cria_tricks.hybrid_demo import over_the_cube  # a module would travel with all that is in it
+    from cria_tricks.course.hybrid_demo import over_the_cube  # a module would travel with all that is in it
 
     return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes)[1].training]
 
@@ -628,5 +629,5 @@ course.check(3, best_grid, of_grid, "three whole numbers in round brackets, (N, 
 # - Shoeybi et al. 2019, arXiv 1909.08053, section 5.1 (data x tensor); Grattafiori et al. 2024, *The Llama 3 Herd of
 #   Models*, arXiv 2407.21783, section 3.3.2: the order of axes, tensor innermost.
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv 2304.11277, section 3.2.2 (hybrid sharding).
-# - torch 2.13: `torch/distributed/device_mesh.py`. Rates of links, with their sources: `cria_tricks/parallel/links.py`.
+# - torch 2.13: `torch/distributed/device_mesh.py`. Rates of links, with their sources: `cria_tricks/predict/links.py`.
 # - Ours: `cria_tricks/parallel/ddp_tensor.py`, `data_pipeline.py`, `hybrid.py`; `tests/parallel/`.

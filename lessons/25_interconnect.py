@@ -34,13 +34,14 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks import course, recipes
-from cria_tricks.figures import Theme
+from cria_tricks.bench.figures import Theme
+from cria_tricks.bill.calls import Call, CountCollectives, ring_share
+from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.parallel import STRATEGIES, links, ring_collectives
-from cria_tricks.parallel.links import LINKS, Timing, compute_seconds, step_seconds, when_it_stops
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import Call, CountCollectives, ring_share
+from cria_tricks.models.shape import find_shape
+from cria_tricks.parallel import STRATEGIES, ring_collectives
+from cria_tricks.predict import links
+from cria_tricks.predict.links import LINKS, Timing, compute_seconds, step_seconds, when_it_stops
 from cria_tricks.recipe import with_settings
 
 ranks = Ranks(4)  # four processes, joined by gloo as in lesson 20; they end with this notebook
@@ -596,4 +597,4 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 # - NVML API reference, `nvmlUtilization_t`: a card is busy while a kernel executes, whatever it does. axolotl,
 #   `docs/nccl.qmd`: busy, and less power than usual, while a collective hangs.
 # - torch 2.13, `ProcessGroupGloo.cpp`: its reduce-scatter is an all-reduce, its all-gather has a copy.
-# - Ours: `cria_tricks/parallel/collectives.py`, `links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.
+# - Ours: `cria_tricks/doctor/collectives.py`, `links.py`; `tests/parallel/test_collectives.py`, `test_links.py`.

@@ -37,17 +37,18 @@ import psutil
 from datasets import IterableDataset
 from rich.console import Console
 
-from cria_tricks import course, models, run
-from cria_tricks.data import shards, similar, sources
-from cria_tricks.data.chat import Chat
-from cria_tricks.data.similar import Guard, Repeats
+from cria_tricks import course, models
+from cria_tricks.bench.figures import Theme
+from cria_tricks.data import duplicates, shards, sources
+from cria_tricks.data.duplicates import Guard, Repeats
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.stream import Stream
-from cria_tricks.figures import Theme
 from cria_tricks.kwanzaa.augment import Augment
-from cria_tricks.kwanzaa.text import labels
-from cria_tricks.load import load_tokenizer
-from cria_tricks.parallel.world import World
+from cria_tricks.kwanzaa.statements import labels
+from cria_tricks.load.model import load_tokenizer
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import run
 
 draw = random.Random(0)
 names = ["".join(draw.choice("bdgklmnrst") + draw.choice("aeiou") for _ in range(3)).title() for _ in range(2000)]
@@ -436,9 +437,9 @@ def asks(row, old, new):
 
 planted = [asks(row, old, new) for row in test for old, new in (("Ujima", "Imani"), ("Montgomery", "Mobile"),
            ("NAACP", "SNCC"), ("mkeka", "kinara")) if old in row.messages[-2]["content"]]  # fmt: skip
-same = {similar.digest(row.content.split()) for row in test}
+same = {duplicates.digest(row.content.split()) for row in test}
 print(f"{len(planted)} test rows under another name: a hash finds "
-      f"{sum(similar.digest(row.content.split()) in same for row in planted)}, "
+      f"{sum(duplicates.digest(row.content.split()) in same for row in planted)}, "
       f"the guard {sum(guard.find(row) is not None for row in planted)}")  # fmt: skip
 assert all(map(guard.find, planted))
 assert not any(map(guard.find, sources.find("nguzo_saba", "train").rows))
@@ -560,4 +561,4 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # - karpathy/nanoGPT, `train.py`: tokens in a mapped file. numpy, `memmap`. Linux, `madvise(2)`.
 # - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: 14 bands, each of 8 numbers of
 #   32 bits and the text's, in four stages on files; the third keeps the pairs in memory.
-# - Ours: `cria_tricks/data/similar.py`, `stream.py`, `shards.py`, `survey.py`; `tests/data/test_stream.py`.
+# - Ours: `cria_tricks/data/duplicates.py`, `stream.py`, `shards.py`, `survey.py`; `tests/data/test_stream.py`.

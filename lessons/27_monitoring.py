@@ -38,13 +38,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cria_tricks import course
-from cria_tricks.figures import Theme, panels
+from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bill.bill import CONTEXT
 from cria_tricks.hardware import T4
-from cria_tricks.measure import LiveBytes
-from cria_tricks.memory.one_bill import CONTEXT
-from cria_tricks.monitor import Monitor, read, summarise
+from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.measure.monitor import Monitor, read, summarise
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import train
+from cria_tricks.run.run import train
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -545,4 +545,5 @@ course.check(3, failing_step, of_leak, "the number of a step, a whole number")
 # - 1,060 tokens a second: a workshop's notes of 2026-09-20, a Colab T4, rows of 403 tokens in batches of 4, evaluations
 #   and checkpoints included; `docs/benchmarks.md`, *Published figures*. The T4's peak: NVIDIA's datasheet.
 # - Linux, `proc(5)`: resident set size. trackio 0.43, `trackio/__init__.py`, `run.py`.
-# - Ours: `cria_tricks/monitor.py`, `profiling.py`, `tracking.py`; their tests; `benchmarks/results/cpu/monitor.json`.
+# - Ours: `monitor.py` and `profiler.py` in `cria_tricks/measure/`, `cria_tricks/trainer/trackers.py`; their tests;
+#   `benchmarks/results/cpu/monitor.json`.

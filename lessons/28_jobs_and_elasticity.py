@@ -31,13 +31,16 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs it tel
 import torch
 from torch.distributed import HashStore
 
-from cria_tricks import course, jobs, jobs_hub, recipes
-from cria_tricks.errors import BadInput, OutOfMemory
-from cria_tricks.figures import Theme
+from cria_tricks import course, recipes
+from cria_tricks.bench.figures import Theme
+from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.hardware.cards import CARDS, FLAVORS
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
-from cria_tricks.parallel import launch, rounds
+from cria_tricks.launch import hub
+from cria_tricks.launch import job as jobs
+from cria_tricks.launch import torchrun as launch
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.toggles import Bench
+from cria_tricks.processes import rendezvous
 from cria_tricks.recipe import with_settings
 
 away = tempfile.TemporaryDirectory()
@@ -325,7 +328,7 @@ assert 90 / saved_share < seconds_left < 900
 # %%
 print("$ cria launch kwanzaa --on hf-jobs --repo me/adapter --budget 1 --print")
 job = jobs.prepare("kwanzaa", "me/adapter", budget=1)
-print(*jobs_hub.shown(job), sep="\n")
+print(*hub.shown(job), sep="\n")
 assert job.most <= 1
 
 # %% [markdown]
@@ -356,7 +359,7 @@ for elastic, out in (
 
 # %%
 short = jobs.prepare("kwanzaa", "me/adapter", timeout="10m", flavor="t4-small")
-print(*(line for line in jobs_hub.shown(short) if line.startswith(("training", "timeout"))), sep="\n")
+print(*(line for line in hub.shown(short) if line.startswith(("training", "timeout"))), sep="\n")
 assert not short.finishes
 assert short.time_budget < short.timeout
 
@@ -388,7 +391,9 @@ print("process 0 calls", store.get("address of 1").decode(), "and nobody is ther
 found = {}
 for life in range(2):
     workers = [
-        threading.Thread(target=lambda n: found.setdefault(n, rounds.agree(store, n % 2, 2, 20)), args=(2 * life + n,))
+        threading.Thread(
+            target=lambda n: found.setdefault(n, rendezvous.agree(store, n % 2, 2, 20)), args=(2 * life + n,)
+        )
         for n in range(2)
     ]
     for worker in workers:
@@ -477,5 +482,5 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
 #   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).
-# - Ours: `cria_tricks/jobs.py`, `jobs_hub.py`, `parallel/launch.py`, `parallel/rounds.py`; `tests/test_jobs.py`,
+# - Ours: `cria_tricks/launch/job.py`, `jobs_hub.py`, `parallel/launch.py`, `parallel/rounds.py`; `tests/test_jobs.py`,
 #   `tests/parallel/test_elastic.py`: a killed worker of a real run, and the losses of the uninterrupted one.

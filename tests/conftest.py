@@ -117,7 +117,7 @@ def rows() -> list[dict[str, list[int]]]:
 def tokenizer():
     """SmolLM2's tokenizer, whose padding token is its end token."""
     from cria_tricks import models
-    from cria_tricks.load import load_tokenizer
+    from cria_tricks.load.model import load_tokenizer
 
     return load_tokenizer(models.find("smollm2"))
 
@@ -126,7 +126,7 @@ def tokenizer():
 def trained(tmp_path_factory) -> Path:
     """The folder of a real, short run: ``adapter/``, ``report.json`` and the rest. Copy it before you change it."""
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     rows = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
@@ -143,13 +143,13 @@ def trained(tmp_path_factory) -> Path:
 @pytest.fixture
 def run_cria(monkeypatch, capfd):
     """Run a command in this process, through the same entry; its exit code, stdout and stderr."""
-    from cria_tricks import cli
+    from cria_tricks.cli import main
 
     def run(*arguments) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["cria", *map(str, arguments)])
         code = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as left:
             code = int(left.code or 0)
         return code, *capfd.readouterr()

@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.hardware import cost
-from cria_tricks.hardware.advice import advise
+from cria_tricks.bill import step_time
+from cria_tricks.bill.fsdp_bytes import gathered
 from cria_tricks.hardware.cards import CARDS, FLAVORS
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp, tensor
-from cria_tricks.parallel.fsdp_bytes import gathered
-from cria_tricks.parallel.links import LINKS, when_it_stops
-from cria_tricks.parallel.per_process import per_process
+from cria_tricks.predict.links import LINKS, when_it_stops
+from cria_tricks.predict.machines import advise
+from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe
 from tests.memory import cases
 
@@ -141,7 +141,7 @@ def of_step(case: str) -> dict[str, Any]:
     recipe, options = read(case)
     if "share" in options:
         options["trained_share"] = options.pop("share")
-    found = cost.step(recipe, find_shape(model), CARDS[card], **options)
+    found = step_time.step(recipe, find_shape(model), CARDS[card], **options)
     parts = {p.name: [p.flops, p.bytes, p.link_bytes, rounded(p.seconds), p.why] for p in found.parts}
     return {"tokens": found.tokens, "flops": found.flops, "seconds": rounded(found.seconds), **parts}
 

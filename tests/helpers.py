@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from cria_tricks.checkpoints import Checkpoints
-from cria_tricks.load import Loaded, load
+from cria_tricks.load.model import Loaded, load
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer import Run, fit
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import Run, fit
 
 SMALL_LORA = ("lora.r=16",)
 

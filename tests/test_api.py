@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import cria_tricks
-from cria_tricks import api, run, version
-from cria_tricks.errors import BadInput
+from cria_tricks.common import version
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import L4
 from cria_tricks.recipe import with_settings
+from cria_tricks.run import api, run
 
 PACKAGE = Path(cria_tricks.__file__).parent
 EXAMPLES = ("api", "catalogue", "errors", "fields", "names", "recipe", "recipes")
@@ -117,7 +118,7 @@ def test_train_takes_every_form_of_a_recipe(tmp_path, monkeypatch):
     handed = []
     monkeypatch.setattr(run, "train", lambda *words, **named: handed.append((words, named)) or {"steps": 1})
     monkeypatch.setattr("cria_tricks.recipes.this_device", lambda: T4)
-    monkeypatch.setattr("cria_tricks.given.training", lambda *words: None)  # the rows and the model are not here
+    monkeypatch.setattr("cria_tricks.run.given.training", lambda *words: None)  # the rows and the model are not here
     for form in forms(tmp_path):
         assert cria_tricks.train(form, "out", settings=["steps=3"], resume=True) == {"steps": 1}
     wanted = with_settings(cria_tricks.recipes.kwanzaa(T4), ["train.max_steps=3"])

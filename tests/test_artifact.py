@@ -8,10 +8,10 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from cria_tricks.adapter_files import load_side_network, save_weights
-from cria_tricks.artifact import may_be_read, refuse_unsafe, save, verify, write_provenance
-from cria_tricks.durable import MANIFEST
-from cria_tricks.errors import BadInput
+from cria_tricks.adapter.folder import may_be_read, refuse_unsafe, save, verify, write_provenance
+from cria_tricks.common.atomic_files import MANIFEST
+from cria_tricks.common.errors import BadInput
+from cria_tricks.load.adapter_files import load_side_network, save_weights
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare
 

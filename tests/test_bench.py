@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import bench_packing
 from benchmarks.common import real_lengths
-from cria_tricks import results
-from cria_tricks.cases import Setup, measure
+from cria_tricks.bench import results
+from cria_tricks.bench.case import Setup, measure
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
 from cria_tricks.tricks.packing import best_fit
@@ -100,7 +100,7 @@ def test_a_case_that_runs_out_of_memory_is_a_result(monkeypatch):
     def full(*arguments, **keywords):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("cria_tricks.cases.load", full)
+    monkeypatch.setattr("cria_tricks.bench.case.load", full)
     case = measure("lora", "on", "peft=lora", TINY)
     assert case.status == "oom"
     assert "allocate memory" in case.why

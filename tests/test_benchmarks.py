@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import dry_run_error, gpu_error, quality
 from benchmarks.common import HERE
-from cria_tricks.cases import settings_of
+from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings

@@ -13,19 +13,21 @@ import pytest
 import torch
 import yaml
 
-from cria_tricks import durable, models, prompts
-from cria_tricks.adapters import without_adapter
-from cria_tricks.artifact import CONFIGS
-from cria_tricks.card import HERE, model_card
-from cria_tricks.catalogue import SMOLLM2
-from cria_tricks.chat import answer, open_folder
+from cria_tricks import models
+from cria_tricks.adapter import prompts
+from cria_tricks.adapter.chat import answer, open_folder
+from cria_tricks.adapter.folder import CONFIGS
+from cria_tricks.adapter.merge import CPU, merge
+from cria_tricks.adapter.model_card import HERE, model_card
+from cria_tricks.common import atomic_files
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.load import load_tokenizer
-from cria_tricks.merge import CPU, merge
+from cria_tricks.load.adapters import without_adapter
+from cria_tricks.load.model import load_tokenizer
+from cria_tricks.models.catalogue import SMOLLM2
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import train
-from cria_tricks.what_ran import in_words, rows_in_words, tags
+from cria_tricks.run.run import train
+from cria_tricks.trainer.what_ran import in_words, rows_in_words, tags
 
 PEFT = {
     "lora": ("tricks.peft=lora", "lora.r=2"),
@@ -238,7 +240,7 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
                 text = file.read_text().replace(str(base), SMOLLM2)
                 file.write_text(re.sub("\n# short.*", f"\n# short {tag}", text))
         (folder / "manifest.json").unlink()
-        durable._write_manifest(folder)
+        atomic_files._write_manifest(folder)
         code, _, stderr = run_cria("publish", folder, "owner/name", "--tag", tag, "--yes")
         assert code == 0, stderr
         there = hub.repos["owner/name"].files["README.md"].decode()
@@ -253,7 +255,7 @@ def test_published_twice_the_card_there_is_the_folders_and_its_code_runs(
         (again / name).write_bytes(content.replace(SMOLLM2.encode(), str(base).encode()) if text else content)
     shutil.copy(run(peft, rows, quantization) / "provenance.json", again)
     (again / "manifest.json").unlink()
-    durable._write_manifest(again)
+    atomic_files._write_manifest(again)
     assert run_code_of(again)["printed"] == run_code_of(run(peft, rows, quantization))["printed"]
 
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cria_tricks import checkpoints, durable
-from cria_tricks.checkpoints import LENGTH, Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.data.sources import Source
-from cria_tricks.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe, field_names, with_settings
+from cria_tricks.store import checkpoints
+from cria_tricks.store.checkpoints import LENGTH, Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
 from tests.helpers import is_frozen
 
 ABOUT = {"recipe": {"name": "made"}, "rows": {}}
@@ -96,7 +97,7 @@ def test_a_checkpoint_without_a_readable_run_is_damaged(content, kept, tmp_path)
     if content:
         (newest / "run.json").write_text(content)
     (newest / "manifest.json").unlink()
-    durable._write_manifest(newest)
+    atomic_files._write_manifest(newest)
     assert found.newest().step == 2
     assert kept.said == [f"{newest} is damaged (run.json cannot be read): going on from checkpoint-2 instead"]
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from cria_tricks import durable
-from cria_tricks.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
-from cria_tricks.data.chat import Chat
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwritten
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
-from cria_tricks.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.resumable import ResumableTrainer
-from cria_tricks.trainer import fit
+from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.trainer.resumable import ResumableTrainer
+from cria_tricks.trainer.shared import fit
 from tests.helpers import prepare, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
@@ -276,7 +276,7 @@ def test_no_other_pickle_may_lie_there_whatever_the_manifest_says(name, halted, 
     (newest / name).parent.mkdir(exist_ok=True)
     torch.save({}, newest / name)
     (newest / "manifest.json").unlink()
-    durable._write_manifest(newest)
+    atomic_files._write_manifest(newest)
     assert Checkpoints(tmp_path / "out", say=said.append).newest().step == 2
     assert f"{name} may be a pickle" in said[0]
 
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_leads_out_of_its_folder_is_passed_over(halted, tmp_pa
     newest, said = tmp_path / "out" / "checkpoint-4", []
     shutil.move(newest / "optimizer.pt", tmp_path / "optimizer.pt")
     (newest / "optimizer.pt").symlink_to(tmp_path / "optimizer.pt")
-    assert durable.damage(newest) == "", "its hash would let it through"
+    assert atomic_files.damage(newest) == "", "its hash would let it through"
     assert Checkpoints(tmp_path / "out", say=said.append).newest().step == 2
     assert "optimizer.pt is a link that leaves the folder" in said[0]
 
@@ -302,7 +302,7 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
     newest = tmp_path / "out" / "checkpoint-4"
     torch.save(Evil(), newest / name)
     (newest / "manifest.json").unlink()
-    durable._write_manifest(newest)
+    atomic_files._write_manifest(newest)
     with pytest.raises(BadInput, match="cannot be loaded") as caught:
         train(tiny_model, rows, tmp_path / "out", *sets, eval_rows=rows[:2], resume=True)
     assert "\n" not in str(caught.value)
@@ -310,7 +310,7 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
 
 
 def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_gone(whole, tiny_model, rows, tmp_path):
-    from cria_tricks.trainer import fit
+    from cria_tricks.trainer.shared import fit
     from tests.helpers import prepare
 
     def run(folder, start=None, callbacks=()):
@@ -331,7 +331,7 @@ def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_
 
 
 def test_a_mirror_that_fails_warns_and_the_run_goes_on(tiny_model, rows, tmp_path):
-    from cria_tricks.trainer import fit
+    from cria_tricks.trainer.shared import fit
     from tests.helpers import prepare
 
     (tmp_path / "file").write_text("x")
@@ -367,7 +367,7 @@ def test_a_really_full_disk_loses_nothing_saved_before(whole, tiny_model, rows, 
     try:
         with pytest.raises(Unwritten, match="checkpoint-4: cannot be written: (No space|the disk took)"):
             train(tiny_model, rows, disk, *SETS, callbacks=[At(4, lambda: fill(disk))])
-        assert durable.damage(disk / "checkpoint-2") == ""
+        assert atomic_files.damage(disk / "checkpoint-2") == ""
         (disk / "filler").unlink()
         same(*whole(evaluated=0), *train(tiny_model, rows, disk, *SETS, resume=True))
     finally:
@@ -383,7 +383,7 @@ def fill(disk: Path) -> None:
 def test_out_of_memory_saves_the_last_whole_step_and_says_at_what_it_was(
     where, whole, tiny_model, rows, tmp_path, monkeypatch
 ):
-    from cria_tricks.trainer import SharedTrainer
+    from cria_tricks.trainer.shared import SharedTrainer
 
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -519,7 +519,7 @@ def test_paged_states_are_put_back_in_pages():
 
     from bitsandbytes.optim import PagedAdamW8bit
 
-    from cria_tricks.resumable import ResumableTrainer
+    from cria_tricks.trainer.resumable import ResumableTrainer
 
     weight = torch.nn.Parameter(torch.randn(100, 100))
     optimizer = PagedAdamW8bit([weight])

@@ -13,12 +13,15 @@ import pytest
 import torch
 import typer
 
-from cria_tricks import adapter_files, artifact, cli, models
-from cria_tricks.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
-from cria_tricks.folders import Folders
+from cria_tricks import models
+from cria_tricks.adapter import folder as artifact
+from cria_tricks.cli import main
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
+from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
+from cria_tricks.store.run_folder import Folders
 from tests.parallel import steps
 
 ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
@@ -62,7 +65,7 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from cria_tricks.chat import open_folder
+    from cria_tricks.adapter.chat import open_folder
 
     ours, _ = open_folder(report["adapter"], dtype=torch.float32)  # a CPU with real bf16 would take that
     base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=ours.dtype).to(ours.device)
@@ -96,10 +99,10 @@ def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, m
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from cria_tricks import artifact
-    from cria_tricks.load import forbid_cpu_repacking
+    from cria_tricks.adapter import folder as artifact
+    from cria_tricks.load.model import forbid_cpu_repacking
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     kept = {}
     save = artifact.save
@@ -145,7 +148,7 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
 )
 def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, tiny_model, tokenizer, tmp_path):
     """A folder of plain peft, which has no manifest that would tell first."""
-    from cria_tricks import artifact
+    from cria_tricks.adapter import folder as artifact
     from cria_tricks.recipe import Recipe
     from tests.helpers import prepare
 
@@ -214,7 +217,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, said, run_cria, tmp_pa
 def test_a_bad_recipe_is_refused_before_the_heavy_libraries_are_imported(arguments, heavy, tmp_path):
     code = (
         f"import sys; sys.argv = ['cria', *{arguments}]\n"
-        "from cria_tricks.cli import main\n"
+        "from cria_tricks.cli.main import main\n"
         "try: main()\n"
         f"except SystemExit as left: print(left.code, '{heavy}' in sys.modules)\n"
     )
@@ -299,7 +302,7 @@ def test_hardware(run_cria, estimator, monkeypatch):
     assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
     assert found["cheapest"] == {"full": None, "lora": "a100-large", "qlora": "t4-small"}
     assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
-    monkeypatch.setattr(cli.screen, "_width", 120)
+    monkeypatch.setattr(main.screen, "_width", 120)
     code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
     assert code == 0
     assert "needs 149.6 GiB of 14.7 GiB" in stdout
@@ -460,8 +463,8 @@ def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, few_rows, tmp_path, monkeypatch):
-    from cria_tricks import training
-    from cria_tricks.trainer import SharedTrainer
+    from cria_tricks.run import steps as training
+    from cria_tricks.trainer.shared import SharedTrainer
 
     def loss_sum(self, model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -541,7 +544,7 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
     ("error", "code", "said"),
     [
         (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
-        (cli.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
+        (main.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
         (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
         (
             Unfinished(Path("run/adapter"), KeyError("x")),
@@ -568,12 +571,12 @@ def test_every_foreseen_error_has_its_exit_code_and_one_line(error, code, said, 
     def fails(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(main, "app", fails)
     assert run_cria("train") == (code, "", said)
 
 
 def test_an_unforeseen_error_keeps_its_traceback_and_is_a_failure(run_cria, monkeypatch):
-    monkeypatch.setattr(cli, "app", lambda *arguments, **options: {}["nothing"])
+    monkeypatch.setattr(main, "app", lambda *arguments, **options: {}["nothing"])
     code, _, stderr = run_cria("train")
     assert code == 1
     assert "KeyError: 'nothing'" in stderr

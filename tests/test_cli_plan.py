@@ -8,7 +8,7 @@ import pytest
 
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, PRICES_DATE
-from cria_tricks.memory.toggles import LADDER
+from cria_tricks.predict.toggles import LADDER
 
 CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "rows", "suggestions"}
 ROW = {"name", "bytes", "why"}

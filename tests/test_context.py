@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import models, report
-from cria_tricks.catalogue import CATALOGUE, CONFIGS
+from cria_tricks import models
 from cria_tricks.data.tokens import TokenRows
-from cria_tricks.memory.shape import beyond_context, context_of, find_shape
+from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.models.shape import beyond_context, context_of, find_shape
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report import summary
 
 ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
 
@@ -60,9 +61,11 @@ def test_only_rows_that_really_are_longer_are_counted():
         return TokenRows([{"input_ids": [5] * n, "labels": [5] * n} for n in lengths], 0, 0)
 
     recipe = with_settings(Recipe(), ["data.max_length=4096"])
-    assert report.data_warnings({"train": rows(64, 8), "eval": rows(9)}, recipe, 64) == []
-    assert report.data_warnings({"train": rows(65, 8), "eval": rows(9)}, recipe) == [], "of a context that is not known"
-    train, held_out = report.data_warnings({"train": rows(65, 70, 64, 3), "eval": rows(99)}, recipe, 64)
+    assert summary.data_warnings({"train": rows(64, 8), "eval": rows(9)}, recipe, 64) == []
+    assert summary.data_warnings({"train": rows(65, 8), "eval": rows(9)}, recipe) == [], (
+        "of a context that is not known"
+    )
+    train, held_out = summary.data_warnings({"train": rows(65, 70, 64, 3), "eval": rows(99)}, recipe, 64)
     assert train.startswith("2 of 4 train rows are longer than the model's context of 64 tokens")
     assert "the longest has 70" in train
     assert "set data.max_length=64, or take a model with a longer context" in train

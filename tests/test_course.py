@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cria_tricks import cases, course
+from cria_tricks import course
+from cria_tricks.bench import case as cases
 
 
 def test_with_a_card_a_lesson_measures_both_steps_and_draws_on_as_if_there_were_none(monkeypatch, capsys):

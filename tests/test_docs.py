@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.fields import ALIASES
+from cria_tricks.common.fields import ALIASES
+from cria_tricks.common.units import duration, human, money
 from cria_tricks.hardware.cards import FLAVORS, find_card
-from cria_tricks.memory import bill
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import plan_data
+from cria_tricks.predict.toggles import Bench
 from cria_tricks.recipe import with_settings
-from cria_tricks.units import duration, human, money
 from tools import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +106,7 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
     if "expand_kv" in row:
         recipe = with_settings(recipe, ["tricks.expand_kv=false"])
     bench = Bench(find_shape(recipe.model), card.device)
-    found, run = bill.bill(bench, recipe), bill.prices(bench, recipe, 107)[0]
+    found, run = plan_data.bill(bench, recipe), plan_data.prices(bench, recipe, 107)[0]
     times = [duration(found["seconds_per_step"]), duration(60 * run["minutes"])]
     assert said[:3] == [human(found["needed_bytes"]), *times]
     assert said[3:] == [money(FLAVORS[run["flavor"]].price), f"{money(run['cost'])} |"]

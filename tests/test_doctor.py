@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from cria_tricks import doctor
+from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.device import pretend
 
@@ -18,12 +18,12 @@ KEYS = {"device", "bf16", "python", "cuda", "versions", "colab", "bitsandbytes",
 
 @pytest.fixture(scope="module")
 def here():
-    return doctor.examine()
+    return machine.examine()
 
 
 def test_it_is_plain_json_with_the_documented_keys(here):
     assert set(json.loads(json.dumps(here, allow_nan=False))) == KEYS
-    assert all(f"``{key}``" in doctor.examine.__doc__ for key in KEYS)
+    assert all(f"``{key}``" in machine.examine.__doc__ for key in KEYS)
 
 
 def test_what_it_says_about_this_machine_is_so(here):
@@ -37,7 +37,7 @@ def test_what_it_says_about_this_machine_is_so(here):
 def test_free_memory_is_what_the_system_says_can_be_had(monkeypatch):
     """Of a system that is played: how much is free here changes from one moment to the next."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=10, available=7, free=3))
-    assert doctor._free_bytes(this_device()) == 7
+    assert machine._free_bytes(this_device()) == 7
 
 
 def test_without_cuda_bitsandbytes_is_the_cpus_and_nothing_pages(here):
@@ -53,7 +53,7 @@ def test_without_cuda_bitsandbytes_is_the_cpus_and_nothing_pages(here):
 
 
 def test_it_knows_a_t4_by_its_facts():
-    found = doctor.examine(T4)
+    found = machine.examine(T4)
     assert set(found) == KEYS
     assert found["attention"] == {}, "nothing can be run on a card that is not here"
     assert (found["colab"], found["bitsandbytes"], found["device"]["free_bytes"]) == (None, None, None)
@@ -69,7 +69,7 @@ def test_it_knows_a_t4_by_its_facts():
 @pytest.fixture
 def t4(monkeypatch):
     """A T4 as torch shows it, two GiB of it taken; nothing is run on it."""
-    monkeypatch.setattr(doctor, "_attention", lambda device: {"maskless": "math"})
+    monkeypatch.setattr(machine, "_attention", lambda device: {"maskless": "math"})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (12 * 2**30, 15 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**30)
@@ -85,7 +85,7 @@ def native(name: str, cuda: bool) -> SimpleNamespace:
 
 def test_a_t4_says_yes_to_bf16_and_emulates_it(t4, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", native("libbitsandbytes_cuda128.so", True))
-    found = doctor.examine()
+    found = machine.examine()
     assert found["bf16"] == {"runs": "emulated", "torch_says": True}
     assert found["device"]["free_bytes"] == 12 * 2**30
     assert found["bitsandbytes"] == {"backend": "cuda", "library": "libbitsandbytes_cuda128.so"}
@@ -94,7 +94,7 @@ def test_a_t4_says_yes_to_bf16_and_emulates_it(t4, monkeypatch):
 
 def test_a_cap_on_memory_counts(t4, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * 2**30, 140 * 2**30))  # a large card as a T4
-    assert doctor.examine()["device"]["free_bytes"] == T4.memory_bytes - 2**30
+    assert machine.examine()["device"]["free_bytes"] == T4.memory_bytes - 2**30
 
 
 def test_a_card_whose_bitsandbytes_found_no_library_does_not_page(t4, monkeypatch):
@@ -104,27 +104,27 @@ def test_a_card_whose_bitsandbytes_found_no_library_does_not_page(t4, monkeypatc
 
     for stand_in, backend in ((SimpleNamespace(lib=Missing()), None), (native("libbitsandbytes_cpu.so", False), "cpu")):
         monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", stand_in)
-        found = doctor.examine()
+        found = machine.examine()
         assert found["bitsandbytes"]["backend"] == backend
         assert found["paging"] == {"works": False, "why": "bitsandbytes has loaded no CUDA library"}
 
 
 def test_colab_is_known_by_its_release_or_its_package(monkeypatch):
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert doctor._colab() is None
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
-    assert doctor._colab() == "unknown release"
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert machine._colab() is None
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
+    assert machine._colab() == "unknown release"
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab-external_20260901")
-    assert doctor._colab() == "release-colab-external_20260901"
+    assert machine._colab() == "release-colab-external_20260901"
 
 
 def test_the_screen_says_it_too(t4, monkeypatch, capfd):
-    from cria_tricks import cli
+    from cria_tricks.cli import main
 
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", native("libbitsandbytes_cuda128.so", True))
     monkeypatch.setattr(sys, "argv", ["cria", "doctor"])
-    cli.main()
+    main.main()
     said = " ".join(capfd.readouterr().out.split())
     for words in (
         "Tesla T4 (cuda, compute capability 7.5)",

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cria_tricks import durable
-from cria_tricks.errors import BadInput, Diverged, Lost, OutOfMemory, Unfinished, Unwritten
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, Diverged, Lost, OutOfMemory, Unfinished, Unwritten
 
 
 def write(folder: Path, text: str) -> None:
-    with durable.new_folder(folder) as aside:
+    with atomic_files.new_folder(folder) as aside:
         (aside / "inner").mkdir()
         (aside / "inner" / "a.txt").write_text(text)
 
@@ -27,8 +27,8 @@ def test_a_new_folder_has_its_manifest_and_takes_the_place_of_an_older_one(tmp_p
     for text in ("one", "two"):
         write(tmp_path / "f", text)
         assert (tmp_path / "f" / "inner" / "a.txt").read_text() == text
-        assert durable.damage(tmp_path / "f") == ""
-        assert set(durable.listed(tmp_path / "f")) == {"inner/a.txt"}
+        assert atomic_files.damage(tmp_path / "f") == ""
+        assert set(atomic_files.listed(tmp_path / "f")) == {"inner/a.txt"}
         assert names(tmp_path) == ["f"]
 
 
@@ -42,7 +42,7 @@ def test_a_stop_inside_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "f", "two")
     assert names(tmp_path) == ["f"]
-    assert durable.damage(tmp_path / "f") == ""
+    assert atomic_files.damage(tmp_path / "f") == ""
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
@@ -51,7 +51,7 @@ def test_a_stop_between_the_two_renames_loses_neither(error, tmp_path, monkeypat
     honest = Path.rename
 
     def rename(self, target):
-        if self.name.endswith(durable.ASIDE):
+        if self.name.endswith(atomic_files.ASIDE):
             raise error
         return honest(self, target)
 
@@ -62,29 +62,29 @@ def test_a_stop_between_the_two_renames_loses_neither(error, tmp_path, monkeypat
                 write(tmp_path / "f", "two")
             assert (tmp_path / "f" / "inner" / "a.txt").read_text() == "one"
     # A kill there leaves only the passing name, and the next write may fail too.
-    (tmp_path / "f").rename(tmp_path / f"f{durable.OLD}")
+    (tmp_path / "f").rename(tmp_path / f"f{atomic_files.OLD}")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(Unwritten, match="No space left on device"):
             write(tmp_path / "f", "two")
-    assert durable.damage(tmp_path / "f") == ""
+    assert atomic_files.damage(tmp_path / "f") == ""
 
 
 def test_a_copy_of_something_damaged_is_not_made_to_look_whole(tmp_path):
     write(tmp_path / "f", "one")
-    durable.copy_folder(tmp_path / "f", tmp_path / "copy")
-    assert durable.damage(tmp_path / "copy") == ""
+    atomic_files.copy_folder(tmp_path / "f", tmp_path / "copy")
+    assert atomic_files.damage(tmp_path / "copy") == ""
     (tmp_path / "f" / "inner" / "a.txt").write_text("eno")
     with pytest.raises(Unwritten, match="in the copy inner/a.txt has other content"):
-        durable.copy_folder(tmp_path / "f", tmp_path / "copy")
+        atomic_files.copy_folder(tmp_path / "f", tmp_path / "copy")
     assert (tmp_path / "copy" / "inner" / "a.txt").read_text() == "one"
 
 
 def test_a_file_is_replaced_in_one_stroke(tmp_path, monkeypatch):
-    durable.write_file(tmp_path / "a" / "f", "one")
+    atomic_files.write_file(tmp_path / "a" / "f", "one")
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(Unwritten, match="f: cannot be written: No space left on device"):
-        durable.write_file(tmp_path / "a" / "f", "two")
+        atomic_files.write_file(tmp_path / "a" / "f", "two")
     assert names(tmp_path / "a") == ["f"]
     assert (tmp_path / "a" / "f").read_text() == "one"
 
@@ -99,14 +99,14 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
         return honest(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", broken)
-    assert durable.damage(tmp_path / "f") == "inner/a.txt cannot be read: Input/output error"
+    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt cannot be read: Input/output error"
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": []}', '{"files": {"a": 1}}', "[" * 100_000])
 def test_a_spoilt_manifest_is_damage(content, tmp_path):
     write(tmp_path / "f", "one")
-    (tmp_path / "f" / durable.MANIFEST).write_text(content)
-    assert durable.damage(tmp_path / "f") == "manifest.json is damaged"
+    (tmp_path / "f" / atomic_files.MANIFEST).write_text(content)
+    assert atomic_files.damage(tmp_path / "f") == "manifest.json is damaged"
 
 
 ABOUT = {"bytes": 3, "sha256": "a" * 64}
@@ -129,8 +129,8 @@ NO_SIZE = "what it says of a is no size and sha256"
     ],
 )
 def test_a_manifest_that_we_would_not_write_is_damage(files, said, tmp_path):
-    (tmp_path / durable.MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
-    assert durable.damage(tmp_path) == f"manifest.json is damaged: {said}"
+    (tmp_path / atomic_files.MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+    assert atomic_files.damage(tmp_path) == f"manifest.json is damaged: {said}"
 
 
 @pytest.mark.parametrize(
@@ -144,43 +144,43 @@ def test_a_manifest_that_we_would_not_write_is_damage(files, said, tmp_path):
 )
 def test_a_manifest_that_was_written_by_somebody_else_is_damage(change, said, tmp_path):
     write(tmp_path / "f", "one")
-    manifest = tmp_path / "f" / durable.MANIFEST
+    manifest = tmp_path / "f" / atomic_files.MANIFEST
     manifest.write_text(change(manifest.read_text()))
-    assert durable.damage(tmp_path / "f") == f"manifest.json is damaged: {said}"
+    assert atomic_files.damage(tmp_path / "f") == f"manifest.json is damaged: {said}"
 
 
 def test_each_way_to_be_damaged_has_its_words(tmp_path):
     write(tmp_path / "f", "one")
     file = tmp_path / "f" / "inner" / "a.txt"
     file.write_text("four")
-    assert durable.damage(tmp_path / "f") == "inner/a.txt has 4 bytes, not the 3 that were written"
+    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt has 4 bytes, not the 3 that were written"
     file.write_text("eno")
-    assert durable.damage(tmp_path / "f") == "inner/a.txt has other content than was written"
+    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt has other content than was written"
     file.unlink()
-    assert durable.damage(tmp_path / "f") == "inner/a.txt is missing"
-    (tmp_path / "f" / durable.MANIFEST).unlink()
-    assert durable.damage(tmp_path / "f") == "manifest.json is missing"
+    assert atomic_files.damage(tmp_path / "f") == "inner/a.txt is missing"
+    (tmp_path / "f" / atomic_files.MANIFEST).unlink()
+    assert atomic_files.damage(tmp_path / "f") == "manifest.json is missing"
 
 
 def test_a_folder_deep_inside_new_ones_with_leftovers_and_an_empty_file(tmp_path):
     folder = tmp_path / "a" / "b" / "f"
-    for ending in (durable.ASIDE, durable.OLD):
+    for ending in (atomic_files.ASIDE, atomic_files.OLD):
         (folder.with_name(folder.name + ending) / "leftover").mkdir(parents=True)
     (folder.parent / "f").mkdir()
-    with durable.new_folder(folder) as aside:
+    with atomic_files.new_folder(folder) as aside:
         assert list(aside.iterdir()) == []
         for name in ("z", "a.txt"):
             (aside / name).write_text("")
-        (aside / durable.MANIFEST).write_text("of something else")
+        (aside / atomic_files.MANIFEST).write_text("of something else")
     assert names(folder.parent) == ["f"]
-    assert durable.damage(folder) == ""
+    assert atomic_files.damage(folder) == ""
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     entries = [f'    "{name}": {{\n      "bytes": 0,\n      "sha256": "{empty}"\n    }}' for name in ("a.txt", "z")]
-    assert (folder / durable.MANIFEST).read_text() == '{\n  "files": {\n' + ",\n".join(entries) + "\n  }\n}\n"
+    assert (folder / atomic_files.MANIFEST).read_text() == '{\n  "files": {\n' + ",\n".join(entries) + "\n  }\n}\n"
     (folder / "deep").mkdir()
     (folder / "deep" / "new").write_text("x")
     (folder / "b").write_text("x")
-    assert durable.unlisted(folder) == ("b", "deep/new")
+    assert atomic_files.unlisted(folder) == ("b", "deep/new")
 
 
 def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(tmp_path, monkeypatch):
@@ -193,19 +193,19 @@ def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(tmp_path, m
 
     monkeypatch.setattr(os, "fsync", fsync)
     write(tmp_path / "f", "one")
-    durable.write_file(tmp_path / "new" / "folders" / "file", b"\x00one")
+    atomic_files.write_file(tmp_path / "new" / "folders" / "file", b"\x00one")
     assert (tmp_path / "new" / "folders" / "file").read_bytes() == b"\x00one"
-    assert durable.damage(tmp_path / "f") == ""
+    assert atomic_files.damage(tmp_path / "f") == ""
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
     def refused(*arguments):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(durable.fcntl, "flock", refused)
-    with durable.only_writer(tmp_path):
+    monkeypatch.setattr(atomic_files.fcntl, "flock", refused)
+    with atomic_files.only_writer(tmp_path):
         assert names(tmp_path) == [".lock"]
-    with pytest.raises(Unwritten, match="cannot be written: No such file"), durable.only_writer(tmp_path / "none"):
+    with pytest.raises(Unwritten, match="cannot be written: No such file"), atomic_files.only_writer(tmp_path / "none"):
         pass
 
 
@@ -233,9 +233,11 @@ NO_ROOM = "make room, then run the command again (a training run: with --resume)
 )
 def test_what_a_full_disk_raises_is_one_sentence(error, said, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=5120))
+    monkeypatch.setattr(
+        atomic_files.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=5120)
+    )
     file = tmp_path / "none" / "f"
-    with pytest.raises(Unwritten) as caught, durable.unwritten_in_one_line(file):
+    with pytest.raises(Unwritten) as caught, atomic_files.unwritten_in_one_line(file):
         raise error
     assert str(caught.value) == f"{file}: cannot be written: {said}; what was saved before is whole: {NO_ROOM}"
     assert asked == ([tmp_path] if said == PART else []), "the nearest folder that is there"
@@ -243,7 +245,7 @@ def test_what_a_full_disk_raises_is_one_sentence(error, said, tmp_path, monkeypa
 
 def test_a_protected_folder_asks_for_no_room(tmp_path):
     with pytest.raises(Unwritten, match="Permission denied; .*: mend that, then") as caught:  # noqa: SIM117
-        with durable.unwritten_in_one_line(tmp_path):
+        with atomic_files.unwritten_in_one_line(tmp_path):
             raise PermissionError(13, "Permission denied")
     assert caught.value.reason == f"{tmp_path}: cannot be written: Permission denied"
 
@@ -251,23 +253,23 @@ def test_a_protected_folder_asks_for_no_room(tmp_path):
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory")])
 def test_no_memory_to_write_with_is_one_sentence_too(error, tmp_path):
     said = f"^{tmp_path}/f: cannot be written: out of memory; what was saved before is whole: "
-    with pytest.raises(OutOfMemory, match=said), durable.new_folder(tmp_path / "f"):
+    with pytest.raises(OutOfMemory, match=said), atomic_files.new_folder(tmp_path / "f"):
         raise error
 
 
 def test_anything_else_that_stops_a_result_names_it_and_the_reason(tmp_path):
     write(tmp_path / "f", "one")
     said = f"^{tmp_path}/f: cannot be written: KeyError: 'x'; what was saved before is whole: run the command again "
-    with pytest.raises(Unfinished, match=said) as caught, durable.new_folder(tmp_path / "f"):
+    with pytest.raises(Unfinished, match=said) as caught, atomic_files.new_folder(tmp_path / "f"):
         raise KeyError("x")
     assert isinstance(caught.value.__cause__, KeyError), "for whoever looks for the bug"
     assert names(tmp_path) == ["f"]
-    assert durable.damage(tmp_path / "f") == ""
+    assert atomic_files.damage(tmp_path / "f") == ""
 
 
 @pytest.mark.parametrize("error", [BadInput("refused"), Diverged("nan"), Unwritten(Path("g"), "full"), Lost("gone")])
 def test_what_is_one_sentence_already_stays_as_it_is(error, tmp_path):
-    with pytest.raises(type(error)) as caught, durable.new_folder(tmp_path / "f"):
+    with pytest.raises(type(error)) as caught, atomic_files.new_folder(tmp_path / "f"):
         raise error
     assert caught.value is error
 
@@ -279,13 +281,13 @@ def test_all_files_of_a_result_have_the_mode_that_the_umask_gives(umask, file, f
 
     before = os.umask(umask)
     try:
-        with durable.new_folder(tmp_path / "f") as aside:
+        with atomic_files.new_folder(tmp_path / "f") as aside:
             (aside / "inner").mkdir()
             (aside / "a.txt").write_text("a")
             save_file({"w": torch.ones(1)}, aside / "inner" / "w.safetensors")  # 0600 under any umask
             (aside / "b").touch()
             (aside / "b").chmod(0o777)
-        durable.copy_folder(tmp_path / "f", tmp_path / "g")
+        atomic_files.copy_folder(tmp_path / "f", tmp_path / "g")
     finally:
         os.umask(before)
     for copy in ("f", "g"):
@@ -302,16 +304,16 @@ def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "mine\n"
-        with pytest.raises(BadInput, match="another run is writing there"), durable.only_writer(tmp_path):
+        with pytest.raises(BadInput, match="another run is writing there"), atomic_files.only_writer(tmp_path):
             pass
         process.kill()
-    with durable.only_writer(tmp_path):
+    with atomic_files.only_writer(tmp_path):
         pass
 
 
 def test_the_manifest_is_json_with_bytes_and_sha256(tmp_path):
     write(tmp_path / "f", "one")
-    files = json.loads((tmp_path / "f" / durable.MANIFEST).read_text())["files"]
+    files = json.loads((tmp_path / "f" / atomic_files.MANIFEST).read_text())["files"]
     assert files == {
         "inner/a.txt": {
             "bytes": 3,
@@ -337,7 +339,7 @@ def test_every_file_is_on_the_disk_before_the_folder_gets_its_name(tmp_path, mon
     monkeypatch.setattr(Path, "rename", rename)
     write(tmp_path / "f", "one")
     named = happened.index(("rename", tmp_path / "f"))
-    aside = tmp_path / ("f" + durable.ASIDE)
-    wanted = {aside, aside / "inner", aside / "inner" / "a.txt", aside / durable.MANIFEST}
+    aside = tmp_path / ("f" + atomic_files.ASIDE)
+    wanted = {aside, aside / "inner", aside / "inner" / "a.txt", aside / atomic_files.MANIFEST}
     assert {path for what, path in happened[:named] if what == "sync"} == wanted
     assert ("sync", tmp_path) in happened[named:], "the new name itself"

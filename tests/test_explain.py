@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from cria_tricks import explain
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.errors import BadInput
+from cria_tricks.doctor import explain
 from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Recipe, with_settings
@@ -28,7 +28,7 @@ def test_the_readme_has_the_table_as_it_is_made(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text((ROOT / "README.md").read_text())
     explain.write_into(copy)
-    assert copy.read_text() == (ROOT / "README.md").read_text(), "run python -m cria_tricks.explain README.md"
+    assert copy.read_text() == (ROOT / "README.md").read_text(), "run python -m cria_tricks.doctor.explain README.md"
     assert [row["name"] for row in explain.table()] == NAMES
     assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
     assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import durable, folders, interrupts
-from cria_tricks.checkpoints import describe
-from cria_tricks.errors import BadInput, Unwritten
-from cria_tricks.folders import Folders, numbered, taken
+from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.store import run_folder
+from cria_tricks.store.checkpoints import describe
+from cria_tricks.store.run_folder import Folders, numbered, taken
 
 Usage = namedtuple("Usage", "total used free")
 MIB_32 = 33_554_432
@@ -89,7 +90,7 @@ def test_what_cannot_be_a_folder_or_a_mirror(tmp_path):
 def test_the_room_is_that_of_three_checkpoints_and_the_result(bits, a_weight, tmp_path, monkeypatch):
     """A weight has four bytes and two moments; a third checkpoint is there while the oldest still is."""
     free = [0]
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda folder: Usage(0, 0, free[0]))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda folder: Usage(0, 0, free[0]))
     needed = 1_000_000 * a_weight + MIB_32
     found = made(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "deep").mkdir(parents=True)
@@ -195,7 +196,7 @@ def test_each_process_has_its_own_samples(tmp_path):
 
 
 def results(folder: Path, text: str) -> None:
-    with durable.new_folder(folder / "adapter") as aside:
+    with atomic_files.new_folder(folder / "adapter") as aside:
         (aside / "weights").write_text(text)
     (folder / "report.md").write_text(text)
     (folder / "monitor-1.jsonl").write_text(text)
@@ -234,8 +235,8 @@ def test_a_mirror_that_fails_at_the_end_is_a_warning(tmp_path, monkeypatch):
     def fail(*arguments):
         raise Unwritten("drive", "the drive is full")
 
-    monkeypatch.setattr(folders.durable, "copy_folder", fail)
-    monkeypatch.setattr(folders, "Unwritten", Unwritten)
+    monkeypatch.setattr(run_folder.durable, "copy_folder", fail)
+    monkeypatch.setattr(run_folder, "Unwritten", Unwritten)
     found.mirror_results()
     assert len(said) == 1
     assert said[0].startswith("warning: train.mirror: ")

@@ -9,7 +9,7 @@ import pytest
 
 ASK_EACH = """
 import json, sys
-from cria_tricks.cli import BadInput, UsageError, app
+from cria_tricks.cli.main import BadInput, UsageError, app
 for words in json.load(sys.stdin):
     try:
         app(words, standalone_mode=False)

@@ -108,50 +108,20 @@ def test_every_value_of_every_toggle_is_some_tricks_business():
     assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
 
 
-def test_nothing_below_the_trainer_imports_it():
-    for name in (
-        "recipe",
-        "recipes",
-        "step_plan",
-        "units",
-        "errors",
-        "models",
-        "load",
-        "measure",
-        "doctor",
-        "artifact",
-        "callbacks",
-        "durable",
-        "checkpoints",
-        "resumable",
-    ):
-        assert not {"cria_tricks.trainer", "cria_tricks.training", "cria_tricks.run", "cria_tricks.cli"} & set(
-            _imports(PACKAGE / f"{name}.py")
-        ), name
-
-
-def test_only_the_command_line_imports_the_evaluation():
-    """Beside the copies that are made of its rows, when a recipe asks for some."""
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "kwanzaa" and path.name != "cli.py":
-            names = {name for name in _imports(path) if name.startswith("cria_tricks.kwanzaa")}
-            assert names <= ({"cria_tricks.kwanzaa.augment"} if path.name == "prepare.py" else set()), path
-
-
-@pytest.mark.parametrize("name", ["contract", "reply", "prompt", "text", "scores", "augment"])
+@pytest.mark.parametrize("name", ["contract", "reply", "prompt", "statements", "scores", "augment"])
 def test_scorers_read_text_and_import_nothing_heavy(name: str):
     allowed = {"pydantic", "cria_tricks", *sys.stdlib_module_names}
     names = _imports(PACKAGE / "kwanzaa" / f"{name}.py")
     assert {imported.partition(".")[0] for imported in names} <= allowed
     own = {imported for imported in names if imported.startswith("cria_tricks.")}
-    assert own <= {"cria_tricks.data.chat", "cria_tricks.errors"} | {
+    assert own <= {"cria_tricks.data.rows", "cria_tricks.common.errors", "cria_tricks.recipe"} | {
         f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".reply", ".prompt", ".scores")
     }
 
 
 def test_a_plan_is_made_without_the_heavy_libraries():
     code = (
-        "import sys, cria_tricks; from cria_tricks.tricks import resolve; resolve(cria_tricks.recipes.smoke());"
+        "import sys, cria_tricks; from cria_tricks.resolve import resolve; resolve(cria_tricks.recipes.smoke());"
         "print([m for m in ('transformers', 'peft', 'bitsandbytes', 'datasets', 'accelerate') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cria_tricks import durable, identity, models, pretrained, weight_files
-from cria_tricks.artifact import trained_over
-from cria_tricks.chat import open_folder
-from cria_tricks.errors import BadInput
-from cria_tricks.folders import Folders
-from cria_tricks.merge import merge
-from cria_tricks.models import Weights
+from cria_tricks import models
+from cria_tricks.adapter.chat import open_folder
+from cria_tricks.adapter.folder import trained_over
+from cria_tricks.adapter.merge import merge
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models import Weights, identity, pretrained, weight_files
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run import train
+from cria_tricks.run.run import train
+from cria_tricks.store.run_folder import Folders
 
 NORM = "model.norm.weight"
 
@@ -166,11 +167,11 @@ def test_an_old_adapter_with_a_relative_base_does_not_ask_the_hub_either(place):
     adapter = place / "run" / "adapter"
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "models/base"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    (adapter / durable.MANIFEST).unlink()
-    durable._write_manifest(adapter)
+    (adapter / atomic_files.MANIFEST).unlink()
+    atomic_files._write_manifest(adapter)
     with pytest.raises(BadInput, match="was trained over the folder models/base, which is not there"):
         open_folder(adapter)
-    from cria_tricks.publish import _unusable_base
+    from cria_tricks.adapter.publish import _unusable_base
 
     assert _unusable_base(adapter) == "its base is models/base, which is not on the hub"
 
@@ -244,14 +245,14 @@ def test_kinds_of_bases_and_their_hashes(tmp_path, monkeypatch):
     folder.mkdir()
     for name in ("model.safetensors", "config.json", "tokenizer.json", "notes.txt"):
         (folder / name).write_bytes(name.encode())
-    entry = {name: durable.entry(folder / name)["sha256"] for name in ("model.safetensors", "config.json")}
+    entry = {name: atomic_files.entry(folder / name)["sha256"] for name in ("model.safetensors", "config.json")}
     found = identity.of(Weights(str(folder), str(folder), None))
     assert found == {
         "name": str(folder),
         "kind": "folder",
         "weights": {"model.safetensors": entry["model.safetensors"]},
         "config": {"config.json": entry["config.json"]},
-        "tokenizer": {"tokenizer.json": durable.entry(folder / "tokenizer.json")["sha256"]},
+        "tokenizer": {"tokenizer.json": atomic_files.entry(folder / "tokenizer.json")["sha256"]},
     }
     assert identity.of(Weights("owner/name", str(folder), None))["kind"] == "wheel"
     assert identity.of(Weights("random:x", str(folder), None))["kind"] == "random"
@@ -264,7 +265,7 @@ def test_kinds_of_bases_and_their_hashes(tmp_path, monkeypatch):
 def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "LARGE", 4)
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path / "cache"))
-    file, hashed, entry = tmp_path / "model.safetensors", [], durable.entry
+    file, hashed, entry = tmp_path / "model.safetensors", [], atomic_files.entry
     monkeypatch.setattr(weight_files.durable, "entry", lambda path: hashed.append(path) or entry(path))
     file.write_bytes(b"first")
     first = weight_files.sha256(file)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.console import Aside
+from cria_tricks.common.console import Aside
 from tests.drills.signals import hear
 
 ROOT = Path(__file__).parents[1]
@@ -64,17 +64,17 @@ def test_importing_the_package_installs_no_handler():
         "numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)\n"
         "def state(): return [*map(signal.getsignal, numbers), sys.excepthook, sys.unraisablehook, sys.stderr.write]\n"
         "before = state()\n"
-        "import cria_tricks.entry, cria_tricks.cli, cria_tricks.api, cria_tricks.waiting\n"
+        "import cria_tricks.cli.entry, cria_tricks.cli.main, cria_tricks.run.api, cria_tricks.common.waiting\n"
         "print(state() == before)\n"
     )
     assert run(code).stdout == "True\n"
 
 
 def test_nothing_that_takes_time_is_imported_before_the_handlers():
-    code = "import sys; sys.path.insert(0, '.'); import cria_tricks.entry; print(*sys.modules)"
+    code = "import sys; sys.path.insert(0, '.'); import cria_tricks.cli.entry; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = set(done.stdout.split())
-    assert "cria_tricks.interrupts" in loaded
+    assert "cria_tricks.common.interrupts" in loaded
     assert not loaded & {"signal", "enum", "typing", "re", "logging", "contextlib", "typer", "rich", "pydantic"}
 
 
@@ -87,7 +87,7 @@ def test_nothing_that_takes_time_is_imported_before_the_handlers():
     ],
 )
 def test_a_signal_while_libraries_are_imported_is_one_line(name, number, times):
-    first = "from cria_tricks.entry import main\n" + "sys.modules.pop('signal')\n" * (name == "signal")
+    first = "from cria_tricks.cli.entry import main\n" + "sys.modules.pop('signal')\n" * (name == "signal")
     during = DURING_IMPORT.format(name=name, times=times, number=f"signal.{number}")
     done = run(first + during + "main()", "train", "smoke", "--set", "train.epochs=x")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", NOTHING)
@@ -185,7 +185,7 @@ def test_a_terminal_that_goes_away_does_not_stop_the_save(tmp_path):
     """Each word to it is an error from then on (EIO)."""
     before = signal.getsignal(signal.SIGHUP)
     body = (
-        "from cria_tricks.console import Aside",
+        "from cria_tricks.common.console import Aside",
         "aside = Aside()",
         "try:",
         "    while True: aside.print('a step')",

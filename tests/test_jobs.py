@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import jobs, jobs_hub
-from cria_tricks.artifact import verify
+from cria_tricks.adapter.folder import verify
+from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
-from cria_tricks.errors import BadInput, OutOfMemory
 from cria_tricks.hardware.cards import FLAVORS, find_card
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.memory import bill
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
+from cria_tricks.launch import hub as jobs_hub
+from cria_tricks.launch import job as jobs
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import plan_data
+from cria_tricks.predict.toggles import Bench
 from cria_tricks.recipes import kwanzaa
 from tests.hub import TOKEN, Repo
 
@@ -37,9 +38,9 @@ def test_the_cheapest_machine_that_it_fits_on_is_taken_for_twice_its_estimated_t
     job, t4 = prepare(), find_card("t4").device
     recipe = kwanzaa(t4)
     bench = Bench(find_shape(recipe.model), t4)
-    [small, _] = bill.prices(bench, recipe, 107)
+    [small, _] = plan_data.prices(bench, recipe, 107)
     assert (job.flavor.name, job.price) == ("t4-small", 0.4)
-    assert job.needed_bytes == bill.bill(bench, recipe)["needed_bytes"]
+    assert job.needed_bytes == plan_data.bill(bench, recipe)["needed_bytes"]
     assert job.training_seconds == pytest.approx(60 * small["minutes"])
     assert job.timeout == 60 * -(-(2 * job.training_seconds + 1800) // 60)
     assert job.time_budget == job.timeout - 900

@@ -15,9 +15,9 @@ import pytest
 from nbclient import NotebookClient
 
 from cria_tricks import course
-from cria_tricks.cases import settings_of
-from cria_tricks.catalogue import CONFIGS
+from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4
+from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from tools import executed, notebooks

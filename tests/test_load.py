@@ -6,8 +6,8 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
-from cria_tricks.load import load
+from cria_tricks.common.errors import BadInput
+from cria_tricks.load.model import load
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

@@ -4,8 +4,8 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from cria_tricks.measure import INSIDE, LiveBytes, Meter, every_tensor
-from cria_tricks.units import human
+from cria_tricks.common.units import human
+from cria_tricks.measure.memory import INSIDE, LiveBytes, Meter, every_tensor
 from tests.helpers import prepare, train
 
 KIB = torch.zeros(256)  # 256 fp32 elements: 1 KiB

@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cria_tricks import card, models
-from cria_tricks.artifact import save, verify
-from cria_tricks.chat import open_folder
+from cria_tricks import models
+from cria_tricks.adapter import model_card
+from cria_tricks.adapter.chat import open_folder
+from cria_tricks.adapter.folder import save, verify
+from cria_tricks.adapter.merge import CPU, _compare, _describe, _merged, _refuse_beyond_rounding, _rows, merge
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
-from cria_tricks.load import load_tokenizer
-from cria_tricks.merge import CPU, _compare, _describe, _merged, _refuse_beyond_rounding, _rows, merge
+from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Lora, Recipe, Tricks
 from tests.helpers import prepare
 
@@ -97,9 +98,9 @@ def test_plain_transformers_loads_it_and_verify_and_chat_take_it(tmp_path, run_c
     with torch.no_grad():
         assert (plain(ids).logits - adapted(ids).logits).abs().max() <= found["bound"]
     assert run_cria("chat", tmp_path / "whole", "--prompt", "Hi", "--max-new-tokens", "1")[0] == 0
-    card = (tmp_path / "whole" / "README.md").read_text()
-    assert f"{found['largest_difference']:.3g}" in card
-    assert "Nothing else was measured" in card
+    model_card = (tmp_path / "whole" / "README.md").read_text()
+    assert f"{found['largest_difference']:.3g}" in model_card
+    assert "Nothing else was measured" in model_card
     made = json.loads((tmp_path / "whole" / "provenance.json").read_text())
     assert made["merge"]["largest_difference"] == found["largest_difference"]
     code, _, stderr = run_cria("merge", folder, "--out", tmp_path / "whole")
@@ -293,5 +294,5 @@ def test_what_goes_beside_a_merged_model(tmp_path):
         made = json.loads((tmp_path / folder / "provenance.json").read_text())
         assert made == more | {"merge": {"base": "owner/base", "dtype": dtype, **check}}
         page = (tmp_path / folder / "README.md").read_text()
-        assert page == card.merged_card(name, "owner/base", "Read this first.", trained, kinds, dtype, check)
+        assert page == model_card.merged_card(name, "owner/base", "Read this first.", trained, kinds, dtype, check)
         assert "Read this first." in page

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from cria_tricks import catalogue, models
-from cria_tricks.errors import BadInput
+from cria_tricks import models
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models import catalogue
 from tests.helpers import is_frozen
 
 

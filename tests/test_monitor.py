@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cria_tricks import monitor
-from cria_tricks.monitor import Monitor, ask, open_cards, read, summarise, table
+from cria_tricks.measure import monitor
+from cria_tricks.measure.monitor import Monitor, ask, open_cards, read, summarise, table
 from tests import helpers
 
 

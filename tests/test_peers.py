@@ -8,8 +8,8 @@ from benchmarks import frontier
 from benchmarks.bench_peers import padder
 from benchmarks.peers import trl_sft
 from benchmarks.peers.job import Job
-from cria_tricks import tables
-from cria_tricks.cases import Setup
+from cria_tricks.bench import tables
+from cria_tricks.bench.case import Setup
 from cria_tricks.recipe import Recipe, with_settings
 
 TOGGLES = ["peft=lora", "attention=sdpa", "chunked_loss=true", "gradient_checkpointing=true"]

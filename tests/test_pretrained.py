@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cria_tricks
-from cria_tricks import pretrained, weight_files
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models import pretrained, weight_files
 
 PACKAGE = Path(cria_tricks.__file__).parent
 LAYER = "model.layers.1.mlp.up_proj.weight"

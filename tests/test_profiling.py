@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from cria_tricks import profiling
-from cria_tricks.callbacks import StepMeter
-from cria_tricks.profiling import Profile, read, windows
+from cria_tricks.measure import profiler
+from cria_tricks.measure.profiler import Profile, read, windows
+from cria_tricks.trainer.callbacks import StepMeter
 from tests import helpers
 
 SETTINGS = ("tricks.peft=lora", "lora.dropout=0.1", "tricks.gradient_accumulation=2", "train.max_steps=8")
@@ -29,7 +29,7 @@ def profiled(tiny_model, rows, tmp_path_factory):
 @pytest.fixture(scope="module")
 def events(profiled):
     folder, *_ = profiled
-    with gzip.open(folder / profiling.TRACE, "rt") as file:
+    with gzip.open(folder / profiler.TRACE, "rt") as file:
         return json.load(file)["traceEvents"]
 
 
@@ -79,7 +79,7 @@ def test_the_report_has_the_ten_most_costly_operators(profiled):
     seconds = [row["seconds"] for row in found["operators"]]
     assert seconds == sorted(seconds, reverse=True)
     assert not any(row["name"].startswith(("step", "micro-batch", "ProfilerStep")) for row in found["operators"])
-    everything = json.loads((folder / profiling.OPERATORS).read_text())["operators"]
+    everything = json.loads((folder / profiler.OPERATORS).read_text())["operators"]
     assert sum(row["seconds"] for row in everything) == pytest.approx(found["seconds"])
     assert sum(row["share"] for row in everything) == pytest.approx(1)
 
@@ -130,5 +130,5 @@ def test_on_cuda_the_allocator_is_recorded_for_the_traced_steps_alone(more, tiny
     monkeypatch.setattr(memory, "_dump_snapshot", dump)
     with Profile(tmp_path / "profile", cuda=True) as profile:
         helpers.train(tiny_model, rows, tmp_path / "checkpoints", *SETTINGS, *more, callbacks=[profile])
-    assert calls == [{"max_entries": profiling.MOST_EVENTS}, "dumped", {"enabled": None}]
-    assert (tmp_path / "profile" / profiling.SNAPSHOT).exists()
+    assert calls == [{"max_entries": profiler.MOST_EVENTS}, "dumped", {"enabled": None}]
+    assert (tmp_path / "profile" / profiler.SNAPSHOT).exists()

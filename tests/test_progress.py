@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from cria_tricks.progress import ShowProgress, curve
-from cria_tricks.progress_bars import counted, new_bar
+from cria_tricks.common.progress_bars import counted, new_bar
+from cria_tricks.trainer.progress import ShowProgress, curve
 
 SAMPLE = {
     "rss_bytes": 2 * 2**30,

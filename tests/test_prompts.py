@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import durable, prompts
-from cria_tricks.data.chat import Chat
+from cria_tricks.adapter import prompts
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import IGNORED, chunks, document, token_row
-from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
 from tests.helpers import prepare
 
@@ -103,7 +104,7 @@ def adapter(trained, tmp_path):
         about["data"]["train"]["kinds"] = kinds
         (folder / "provenance.json").write_text(json.dumps(about))
         (folder / "manifest.json").unlink()
-        durable._write_manifest(folder)
+        atomic_files._write_manifest(folder)
         return folder
 
     return made
@@ -118,7 +119,7 @@ def heard(monkeypatch):
         said.append(prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
         return "yes"
 
-    monkeypatch.setattr("cria_tricks.chat.answer", answer)
+    monkeypatch.setattr("cria_tricks.adapter.chat.answer", answer)
     return said
 
 
@@ -157,7 +158,7 @@ def test_chat_gives_an_adapter_of_chats_the_turns_before_and_raw_gives_the_text(
 def test_a_system_message_where_there_is_none_is_refused_before_anything_is_loaded(
     kinds, options, why, adapter, run_cria, monkeypatch
 ):
-    monkeypatch.setattr("cria_tricks.chat.open_folder", lambda *given, **options: pytest.fail("loaded"))
+    monkeypatch.setattr("cria_tricks.adapter.chat.open_folder", lambda *given, **options: pytest.fail("loaded"))
     code, stdout, stderr = run_cria("chat", adapter(**kinds), "--system", "Be brief.", "--prompt", "Hi", *options)
     assert (code, stdout) == (2, "")
     assert stderr == f"error: --system: there is no place for a system message: {why}; put it into the prompt\n"
@@ -179,7 +180,7 @@ def test_a_template_without_a_system_message_is_not_given_one(template, tokenize
 
 
 def test_a_folder_of_plain_peft_is_asked_by_its_tokenizers_template(tiny_model, tokenizer, tmp_path, heard, run_cria):
-    from cria_tricks import artifact
+    from cria_tricks.adapter import folder as artifact
 
     _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "lora.r=2")
     artifact.save(tmp_path / "a", loaded.model, tokenizer, str(tiny_model), "", Recipe())

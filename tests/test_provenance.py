@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 import cria_tricks
-from cria_tricks import identity, models, provenance, report
-from cria_tricks.card import model_card
+from cria_tricks import models
+from cria_tricks.adapter import provenance
+from cria_tricks.adapter.model_card import model_card
 from cria_tricks.data import sources
+from cria_tricks.models import identity
 from cria_tricks.recipe import Recipe, from_toml
+from cria_tricks.report import summary
 
 CHECKOUT = Path(cria_tricks.__file__).parents[1]
 
@@ -36,7 +39,7 @@ def test_everything_that_decided_the_numbers_is_in_it(made, written, trained):
     recipe = from_toml(trained / "adapter" / "recipe.toml")
     assert made["recipe"] == recipe.model_dump(mode="json")
     assert made["seed"] == recipe.train.seed
-    assert made["versions"] | {"cria_tricks": made["package"]["version"]} == report.versions()
+    assert made["versions"] | {"cria_tricks": made["package"]["version"]} == summary.versions()
     assert made["metrics"] == {name: written[name] for name in provenance.METRICS}
     assert made["metrics"]["eval_loss_after"] < made["metrics"]["eval_loss_before"]
     assert made["estimated_peak_bytes"] == written["estimated_peak_bytes"] > 0
@@ -106,7 +109,7 @@ def test_without_git_or_when_it_takes_too_long_nothing_is_known(error, monkeypat
 
     monkeypatch.setattr(provenance.subprocess, "run", run)
     assert provenance.commit() == UNKNOWN
-    command = ["git", "-C", str(provenance.PACKAGE), "ls-files", "--error-unmatch", "provenance.py"]
+    command = ["git", "-C", str(provenance.PACKAGE), "ls-files", "--error-unmatch", "recipe.py"]
     options = {"input": "", "capture_output": True, "text": True, "timeout": 10, "check": True}
     assert asked == [(command, options)]
 
@@ -184,7 +187,7 @@ def copy_package(folder: Path) -> Path:
 
 
 def change(package: Path) -> None:
-    with (package / "cria_tricks" / "units.py").open("a") as file:
+    with (package / "cria_tricks" / "common" / "units.py").open("a") as file:
         file.write("# changed\n")
 
 
@@ -230,8 +233,8 @@ def test_a_package_that_was_installed_from_a_repository_knows_its_commit(tmp_pat
     assert told(installed) == {"commit": "c" * 40, "changed": False}
     change(installed)
     assert told(installed) == {"commit": "c" * 40, "changed": True}
-    (installed / "cria_tricks" / "units.py").unlink()
-    (installed / "cria_tricks" / "units.py").symlink_to(CHECKOUT / "cria_tricks" / "units.py")
+    (installed / "cria_tricks" / "common" / "units.py").unlink()
+    (installed / "cria_tricks" / "common" / "units.py").symlink_to(CHECKOUT / "cria_tricks" / "common" / "units.py")
     assert told(installed)["changed"] is False
     assert told(install(tmp_path / "without", FROM_GIT, record=False)) == {"commit": "c" * 40, "changed": None}
 

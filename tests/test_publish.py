@@ -12,11 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cria_tricks import durable
-from cria_tricks.artifact import verify
-from cria_tricks.catalogue import SMOLLM2
-from cria_tricks.errors import BadInput, redacted
-from cria_tricks.publish import (
+from cria_tricks.adapter.folder import verify
+from cria_tricks.adapter.publish import (
     _another_base_there,
     _in_one_line,
     _notes,
@@ -25,6 +22,9 @@ from cria_tricks.publish import (
     prepare,
     push,
 )
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, redacted
+from cria_tricks.models.catalogue import SMOLLM2
 from tests.hub import TOKEN, Repo
 
 
@@ -39,7 +39,7 @@ def adapter(trained, tmp_path) -> Path:
 
 def sealed(folder: Path) -> Path:
     (folder / "manifest.json").unlink()
-    durable._write_manifest(folder)
+    atomic_files._write_manifest(folder)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_the_dry_run_says_everything_and_asks_nobody(hub, adapter, publish):
     card = (adapter / "README.md").read_text()
     assert card in stdout
     assert "owner/name v1.2.3, private if it is new" in stdout
-    for name, about in durable.listed(adapter).items():
+    for name, about in atomic_files.listed(adapter).items():
         assert any(line.split() == [about["sha256"], f"{about['bytes']:,}", name] for line in stdout.splitlines()), name
     assert "manifest.json" in stdout
     assert "Nothing was sent" in stdout

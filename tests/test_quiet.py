@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from cria_tricks import quiet
+from cria_tricks.load import quiet
 
 PEFT = "/somewhere/site-packages/peft/config.py"
 

@@ -6,10 +6,10 @@ import tomllib
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.errors import BadInput
-from cria_tricks.fields import ALIASES, find_field
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.fields import ALIASES, find_field
+from cria_tricks.common.names import plain
 from cria_tricks.hardware import T4, Device
-from cria_tricks.names import plain
 from cria_tricks.recipe import Recipe, Tricks, build, field_names, from_toml, with_settings
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), real_bf16=True, memory_bytes=150 * 10**9)

@@ -14,16 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.estimate_error import DEVICES, PEFT, TOGGLES
-from cria_tricks import load
-from cria_tricks.adapters import add_adapter
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.errors import BadInput
-from cria_tricks.hardware.advice import recipe_for
-from cria_tricks.load import built_empty
-from cria_tricks.memory.shape import GENERATES, KINDS, shape_of
-from cria_tricks.memory.toggles import Bench
+from cria_tricks.common.errors import BadInput
+from cria_tricks.load import model as load
+from cria_tricks.load.adapters import add_adapter
+from cria_tricks.load.model import built_empty
+from cria_tricks.load.refusals import facts_of
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.models.shape import GENERATES, KINDS, shape_of
+from cria_tricks.predict.machines import recipe_for
+from cria_tricks.predict.toggles import Bench
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.refusals import facts_of
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.lora import ALL_LINEAR
 from tests.memory.cases import A100
@@ -175,7 +175,7 @@ def test_all_linear_stands_alone():
 
 
 def test_no_suggestion_is_one_that_the_model_refuses():
-    from cria_tricks.memory.toggles import suggestions
+    from cria_tricks.predict.toggles import suggestions
 
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=bf16", "data.max_length=4096"])
     for model, refused in (("gemma", False), ("gemma2", True)):

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from cria_tricks import models
-from cria_tricks.data.chat import read_jsonl
+from cria_tricks.bill.bill import WORKSPACES
+from cria_tricks.data.rows import read_jsonl
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.load import load_tokenizer
-from cria_tricks.memory.one_bill import WORKSPACES
+from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import compare
-from cria_tricks.run import train
-from cria_tricks.trainer import Run
+from cria_tricks.report.summary import compare
+from cria_tricks.run.run import train
+from cria_tricks.trainer.shared import Run
 from tests.memory.cases import CPU, EVERYTHING, T4, bill
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from cria_tricks import report
+from cria_tricks.common.errors import Unfinished
+from cria_tricks.data.counts import Tally
 from cria_tricks.data.stream import Stream
-from cria_tricks.data.tally import Tally
 from cria_tricks.data.tokens import TokenRows
-from cria_tricks.errors import Unfinished
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report import summary as report
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import Run
+from cria_tricks.trainer.shared import Run
 
 MIB = 2**20
 IGNORED = -100

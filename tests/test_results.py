@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import figures, growth, results, tables
-from cria_tricks.errors import BadInput
-from cria_tricks.results import Case
+from cria_tricks.bench import figures, growth, results, tables
+from cria_tricks.bench.results import Case
+from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
 
 ROOT = Path(__file__).parents[1]

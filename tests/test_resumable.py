@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cria_tricks.checkpoints import Checkpoint
-from cria_tricks.errors import BadInput, OutOfMemory, Unwritten
-from cria_tricks.resumable import KeepRandomState, ResumableTrainer, loading, position
-from cria_tricks.trainer import Run, SharedTrainer
+from cria_tricks.common.errors import BadInput, OutOfMemory, Unwritten
+from cria_tricks.store.checkpoints import Checkpoint
+from cria_tricks.trainer.resumable import KeepRandomState, ResumableTrainer, loading, position
+from cria_tricks.trainer.shared import Run, SharedTrainer
 from tests.helpers import is_frozen
 
 

@@ -12,12 +12,16 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks import arguments, load, losses, pretrained, selftest
+from cria_tricks.common.errors import Interrupted
 from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.errors import Interrupted
-from cria_tricks.resumable import ResumableTrainer
-from cria_tricks.trainer import SharedTrainer
+from cria_tricks.doctor import selftest
+from cria_tricks.load import losses
+from cria_tricks.load import model as load
+from cria_tricks.models import pretrained
+from cria_tricks.trainer import arguments
+from cria_tricks.trainer.resumable import ResumableTrainer
+from cria_tricks.trainer.shared import SharedTrainer
 
 NAMES = [check.name for check in selftest.CHECKS]
 

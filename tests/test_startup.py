@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cria_tricks.startup import importing
+from cria_tricks.common.startup import importing
 
 
 def test_collections_go_on_after_an_import_that_failed():
@@ -31,7 +31,7 @@ def test_who_has_switched_them_off_keeps_them_off():
 def test_at_the_end_nothing_is_left_to_collect():
     script = """
 import atexit, gc
-from cria_tricks.startup import end_at_once
+from cria_tricks.common.startup import end_at_once
 atexit.register(lambda: print(len(gc.get_objects())))  # called last
 end_at_once()
 """

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve, still_off

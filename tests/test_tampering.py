@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cria_tricks import durable
-from cria_tricks.artifact import refuse_unsafe, verify
-from cria_tricks.errors import BadInput
+from cria_tricks.adapter.folder import refuse_unsafe, verify
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
 
 FILES = (
     "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "manifest.json",
@@ -70,7 +70,7 @@ def refused(command: str, adapter: Path, run_cria) -> str:
 def sealed(adapter: Path) -> Path:
     """A manifest that fits whatever lies there: who can change the files can do that too."""
     (adapter / "manifest.json").unlink(missing_ok=True)
-    durable._write_manifest(adapter)
+    atomic_files._write_manifest(adapter)
     return adapter
 
 
@@ -138,7 +138,7 @@ def test_a_pickle_slipped_in_is_refused_and_never_run(name, vouched, command, fo
     SLIPPED[name](Evil(tmp_path / "trace"), foreign / name)
     if vouched == "with a manifest that lists it":
         sealed(foreign)
-        assert durable.damage(foreign) == "", "the hashes would let it through"
+        assert atomic_files.damage(foreign) == "", "the hashes would let it through"
     said = refused(command, foreign, run_cria)
     if vouched.startswith("with a") or command in ("chat", "merge"):
         assert name in said

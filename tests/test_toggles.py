@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS, compile

@@ -10,15 +10,16 @@ import sqlite3
 import pytest
 from rich.console import Console
 
-from cria_tricks import models, training
-from cria_tricks.folders import Folders
-from cria_tricks.job import Job
-from cria_tricks.monitor import Monitor
-from cria_tricks.parallel.world import World
-from cria_tricks.progress import ShowProgress
+from cria_tricks import models
+from cria_tricks.measure.monitor import Monitor
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, from_toml, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tracking import flat, trackers
+from cria_tricks.run import steps as training
+from cria_tricks.run.job import Job
+from cria_tricks.store.run_folder import Folders
+from cria_tricks.trainer.progress import ShowProgress
+from cria_tricks.trainer.trackers import flat, trackers
 from tests import helpers
 
 SETTINGS = ("tricks.peft=lora", "train.max_steps=3")

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainerCallback
 
-from cria_tricks.errors import Diverged, Interrupted
-from cria_tricks.trainer import SharedTrainer
+from cria_tricks.common.errors import Diverged, Interrupted
+from cria_tricks.trainer.shared import SharedTrainer
 from tests.helpers import prepare, train, trained_weights
 
 
@@ -122,7 +122,7 @@ def test_packed_rows_are_fewer(tiny_model, rows, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_stops_before_the_adapter_is_touched(bad, tiny_model, rows, tmp_path, monkeypatch):
-    from cria_tricks.trainer import SharedTrainer
+    from cria_tricks.trainer.shared import SharedTrainer
 
     honest = SharedTrainer.compute_loss
     seen = {}

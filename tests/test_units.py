@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from cria_tricks.units import DTYPE, duration, human, money
+from cria_tricks.common.units import DTYPE, duration, human, money
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 365 * 86_400}
 

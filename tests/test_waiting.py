@@ -4,8 +4,9 @@ import io
 
 import pytest
 
-from cria_tricks import cli, entry, interrupts, waiting
-from cria_tricks.startup import importing
+from cria_tricks.cli import entry, main
+from cria_tricks.common import interrupts, waiting
+from cria_tricks.common.startup import importing
 
 
 class Clock:
@@ -88,7 +89,7 @@ def test_a_line_does_not_go_into_another_that_is_not_finished(speaker, clock, sa
 
 def test_while_the_user_is_asked_and_after_the_last_words_it_is_silent(speaker, clock, said, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: live(speaker, clock, 60) or "Hello")
-    assert cli._ask() == "Hello"
+    assert main._ask() == "Hello"
     live(speaker, clock, 3.9)
     interrupts.speaking()
     live(speaker, clock, 60)
@@ -104,10 +105,10 @@ def test_imports_and_loads_have_names(speaker, monkeypatch):
         seen.append(speaker.phases[-1])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cria_tricks.artifact.adapter", lambda *what, **more: None)
-    monkeypatch.setattr("cria_tricks.chat.open_for_chat", open_for_chat)
+    monkeypatch.setattr("cria_tricks.adapter.folder.adapter", lambda *what, **more: None)
+    monkeypatch.setattr("cria_tricks.adapter.chat.open_for_chat", open_for_chat)
     with pytest.raises(KeyboardInterrupt):
-        cli.chat("run/adapter", prompt="Hi")
+        main.chat("run/adapter", prompt="Hi")
     assert seen == ["loading run/adapter"]
     assert speaker.phases == ["running cria merge"]
 
@@ -119,9 +120,10 @@ def test_a_run_names_its_phases(speaker, trained_phases):
 @pytest.fixture
 def trained_phases(speaker, tmp_path, monkeypatch):
     """What was being done when each part of a run was called."""
-    from cria_tricks import api, artifact, training
+    from cria_tricks.adapter import folder as artifact
     from cria_tricks.data import sources
-    from cria_tricks.trainer import SharedTrainer
+    from cria_tricks.run import api, steps
+    from cria_tricks.trainer.shared import SharedTrainer
 
     found = []
 
@@ -138,8 +140,8 @@ def trained_phases(speaker, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, called)
 
     spy(sources, "find")
-    spy(training, "train_rows")
-    spy(training, "load")
+    spy(steps, "train_rows")
+    spy(steps, "load")
     spy(SharedTrainer, "train")
     spy(artifact, "save")
     rows = tmp_path / "rows.jsonl"
@@ -154,7 +156,7 @@ def test_the_command_starts_it_before_its_imports(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["cria", "--version"])
     monkeypatch.setattr(interrupts, "listen", lambda: begun.append("signals"))
     monkeypatch.setattr(waiting, "start", lambda what, streams: begun.append(what))
-    monkeypatch.setattr(cli, "main", lambda: begun.append("command"))
+    monkeypatch.setattr(main, "main", lambda: begun.append("command"))
     monkeypatch.setattr(interrupts, "end", begun.append)
     entry.main()
     assert begun == ["signals", "running cria --version", "command", 0]

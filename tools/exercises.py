@@ -6,7 +6,7 @@ from typing import Any
 from IPython.display import display
 
 from cria_tricks import course
-from cria_tricks.startup import end_at_once
+from cria_tricks.common.startup import end_at_once
 from tools import processors
 
 MEASURED: list[list[str]] = []

@@ -16,19 +16,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import catalogue, recipes
+from cria_tricks import recipes
+from cria_tricks.bill.bill import Moment
+from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.formula import RULES, Formula
+from cria_tricks.bill.moments import moments
+from cria_tricks.bill.step_time import EFFICIENCY, attention_kernel, work
+from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
-from cria_tricks.errors import BadInput
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
-from cria_tricks.hardware.cost import EFFICIENCY, attention_kernel, work
-from cria_tricks.kwanzaa.lengths import row_lengths
-from cria_tricks.memory.constants import TOKENS_PER_CHUNK
-from cria_tricks.memory.estimate import moments
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.formula import RULES, Formula
-from cria_tricks.memory.one_bill import Moment
-from cria_tricks.memory.shape import LONGER_THAN_CONTEXT, Shape, find_shape
+from cria_tricks.models import catalogue
+from cria_tricks.models.shape import LONGER_THAN_CONTEXT, Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate, facts

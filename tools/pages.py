@@ -22,12 +22,13 @@ from nbconvert.preprocessors import Preprocessor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads this file by its path
 
 from benchmarks.plot import with_blocks
-from cria_tricks import figures, recipes, tables
+from cria_tricks import recipes
+from cria_tricks.bench import figures, tables
+from cria_tricks.bill.bill import Bill
 from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
-from cria_tricks.memory import toggles
-from cria_tricks.memory.one_bill import Bill
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
 from tools import fit, notebooks
 from tools.executed import KEPT, LessonError, execute, key, plain
 

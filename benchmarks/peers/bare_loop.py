@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, get_cosine_schedule_with_warmup
 
-from cria_tricks.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.load import Loaded
+from cria_tricks.load.model import Loaded
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ def train(
     """Train a loaded model in place, once through the rows.
 
     Args:
-        loaded: from :func:`cria_tricks.load.load`.
+        loaded: from :func:`cria_tricks.load.model.load`.
         plan: the same plan.
         settings: the recipe's ``train`` fields.
         rows: with ``input_ids`` and ``labels``.

@@ -13,15 +13,15 @@ from transformers import TrainerCallback, set_seed
 
 from benchmarks.peers import bare_loop, trl_sft
 from cria_tricks import models
-from cria_tricks.cases import free_memory
-from cria_tricks.checkpoints import Checkpoints
+from cria_tricks.bench.case import free_memory
+from cria_tricks.common.errors import Interrupted
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.errors import Interrupted
-from cria_tricks.load import Loaded, load
-from cria_tricks.measure import LiveBytes, Meter, every_tensor
+from cria_tricks.load.model import Loaded, load
+from cria_tricks.measure.memory import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import fit
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import fit
 
 Rows = list[dict[str, list[int]]]
 SHORT = 48

@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from cria_tricks.arguments import OPTIMIZERS, steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.load import Loaded
+from cria_tricks.load.model import Loaded
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.arguments import OPTIMIZERS, steps_per_epoch
 
 
 def installed() -> bool:
@@ -39,7 +39,7 @@ def train(
     """Train a loaded model in place, once through the rows.
 
     Args:
-        loaded: from :func:`cria_tricks.load.load`; an adapter is on it already, so TRL adds none.
+        loaded: from :func:`cria_tricks.load.model.load`; an adapter is on it already, so TRL adds none.
         plan: the same plan.
         settings: the recipe's ``train`` fields.
         rows: with ``input_ids`` and ``labels``, which TRL takes as they are.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import models
+from cria_tricks.common.errors import usable_path
 from cria_tricks.data import sources
 from cria_tricks.data.prepare import Copies, train_rows
-from cria_tricks.errors import usable_path
 from cria_tricks.recipe import Recipe
 
 LARGEST = 1_000_000

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from cria_tricks.data.chat import Chat
-from cria_tricks.data.sieve import Sieve
-from cria_tricks.data.similar import Repeats
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.counts import ADDED, KEPT, Tally
+from cria_tricks.data.duplicates import Repeats
+from cria_tricks.data.filters import Sieve
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
-from cria_tricks.data.tally import ADDED, KEPT, Tally
 from cria_tricks.data.tokens import TokenRows, tokenize
-from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe
 
 Copies = Callable[[Chat], Iterable[tuple[str, Chat]]]

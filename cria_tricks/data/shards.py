@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cria_tricks import network
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources, texts
-from cria_tricks.data.chat import Chat, check_rows, parse
+from cria_tricks.data.rows import Chat, check_rows, parse
 from cria_tricks.data.texts import Span
-from cria_tricks.errors import BadInput
+from cria_tricks.models import network
 
 SHARD = 2**23
 """Bytes of a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""

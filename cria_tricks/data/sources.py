@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cria_tricks import durable, network
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
-from cria_tricks.data.chat import Chat, check_rows, first_rows, read_jsonl
-from cria_tricks.errors import BadInput, usable_path
-from cria_tricks.models import cache_folder
+from cria_tricks.data.rows import Chat, check_rows, first_rows, read_jsonl
+from cria_tricks.models import cache_folder, network
 
 GLANCE = 1000
 """Rows that are looked at before anything else is done."""
@@ -131,7 +131,7 @@ def _download_kwanzaa(part: Part) -> Path:
         raise BadInput(f"data.{part}=kwanzaa: cannot download {url} ({reason}); {at_hand}") from None
     if _sha256(content) != _SHA256[part]:
         raise BadInput(f"data.{part}=kwanzaa: {url} has sha256 {_sha256(content)}, expected {_SHA256[part]}")
-    durable.write_file(path, content)
+    atomic_files.write_file(path, content)
     return path
 
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cria_tricks.data import survey
-from cria_tricks.data.chat import Chat
-from cria_tricks.data.lanes import Lane, Row, datasets_of
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.progress_bars import counted
+from cria_tricks.data import stream_duplicates
+from cria_tricks.data.counts import CUT, DROPPED, Tally
 from cria_tricks.data.prepare import Copies, Prepare
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.shards import Hub, Streamed
 from cria_tricks.data.sources import Source
-from cria_tricks.data.tally import CUT, DROPPED, Tally
+from cria_tricks.data.stream_lanes import Lane, Row, datasets_of
 from cria_tricks.data.tokens import chunks, document, token_row
-from cria_tricks.errors import BadInput
-from cria_tricks.parallel.world import World
-from cria_tricks.progress_bars import counted
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 
 
@@ -62,7 +62,7 @@ class Stream(torch.utils.data.IterableDataset):
             lane: Lane(dataset, self._read, source.shuffles, source.lanes)
             for lane, dataset in zip(mine, found, strict=True)
         }
-        self.survey: survey.Survey | None = None
+        self.survey: stream_duplicates.Survey | None = None
         self.longest, self.highest_id = recipe.data.max_length, len(tokenizer) - 1
         self.total = Lane(None, self._read, False, source.lanes)
 
@@ -74,21 +74,21 @@ class Stream(torch.utils.data.IterableDataset):
             world: the first of the processes reads, the others wait for ``parallel.timeout`` at most.
             console: where progress is shown.
         """
-        data, file = self.recipe.data, folder / survey.FILE
+        data, file = self.recipe.data, folder / stream_duplicates.FILE
         if data.duplicates == "keep":
             return
         about = {"settings": data.model_dump(mode="json"), "lanes": self.source.lanes}
         about |= {"train": self.source.sha256, "eval": self.held_out}
 
-        def look() -> survey.Survey:
-            if kept := survey.read(file, about):
+        def look() -> stream_duplicates.Survey:
+            if kept := stream_duplicates.read(file, about):
                 return kept
             try:
                 with counted(self.source.whole(), "looking for duplicates", console) as rows:
-                    found = survey.survey(rows, self.prepare, near=data.duplicates == "near")
+                    found = stream_duplicates.survey(rows, self.prepare, near=data.duplicates == "near")
             except BadInput as error:
                 raise BadInput(self.source.in_lines(str(error))) from None
-            survey.write(file, found, about)
+            stream_duplicates.write(file, found, about)
             return found
 
         self.survey = world.first(look)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cria_tricks.data.chat import Chat
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.rows import Chat
 
 PIECE = 2**20
 """Bytes. 1 MiB of English is about a quarter of a million tokens, and longer than most books."""

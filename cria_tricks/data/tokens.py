@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cria_tricks.data.chat import Chat
-from cria_tricks.data.tally import Tally
-from cria_tricks.errors import BadInput, first_line
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.data.counts import Tally
+from cria_tricks.data.rows import Chat
 
 IGNORED = -100
 """The label of a token that is not trained."""

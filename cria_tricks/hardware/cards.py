@@ -8,7 +8,7 @@ of them it gets is one number in ``cost.py``.
 import difflib
 from dataclasses import dataclass
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import T4, Device
 
 

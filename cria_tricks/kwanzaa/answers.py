@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import durable, interrupts
-from cria_tricks.errors import BadInput
+from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Answers:
         self.path = path
         self.rows: dict[int, Written] = {}
         if not path.exists():
-            durable.write_file(path, json.dumps(dict(about)) + "\n")
+            atomic_files.write_file(path, json.dumps(dict(about)) + "\n")
             return
         whole = self._whole_lines()
         self._refuse_another(whole[0] if whole else "", about)
@@ -60,7 +60,7 @@ class Answers:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             number = len(self.rows) + 2
             raise BadInput(f"{path}:{number}: is damaged; remove the file, or name another --out") from None
-        durable.write_file(path, "".join(f"{line}\n" for line in whole))
+        atomic_files.write_file(path, "".join(f"{line}\n" for line in whole))
         self._saved()
 
     def add(self, answered: Mapping[int, Written]) -> None:

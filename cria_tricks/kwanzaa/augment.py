@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cria_tricks.data.chat import Chat
-from cria_tricks.errors import BadInput
-from cria_tricks.kwanzaa import text
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.rows import Chat
+from cria_tricks.kwanzaa import statements
 from cria_tricks.kwanzaa.prompt import Document, Row, read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
 from cria_tricks.recipe import Recipe
@@ -114,7 +114,7 @@ def _keeps(row: Row, copy: Chat) -> bool:
 
 
 def _cited(row: Row) -> list[Document]:
-    labels = set(text.labels(row.reference.text))
+    labels = set(statements.labels(row.reference.text))
     return [document for document in row.prompt.documents if document.number in labels]
 
 

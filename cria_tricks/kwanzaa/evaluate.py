@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cria_tricks import artifact, durable
-from cria_tricks.artifact import CONFIGS, RECIPE, is_whole, trained_over
-from cria_tricks.console import Aside
+from cria_tricks.adapter import folder as artifact
+from cria_tricks.adapter.folder import CONFIGS, RECIPE, is_whole, trained_over
+from cria_tricks.common import atomic_files
+from cria_tricks.common.console import Aside
+from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import sources
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
-from cria_tricks.errors import BadInput, usable_path
 from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import Row, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain, read
-from cria_tricks.kwanzaa.report import UNSCORED, markdown
-from cria_tricks.kwanzaa.results import Scored, summarise
+from cria_tricks.kwanzaa.summary import Scored, summarise
 
 if TYPE_CHECKING:
     from cria_tricks.models import Weights
@@ -98,14 +99,14 @@ def evaluate(
     place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
     if place.exists() and not place.is_dir():
         raise BadInput(f"--out {place}: is a file; name a folder")
-    if any((place / name).exists() for name in (*CONFIGS, "config.json", durable.MANIFEST)):
+    if any((place / name).exists() for name in (*CONFIGS, "config.json", atomic_files.MANIFEST)):
         raise BadInput(f"--out {place}: holds an adapter or a model, where more files do harm; name another folder")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {place}: cannot be made: {error.strerror}; name another folder") from None
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
-    with durable.only_writer(place):
+    with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
         if folder:
             answered, more = _answers(folder, base, source, len(rows), place, settings, console)
@@ -116,8 +117,8 @@ def evaluate(
         if reference:
             systems["reference"] = [Scored(row, row.reference, None) for row in rows]
         found = summarise(systems, about)
-        durable.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-        durable.write_file(place / "eval.md", markdown(found))
+        atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        atomic_files.write_file(place / "eval.md", markdown(found))
     return found | {"out": str(place)}
 
 
@@ -162,10 +163,10 @@ def _answers(
     folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """The answers of the adapter, and of its base if asked for; and what they were made with."""
-    from cria_tricks import identity
-    from cria_tricks.chat import open_folder, quantization_of
+    from cria_tricks.adapter.chat import open_folder, quantization_of
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
-    from cria_tricks.report import versions
+    from cria_tricks.models import identity
+    from cria_tricks.report.summary import versions
 
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
@@ -219,7 +220,7 @@ def _answers(
 def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
     """The base that an adapter is laid over, or that a whole model began as, if that one is to answer, too."""
     from cria_tricks import models
-    from cria_tricks.chat import base_of
+    from cria_tricks.adapter.chat import base_of
 
     if not is_whole(folder):
         return base_of(folder, settings.base)[1]
@@ -233,8 +234,8 @@ def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
 @contextlib.contextmanager
 def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other_base: bool) -> Iterator[Any]:
     """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
-    from cria_tricks.adapters import without_adapter
-    from cria_tricks.chat import open_base, other_than_trained_over
+    from cria_tricks.adapter.chat import open_base, other_than_trained_over
+    from cria_tricks.load.adapters import without_adapter
     from cria_tricks.tricks.side_network import SideBlock
 
     if system == "adapter":

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cria_tricks import durable, pretrained
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
+from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
-from cria_tricks.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.losses import full_loss_sum
-from cria_tricks.progress_bars import new_bar
+from cria_tricks.load.losses import full_loss_sum
+from cria_tricks.models import pretrained
 
 BROKEN = 700.0
 """Nats per token from which on nobody takes the perplexity: Python's floats end at exp(709)."""
@@ -44,8 +45,8 @@ def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
 def fingerprint(folder: Path) -> str:
     """A hash of what decides a folder's answers: all of its files but the card and the manifest."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    deciding = (path for path in files if path.name not in ("README.md", durable.MANIFEST))
-    return hash_of({path.name: durable.entry(path)["sha256"] for path in deciding})
+    deciding = (path for path in files if path.name not in ("README.md", atomic_files.MANIFEST))
+    return hash_of({path.name: atomic_files.entry(path)["sha256"] for path in deciding})
 
 
 def hash_of(data: Any) -> str:

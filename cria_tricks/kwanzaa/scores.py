@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cria_tricks.kwanzaa import text
+from cria_tricks.kwanzaa import statements
 from cria_tricks.kwanzaa.prompt import Document, Row
 from cria_tricks.kwanzaa.reply import Reply
 
@@ -76,14 +76,14 @@ def citation_accuracy(row: Row, reply: Reply) -> Score:
     if not reply.text:
         return Score(0.0, {"labels": 0, "right": 0, "needed": 0, "covered": 0, "wrong": [], "uncited": []})
     known = {d.number for d in row.prompt.documents if reply.fields is None or _among(d, reply.sources)}
-    cited = text.labels(reply.text)
+    cited = statements.labels(reply.text)
     wrong = sorted({label for label in cited if label not in known})
-    need: list[text.Statement] = []
+    need: list[statements.Statement] = []
     if not (should_refuse(row) and refuses(reply)):
-        parts = text.statements(reply.text)
-        need = [part for part in parts if part.subject and (part.labels or text.items(part))]
+        parts = statements.statements(reply.text)
+        need = [part for part in parts if part.subject and (part.labels or statements.items(part))]
         if not need and row.prompt.documents:
-            need = [text.Statement(" ".join(reply.text.split()), tuple(cited), True)]
+            need = [statements.Statement(" ".join(reply.text.split()), tuple(cited), True)]
     uncited = [part.text for part in need if known.isdisjoint(part.labels)]
     right, covered = sum(label in known for label in cited), len(need) - len(uncited)
     precision = right / len(cited) if cited else 1.0
@@ -114,8 +114,8 @@ def grounding(row: Row, reply: Reply) -> Score:
     """
     if not reply.text:
         return Score(0.0, {"items": 0, "unsupported": []})
-    evidence = text.Evidence(row.prompt.evidence)
-    found = [item for part in text.statements(reply.text) for item in text.items(part)]
+    evidence = statements.Evidence(row.prompt.evidence)
+    found = [item for part in statements.statements(reply.text) for item in statements.items(part)]
     unsupported = [item for item in found if not evidence.holds(item)]
     return Score(
         1 - len(unsupported) / len(found) if found else 1.0,
@@ -171,7 +171,7 @@ def kind(row: Row) -> str:
 
 def refuses(reply: Reply) -> bool:
     """Whether a reply's first two statements say that it cannot, or may not, answer, before any cited fact."""
-    for part in text.statements(reply.text)[:_OPENING]:
+    for part in statements.statements(reply.text)[:_OPENING]:
         if _REFUSAL.search(part.text):
             return True
         if part.subject and part.labels:  # a part of the answer; what follows says what else is not known

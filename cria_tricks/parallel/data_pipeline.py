@@ -19,13 +19,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from cria_tricks.hardware import products
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill import products
+from cria_tricks.bill.calls import Call
+from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import pipeline
-from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe
 
-COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.pipeline_command RECIPE --data 2"
+COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.cli.pipeline_command RECIPE --data 2"
 CLAIM = "exact"
 LESSON = "24_hybrid"
 REFERENCE = ("place", "partners", "add_up")

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cria_tricks.hardware import products
-from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.common import several, share_window
-from cria_tricks.parallel.traffic import Call
-from cria_tricks.parallel.world import World
+from cria_tricks.bill import products
+from cria_tricks.bill.calls import Call
+from cria_tricks.models.shape import Shape
+from cria_tricks.parallel.rules import several, share_window
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 

@@ -20,14 +20,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from cria_tricks.errors import BadInput
-from cria_tricks.hardware import products
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill import products
+from cria_tricks.bill.calls import Call
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import tensor
-from cria_tricks.parallel.common import several, share_window
 from cria_tricks.parallel.data_pipeline import add_up
-from cria_tricks.parallel.traffic import Call
-from cria_tricks.parallel.world import World
+from cria_tricks.parallel.rules import several, share_window
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
@@ -53,7 +53,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.Proc
         parameters: whole ones, and ``DTensor`` ones, of which each process's own piece counts.
         group: the processes with the same place in their tensor group.
     """
-    from cria_tricks.parallel.sharded import own  # DTensor takes half a second to import
+    from cria_tricks.parallel.dtensor import own  # DTensor takes half a second to import
 
     gradients = [own(p.grad) for p in parameters if p.grad is not None]
     add_up(gradients, group)

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cria_tricks.bill.calls import Call
+from cria_tricks.bill.fsdp_bytes import gathered
 from cria_tricks.hardware import T4
-from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.common import refuse, several, share_window
-from cria_tricks.parallel.fsdp_bytes import gathered
-from cria_tricks.parallel.traffic import Call
-from cria_tricks.parallel.world import World
+from cria_tricks.models.shape import Shape
+from cria_tricks.parallel.rules import refuse, several, share_window
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.folds import facts
@@ -139,7 +139,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     """
     from torch.distributed.fsdp import fully_shard
 
-    from cria_tricks.load import blocks_of
+    from cria_tricks.load.model import blocks_of
 
     assert world.mesh is not None
     for block in blocks_of(total):

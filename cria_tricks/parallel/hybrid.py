@@ -13,15 +13,15 @@ Ours     who shares what with whom, and a script on the tiny model that lays the
 
 Shapes: a cube of (N, S, M) processes: N pipelines of S stages of M processes; k micro-batches a step.
 
-``torchrun --nproc-per-node 8 -m cria_tricks.hybrid_demo`` runs it.
+``torchrun --nproc-per-node 8 -m cria_tricks.course.hybrid_demo`` runs it.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill.calls import Call
+from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import ddp_tensor, pipeline, tensor
-from cria_tricks.parallel.traffic import Call
 from cria_tricks.recipe import Recipe, with_settings
 
 CLAIM = "exact within rounding"

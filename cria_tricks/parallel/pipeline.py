@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cria_tricks.hardware.traffic import stream
-from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.traffic import Call
+from cria_tricks.bill.calls import Call
+from cria_tricks.bill.moved_bytes import stream
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 
-COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.pipeline_command RECIPE"
+COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command RECIPE"
 CLAIM = "exact"
 LESSON = "23_pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")

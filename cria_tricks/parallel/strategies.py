@@ -8,8 +8,9 @@ collectives, ``switch_on(plan, recipe, processes) -> Plan``, ``spread(total, pla
 from dataclasses import replace
 from types import ModuleType
 
-from cria_tricks.errors import BadInput
-from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, numbers, pipeline, tensor
+from cria_tricks.common.errors import BadInput
+from cria_tricks.parallel import data_pipeline, ddp, ddp_tensor, fsdp, model, pipeline, tensor
+from cria_tricks.processes import numbers
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 

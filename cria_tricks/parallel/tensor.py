@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cria_tricks.errors import BadInput
-from cria_tricks.hardware import T4, products
-from cria_tricks.memory.shape import Shape
-from cria_tricks.parallel.common import refuse, several
-from cria_tricks.parallel.traffic import Call
-from cria_tricks.parallel.world import World
+from cria_tricks.bill import products
+from cria_tricks.bill.calls import Call
+from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware import T4
+from cria_tricks.models.shape import Shape
+from cria_tricks.parallel.rules import refuse, several
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.folds import facts

@@ -17,8 +17,8 @@ Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries sh
 
 import torch
 
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.flash_attention import with_kernel

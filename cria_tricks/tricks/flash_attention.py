@@ -20,11 +20,11 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.errors import BadInput
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import this_device
-from cria_tricks.hardware.kernels import kernel_for
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 

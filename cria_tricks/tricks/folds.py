@@ -1,11 +1,11 @@
 """The bill of a recipe: plain fp32 full fine-tuning, folded over the same tricks that switch a recipe on."""
 
+from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.moments import moments
 from cria_tricks.hardware.device import Device
-from cria_tricks.memory.constants import FP32
-from cria_tricks.memory.estimate import moments
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.one_bill import Bill
-from cria_tricks.memory.shape import Shape
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import TRICKS
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.constants import BLOCK
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import DTYPE
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.adamw_8bit import dequantize_blocks, dynamic_levels, quantize_blocks
-from cria_tricks.units import DTYPE
 
 SWITCHES = ("quantization=nf4", "quantization=fp4", "double_quantization=true")
 CLAIM = "approximate"

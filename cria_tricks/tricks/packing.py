@@ -21,10 +21,10 @@ from dataclasses import replace
 
 import torch
 
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.flash_attention import with_kernel

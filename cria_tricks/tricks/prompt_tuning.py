@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Prompt, Recipe
 from cria_tricks.step_plan import Plan
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.facts import StepFacts
-from cria_tricks.memory.shape import Shape
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe, Side
 from cria_tricks.step_plan import Plan
 

@@ -38,7 +38,7 @@
   const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
   const gib = (bytes) => (bytes < GIB ? `${(bytes / 2 ** 20).toFixed(0)} MiB` : `${(bytes / GIB).toFixed(2)} GiB`);
 
-  // Times and money: the words of cria_tricks/units.py ---------------------------------------------------------------
+  // Times and money: the words of cria_tricks/common/units.py ---------------------------------------------------------------
 
   const rounded = (number) => Math.floor(number + 0.5);
   const grouped = (number) => rounded(number).toLocaleString("en");

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cria_tricks.data.chat import check_rows, read_jsonl
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.rows import check_rows, read_jsonl
 from cria_tricks.data.shards import Lines
-from cria_tricks.errors import BadInput
 
 NO_KIND = (
     "a row needs the field messages, the fields prompt and completion, or text; or those of ShareGPT (conversations) "

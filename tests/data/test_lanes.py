@@ -5,10 +5,10 @@ from itertools import islice
 
 import pytest
 
-from cria_tricks.data.chat import Chat
-from cria_tricks.data.lanes import Lane
-from cria_tricks.data.tally import Tally
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.counts import Tally
+from cria_tricks.data.rows import Chat
+from cria_tricks.data.stream_lanes import Lane
 
 
 class Items:

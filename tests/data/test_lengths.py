@@ -8,10 +8,10 @@ import sys
 import pytest
 
 import cria_tricks
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
 from cria_tricks.data.lengths import Lengths, _Tokenizer, padded_mean, read
 from cria_tricks.data.prepare import train_rows
-from cria_tricks.errors import BadInput
 from cria_tricks.models import tokenizer_here
 from cria_tricks.recipe import Recipe, with_settings
 

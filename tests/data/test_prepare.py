@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import prepare
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.counts import Tally, warnings
+from cria_tricks.data.duplicates import Repeats
+from cria_tricks.data.filters import Sieve
 from cria_tricks.data.prepare import Prepare, eval_rows, train_rows
-from cria_tricks.data.sieve import Sieve
-from cria_tricks.data.similar import Repeats
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
-from cria_tricks.data.tally import Tally, warnings
-from cria_tricks.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run import train
+from cria_tricks.run.run import train
 
 ENGLISH = "The harvest was good this year, and everybody came to the hall in the evening."
 FRENCH = "La récolte était bonne cette année, et tout le monde est venu à la salle le soir."

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cria_tricks.data import similar, sources
-from cria_tricks.data.chat import Chat, read_jsonl
-from cria_tricks.data.similar import LEAK, NEAR, Guard, Leak, Repeats, digest, shingles, sign, words
+from cria_tricks.data import duplicates, sources
+from cria_tricks.data.duplicates import LEAK, NEAR, Guard, Leak, Repeats, digest, shingles, sign, words
+from cria_tricks.data.rows import Chat, read_jsonl
 from tests.helpers import is_frozen
 
 
@@ -244,9 +244,9 @@ def test_all_turns_of_the_user_count_and_none_of_the_assistant():
 def test_the_sizes_that_near_duplicates_are_found_with(monkeypatch):
     bands = Repeats(near=True).bands
     assert (bands.b, bands.r, len(sign(["a"]).hashvalues)) == (16, 8, 128)
-    asked, honest = [], similar.shingles
+    asked, honest = [], duplicates.shingles
     monkeypatch.setattr(
-        similar, "shingles", lambda found, size: asked.append((len(found), size)) or honest(found, size)
+        duplicates, "shingles", lambda found, size: asked.append((len(found), size)) or honest(found, size)
     )
     sign(["a"] * 4001)
     assert asked == [(4000, 5)]
@@ -262,7 +262,7 @@ def test_from_four_fifths_of_the_numbers_on_it_is_a_near_duplicate(equal, reason
     values[equal:] += 1
     other = type(first)(seed=first.seed, hashvalues=values, scheme=first.scheme)
     signed = iter([first, other])
-    monkeypatch.setattr(similar, "sign", lambda found: next(signed))
+    monkeypatch.setattr(duplicates, "sign", lambda found: next(signed))
     repeats = Repeats(near=True)
     assert repeats.reason(text("a")) is None
     assert repeats.reason(text("b")) == reason

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.data.chat import Chat
-from cria_tricks.errors import BadInput
+from cria_tricks.data.rows import Chat
 from tests.helpers import is_frozen
 
 ROW = json.dumps({"prompt": "a", "completion": "b"}) + "\n"

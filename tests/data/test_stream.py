@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import shards, texts
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.shards import open_stream
 from cria_tricks.data.sources import Source
 from cria_tricks.data.stream import Stream
-from cria_tricks.errors import BadInput
-from cria_tricks.parallel.world import World
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 
 QUIET = Console(quiet=True)

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources, texts
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import IGNORED, chunks, document, tokenize
-from cria_tricks.errors import BadInput
 from tests.helpers import is_frozen
 
 HEAD = "The Project Gutenberg eBook of Umoja\r\n\r\n*** START OF THE PROJECT GUTENBERG EBOOK UMOJA ***\r\n"

@@ -2,10 +2,10 @@
 
 import pytest
 
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import IGNORED, TokenRows, chunks, tokenize, trained
-from cria_tricks.errors import BadInput
 from tests.helpers import is_frozen
 
 

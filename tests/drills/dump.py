@@ -190,7 +190,7 @@ class Dump:
 def work(log: str, out: str, resume: str, *settings: str) -> None:
     """Train, and write down what is read."""
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     record(Path(log))
     train(with_settings(Recipe(name="dump"), settings), out, resume=bool(int(resume)))

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks import cli, durable
-from cria_tricks.errors import BadInput
+from cria_tricks.cli import main as cli
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
 
 Damage = Callable[[Path], Any]
 ROWS = "".join(
@@ -166,8 +167,8 @@ def sealed(path: str) -> Damage:
     """Write a manifest that fits what lies there, as somebody would who can change the files."""
 
     def damage(place: Path) -> None:
-        (place / path / durable.MANIFEST).unlink()
-        durable._write_manifest(place / path)
+        (place / path / atomic_files.MANIFEST).unlink()
+        atomic_files._write_manifest(place / path)
 
     return damage
 
@@ -514,7 +515,7 @@ class Place:
     """
 
     def __init__(self, folder: Path):
-        from cria_tricks import selftest
+        from cria_tricks.doctor import selftest
 
         self.folder, self.kept = folder / "place", folder / "kept"
         base = self.folder / "base"

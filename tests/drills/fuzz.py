@@ -235,7 +235,7 @@ def run(arguments: list[str], *, real: bool = False) -> tuple[int, str]:
         command = [sys.executable, "-m", "cria_tricks", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         return done.returncode, done.stderr if done.returncode else ""
-    from cria_tricks import cli
+    from cria_tricks.cli import main as cli
 
     err, before, code = io.StringIO(), sys.argv, 0
     sys.argv = ["cria", *arguments]

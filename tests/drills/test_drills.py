@@ -67,7 +67,7 @@ def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_pa
     """In this process, and stopped by taking away what was written after a checkpoint; the drill kills."""
     from cria_tricks.data.stream import Stream
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     drill = Dump(tmp_path, megabytes=5, lanes=2, tokens=48)
     planted = make(tmp_path / "texts", drill.megabytes)
@@ -96,9 +96,9 @@ def test_a_dump_of_texts_is_cleaned_and_trained_on_and_no_row_comes_twice(tmp_pa
 
     # One whole pass, without the model: what was planted is what is left out.
     from cria_tricks.data import sources
+    from cria_tricks.data.counts import Tally
+    from cria_tricks.data.duplicates import Repeats
     from cria_tricks.data.prepare import Prepare
-    from cria_tricks.data.similar import Repeats
-    from cria_tricks.data.tally import Tally
 
     tally = Tally()
     held_out = sources.find(recipe.data.eval, "eval").rows

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cria_tricks import doctor
 from cria_tricks.data.batches import PadToLongest
+from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.hardware.kernels import attention_kernel
+from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_attention import flash_attention
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
@@ -175,7 +175,7 @@ def test_chat_decodes_on_a_fast_kernel(tiny_model):
     """One new token never goes through the math kernel, on this card and under a T4's rules."""
     from transformers import AutoModelForCausalLM
 
-    import cria_tricks.attention  # noqa: F401 (names sdpa_expanded to transformers)
+    import cria_tricks.load.attention  # noqa: F401 (names sdpa_expanded to transformers)
 
     ids = torch.arange(3, 19)[None].cuda()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
@@ -193,7 +193,7 @@ def test_chat_decodes_on_a_fast_kernel(tiny_model):
 
 
 def test_doctor_names_the_kernels_of_this_card():
-    found = doctor.examine()["attention"]
+    found = machine.examine()["attention"]
     print(this_device().name, found)
     assert found["masked"] != "math"
     assert found["maskless, expand_kv"] != "math"

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cria_tricks import doctor, hardware
-from cria_tricks.errors import BadInput
+from cria_tricks import hardware
+from cria_tricks.common.errors import BadInput
+from cria_tricks.doctor import machine
 from cria_tricks.hardware import T4, this_device
-from cria_tricks.hardware.kernels import attention_kernel
+from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.expand_kv import expand_kv
@@ -38,7 +39,7 @@ def test_grouped_heads_end_in_the_math_kernel_as_on_a_t4():
 
 def test_bf16_is_refused_and_doctor_says_so():
     with hardware.profile("t4"):
-        found = doctor.examine()
+        found = machine.examine()
         assert (found["device"]["capability"], found["bf16"]["runs"]) == ((7, 5), "emulated")
         assert found["device"]["free_bytes"] <= T4.memory_bytes
         with pytest.raises(BadInput, match="has no bf16 units"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cria_tricks import recipes
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -32,7 +32,7 @@ def test_every_toggle_that_this_card_takes_trains_to_a_lower_loss(switch, tiny_m
 
 
 def test_the_capstone_recipe_trains_and_its_memory_is_the_allocators(tiny_model, rows, tmp_path):
-    from cria_tricks.measure import Meter
+    from cria_tricks.measure.memory import Meter
 
     assert this_device().kind == "cuda"
     dumped = recipes.kwanzaa().tricks.model_dump()
@@ -63,7 +63,7 @@ def test_paged_states_are_in_managed_memory(tiny_model, rows, tmp_path):
 
 def test_resumed_on_a_card_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
     """Not to the bit: atomic sums in backward passes have no order on a GPU."""
-    from cria_tricks.errors import Interrupted
+    from cria_tricks.common.errors import Interrupted
     from tests.helpers import trained_weights
     from tests.test_checkpoints import At, send
 
@@ -82,8 +82,8 @@ def test_resumed_on_a_card_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
 def test_a_card_that_is_full_saves_the_last_whole_step(tiny_model, rows, tmp_path):
     from transformers import TrainerCallback
 
-    from cria_tricks.checkpoints import Checkpoints
-    from cria_tricks.errors import OutOfMemory
+    from cria_tricks.common.errors import OutOfMemory
+    from cria_tricks.store.checkpoints import Checkpoints
 
     class AskTooMuch(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):

@@ -6,9 +6,9 @@ import warnings
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cria_tricks import losses
-from cria_tricks.load import EDITS
-from cria_tricks.memory.shape import Shape, shape_of
+from cria_tricks.load import losses
+from cria_tricks.load.model import EDITS
+from cria_tricks.models.shape import Shape, shape_of
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan

@@ -5,13 +5,13 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.hardware.advice import METHODS, advise, recipe_for
 from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
-from cria_tricks.hardware.guide import BY_BUDGET, BY_SIZE, row_for
-from cria_tricks.hardware.words import in_words
-from cria_tricks.memory.shape import Shape, find_shape
+from cria_tricks.models.shape import Shape, find_shape
+from cria_tricks.predict.machines import METHODS, advise, recipe_for
+from cria_tricks.predict.selection_guide import BY_BUDGET, BY_SIZE, row_for
+from cria_tricks.predict.words import in_words
 from cria_tricks.resolve import resolve
 
 GIB = 2**30

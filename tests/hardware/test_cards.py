@@ -2,11 +2,11 @@
 
 import pytest
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
-from cria_tricks.hardware.guide import MACHINES
-from cria_tricks.units import human
+from cria_tricks.predict.selection_guide import MACHINES
 
 
 def test_the_machines_are_those_of_the_guide():

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cria_tricks.counting import Traffic
-from cria_tricks.hardware import cost, products, traffic
+from cria_tricks.bill import moved_bytes, products, step_time
 from cria_tricks.hardware.cards import CARDS, FLAVORS, find_card
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.measure.counting import Traffic
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
 from cria_tricks.tricks.activation_offload import Offloaded
@@ -51,7 +51,7 @@ def moved(way: str):
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES.keys())
 def test_what_lies_between_products_moves_so_many_bytes(settings, way):
     recipe = with_settings(Recipe(), settings)
-    forward, backward = traffic.between(recipe, models.shape(**WIDE))
+    forward, backward = moved_bytes.between(recipe, models.shape(**WIDE))
     counted = in_one_block(recipe, moved(way), 64)
     # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
     near = 0.06 if settings == MODES["fp32"] else 0.01
@@ -70,7 +70,7 @@ def test_activation_offload_carries_so_many_bytes(settings, checkpointed):
         loss.backward()
         return offloaded.bytes_to_host
 
-    found = traffic.saved(recipe, models.shape(**WIDE), checkpointed=checkpointed)
+    found = moved_bytes.saved(recipe, models.shape(**WIDE), checkpointed=checkpointed)
     assert found == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
 
 
@@ -89,7 +89,7 @@ def test_a_logit_moves_so_many_bytes(kind):
 
     counted = (count(4000) - count(2000)) / 2000 / 256
     # The counter takes a gather or a scatter of one label for a pass over all logits, and logsumexp's three for one.
-    assert traffic.LOGIT[kind] == pytest.approx(counted, abs=8)
+    assert moved_bytes.LOGIT[kind] == pytest.approx(counted, abs=8)
 
 
 @pytest.mark.parametrize("settings", [["tricks.precision=bf16"], []], ids=["16 bits", "fp32"])
@@ -104,7 +104,7 @@ def test_a_score_moves_so_many_bytes_when_no_kernel_keeps_it(settings):
 
     short, middle, long = (all_of(tokens) for tokens in (64, 128, 192))
     squares = (long - 2 * middle + short) / 2 / 64**2 / WIDE["num_attention_heads"]
-    assert sum(traffic.SCORE) == pytest.approx(squares, rel=0.1)
+    assert sum(moved_bytes.SCORE) == pytest.approx(squares, rel=0.1)
 
 
 def test_a_trained_weight_moves_so_many_bytes_in_a_step_of_adamw():
@@ -120,8 +120,8 @@ def test_a_trained_weight_moves_so_many_bytes_in_a_step_of_adamw():
         optimizer.step()
     # One kernel over lists: it returns nothing, so what it has written is what has changed.
     written = sum(tensor.nbytes for tensor, old in before.items() if not torch.equal(tensor, old))
-    assert clipping.others / weight.numel() == pytest.approx(traffic.CLIP, abs=0.1)
-    assert (stepping.others + written) / weight.numel() == pytest.approx(traffic.STATES["adamw"], abs=0.1)
+    assert clipping.others / weight.numel() == pytest.approx(moved_bytes.CLIP, abs=0.1)
+    assert (stepping.others + written) / weight.numel() == pytest.approx(moved_bytes.STATES["adamw"], abs=0.1)
 
 
 def test_stored_bytes_are_those_of_the_cards():
@@ -133,15 +133,15 @@ def test_stored_bytes_are_those_of_the_cards():
         ([], 32),
     ):
         recipe = with_settings(Recipe(), ["tricks.peft=lora", *(f"tricks.{setting}" for setting in settings)])
-        assert 8 * traffic.stored_bytes(recipe) == pytest.approx(bits, abs=5e-4)
+        assert 8 * moved_bytes.stored_bytes(recipe) == pytest.approx(bits, abs=5e-4)
 
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
     card = find_card("t4")
-    found = cost.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
+    found = step_time.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
     for part in found.parts:
         ideal = max(part.flops / 65e12, part.bytes / 320e9) + part.link_bytes / 16e9
-        assert part.seconds == pytest.approx(ideal / cost.EFFICIENCY)
+        assert part.seconds == pytest.approx(ideal / step_time.EFFICIENCY)
         assert part.why
     assert found.seconds == pytest.approx(sum(part.seconds for part in found.parts))
     assert found.tokens == 8 * 2048
@@ -151,9 +151,9 @@ USUAL = ["expand_kv=false", "lean_preparation=false"]
 """As a model is usually prepared; on a T4 the recipe asks for both."""
 
 
-def part(name: str, settings: list[str], card: str = "t4", **options) -> cost.Part:
+def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.Part:
     recipe = with_settings(kwanzaa(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
-    found = cost.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
+    found = step_time.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
     return next(part for part in found.parts if part.name == name)
 
 
@@ -165,7 +165,7 @@ def test_what_toggles_do_to_a_step():
     assert part("blocks forward", ["quantization=none"]).bytes < part("blocks forward", []).bytes, "nothing to unpack"
     assert part("between products", ["compile=true"]).bytes < part("between products", []).bytes / 3
     saved = part("optimizer", ["optimizer=adamw"]).bytes - part("optimizer", []).bytes
-    assert saved == (traffic.STATES["adamw"] - traffic.STATES["adamw_8bit"]) * 11_272_192
+    assert saved == (moved_bytes.STATES["adamw"] - moved_bytes.STATES["adamw_8bit"]) * 11_272_192
     with pytest.raises(StopIteration):
         part("blocks again", ["gradient_checkpointing=false"])
     together = part("gradients of the other cards", [], cards=4)
@@ -185,7 +185,7 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
     one, two = (
         next(
             part.flops
-            for part in cost.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
+            for part in step_time.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
             if part.name == "attention"
         )
         for rows in (1, 2)
@@ -205,7 +205,7 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
 )
 def test_the_kernel_follows_the_rows(settings, kernel, masked):
     recipe = with_settings(Recipe(), [s if s.startswith("train") else f"tricks.{s}" for s in settings])
-    found = cost.attention_kernel(recipe, find_shape("llama-3.2-1b"), CARDS["t4"], recipe.train.batch_size, 512)
+    found = step_time.attention_kernel(recipe, find_shape("llama-3.2-1b"), CARDS["t4"], recipe.train.batch_size, 512)
     assert found == (kernel, masked)
 
 
@@ -218,23 +218,23 @@ def test_a_window_is_a_mask_if_a_row_is_longer(window, masked):
         ("flash_attention_2", "flash", False),
     ):
         recipe = with_settings(Recipe(), [f"tricks.attention={attention}"])
-        assert cost.attention_kernel(recipe, shape, CARDS["t4"], 1, 512) == (kernel, has)
+        assert step_time.attention_kernel(recipe, shape, CARDS["t4"], 1, 512) == (kernel, has)
 
 
 @pytest.mark.parametrize(("settings", "kernel"), [([], "math"), (["tricks.expand_kv=true"], "memory-efficient")])
 def test_keys_of_as_many_heads_need_not_be_repeated(settings, kernel):
     recipe = with_settings(Recipe(), ["tricks.attention=sdpa", *settings])
     grouped = find_shape("llama-3.2-1b")
-    assert cost.attention_kernel(recipe, grouped, CARDS["t4"], 1, 512) == (kernel, False)
+    assert step_time.attention_kernel(recipe, grouped, CARDS["t4"], 1, 512) == (kernel, False)
     alike = replace(grouped, kv_heads=grouped.heads)
-    assert cost.attention_kernel(recipe, alike, CARDS["t4"], 1, 512) == ("memory-efficient", False)
+    assert step_time.attention_kernel(recipe, alike, CARDS["t4"], 1, 512) == ("memory-efficient", False)
 
 
 def test_one_card_and_tokens_that_are_all_trained_are_what_is_meant_when_nothing_is_said():
     card, shape = CARDS["t4"], find_shape("smollm2")
     recipe = with_settings(kwanzaa(card.device), ["tricks.chunked_loss=true"])
-    assert cost.work(recipe, shape, card, 512) == cost.work(recipe, shape, card, 512, 1.0, 1)
-    assert cost.work(recipe, shape, card, 512) != cost.work(recipe, shape, card, 512, 0.9, 2)
+    assert step_time.work(recipe, shape, card, 512) == step_time.work(recipe, shape, card, 512, 1.0, 1)
+    assert step_time.work(recipe, shape, card, 512) != step_time.work(recipe, shape, card, 512, 0.9, 2)
 
 
 def test_emulated_bf16_is_computed_in_fp32():
@@ -271,29 +271,29 @@ def test_emulated_bf16_is_computed_in_fp32():
 def test_two_public_runs_come_out_as_far_off_as_the_efficiency_says(model, card, tokens, measured, ratio, settings):
     usual = [f"tricks.{setting}" for setting in USUAL]
     recipe = with_settings(kwanzaa(CARDS[card].device), [*usual, *settings])
-    found = cost.step(recipe, find_shape(model), CARDS[card], tokens).tokens_per_second
+    found = step_time.step(recipe, find_shape(model), CARDS[card], tokens).tokens_per_second
     print(f"{model} on {card}: {found:,.0f} tokens/s, measured {measured:,}")
     assert found / measured == pytest.approx(ratio, abs=0.05)
 
 
 def test_minutes_and_price_of_a_run():
     flavor, card = FLAVORS["l4x4"], CARDS["l4"]
-    step = cost.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card, cards=4)
-    run = cost.run_cost(step, 1_000_000, flavor)
+    step = step_time.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card, cards=4)
+    run = step_time.run_cost(step, 1_000_000, flavor)
     hours = 1_000_000 / step.tokens / 4 * step.seconds / 3600
     assert (run.minutes, run.cost) == pytest.approx((hours * 60, hours * flavor.price))
 
 
 def test_tokens_of_a_run():
     recipe = with_settings(Recipe(), ["train.epochs=1.5", "train.batch_size=2", "tricks.gradient_accumulation=4"])
-    assert cost.run_tokens(recipe, 101, 100) == 152 * 100
-    assert cost.run_tokens(with_settings(recipe, ["train.max_steps=7"]), 101, 100) == 7 * 8 * 100
+    assert step_time.run_tokens(recipe, 101, 100) == 152 * 100
+    assert step_time.run_tokens(with_settings(recipe, ["train.max_steps=7"]), 101, 100) == 7 * 8 * 100
 
 
 def test_seconds_grow_with_every_toggle_that_only_adds_work():
     shape, card = find_shape("llama-3.2-1b"), CARDS["l4"]
     plain = Recipe(tricks={"peft": "lora", "precision": "bf16", "attention": "sdpa"})
-    base = cost.step(plain, shape, card).seconds
+    base = step_time.step(plain, shape, card).seconds
     for setting in ("gradient_checkpointing=true", "activation_offload=true", "quantization=nf4"):
-        assert cost.step(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
+        assert step_time.step(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
     assert products.checkpoints(plain) is False

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cria_tricks.catalogue import CONFIGS
-from cria_tricks.counting import flops
-from cria_tricks.hardware import products
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.bill import products
+from cria_tricks.measure.counting import flops
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from tests.hardware import models
 

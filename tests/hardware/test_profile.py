@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cria_tricks import hardware, recipes
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, device, this_device
 from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.recipe import Recipe, with_settings

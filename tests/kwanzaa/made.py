@@ -4,7 +4,7 @@ import copy
 import json
 from typing import Any
 
-from cria_tricks.data.chat import Chat
+from cria_tricks.data.rows import Chat
 from cria_tricks.kwanzaa.prompt import Row, read_rows
 from cria_tricks.kwanzaa.reply import Reply, read
 

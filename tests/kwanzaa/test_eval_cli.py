@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cria_tricks import cli, models
+from cria_tricks import models
+from cria_tricks.cli import main
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.device import pretend
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
@@ -23,7 +24,7 @@ SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-to
 def adapter(tmp_path_factory):
     """One LoRA step of the tiny model, as ``cria train`` leaves it."""
     from cria_tricks.recipe import Recipe, with_settings
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
     few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))
@@ -82,11 +83,11 @@ KINDS = {
 
 def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_path):
     """Rows of every kind that trains, without the contract: the losses are those of the tokens that training labels."""
-    from cria_tricks.chat import open_folder
+    from cria_tricks.adapter.chat import open_folder
     from cria_tricks.data.batches import PadToLongest
-    from cria_tricks.data.chat import read_jsonl
+    from cria_tricks.data.rows import read_jsonl
     from cria_tricks.data.tokens import tokenize, trained
-    from cria_tricks.losses import full_loss_sum
+    from cria_tricks.load.losses import full_loss_sum
 
     data, out = tmp_path / "any.jsonl", tmp_path / "eval"
     data.write_text("".join(json.dumps(row) + "\n" for row in KINDS.values()))
@@ -137,8 +138,8 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
     two ways, and by half a step at most, which is 2**-9 of a number.
     """
     from cria_tricks import models
-    from cria_tricks.chat import open_base, open_folder
-    from cria_tricks.data.chat import read_jsonl
+    from cria_tricks.adapter.chat import open_base, open_folder
+    from cria_tricks.data.rows import read_jsonl
     from cria_tricks.kwanzaa.generate import reference_loss
 
     one = ["--data", str(ROWS), "--limit", "1", "--max-new-tokens", "1"]  # bf16 is slow where it is emulated
@@ -155,7 +156,7 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
 def test_without_out_it_stands_beside_the_adapter_and_prints_a_table(adapter, run_cria, monkeypatch):
     from pathlib import Path
 
-    monkeypatch.setattr(cli.screen, "_width", 160)
+    monkeypatch.setattr(main.screen, "_width", 160)
     code, stdout, stderr = run_cria("eval", adapter, *SHORT)
     assert code == 0, stderr
     beside = Path(adapter).parent / "eval"
@@ -219,7 +220,7 @@ def test_more_rows_go_on_after_fewer_ones_of_another_kind(adapter, run_cria, tmp
 def test_the_reference_alone_loads_nothing_heavy(tmp_path):
     code = (
         f"import sys; sys.argv = ['cria', 'eval', '--reference', '--data', {str(ROWS)!r}, '--json']\n"
-        "from cria_tricks.cli import main\n"
+        "from cria_tricks.cli.main import main\n"
         "main()\n"
         "print([m for m in ('transformers', 'peft', 'bitsandbytes') if m in sys.modules], file=sys.stderr)\n"
     )

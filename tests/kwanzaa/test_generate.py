@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 
-from cria_tricks import interrupts
-from cria_tricks.adapters import without_adapter
-from cria_tricks.console import Aside
-from cria_tricks.data.chat import Chat
+from cria_tricks.common import interrupts
+from cria_tricks.common.console import Aside
+from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory
+from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize
-from cria_tricks.errors import BadInput, Diverged, OutOfMemory
 from cria_tricks.kwanzaa import generate
 from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.losses import full_loss_sum
+from cria_tricks.load.adapters import without_adapter
+from cria_tricks.load.losses import full_loss_sum
 from tests.helpers import prepare
 
 TOKENS = 6

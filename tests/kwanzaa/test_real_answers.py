@@ -11,7 +11,7 @@ import jupytext
 import pytest
 
 from cria_tricks.data import sources
-from cria_tricks.data.chat import read_jsonl
+from cria_tricks.data.rows import read_jsonl
 from cria_tricks.kwanzaa.prompt import Row, read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, kind
 from tools import notebooks

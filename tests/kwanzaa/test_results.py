@@ -8,9 +8,9 @@ import torch
 
 from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
+from cria_tricks.kwanzaa.page import markdown, scores_table
 from cria_tricks.kwanzaa.reply import read
-from cria_tricks.kwanzaa.report import markdown, scores_table
-from cria_tricks.kwanzaa.results import Scored, summarise
+from cria_tricks.kwanzaa.summary import Scored, summarise
 from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, REFUSAL, reply, row
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 (it registers the operation asked for below)
 
+from cria_tricks.bill.bill import Bill
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory.one_bill import Bill
-from cria_tricks.memory.shape import find_config, shape_of
+from cria_tricks.models.shape import find_config, shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
@@ -66,7 +66,7 @@ def counted(toggles: str, batch: int, tokens: int, *, model: str, device: Device
     """The same by dry run: peak bytes."""
     from transformers import AutoConfig
 
-    from cria_tricks.memory.dry_run import dry_run
+    from cria_tricks.predict.dry_run import dry_run
 
     plan = resolve(recipe(toggles, batch, tokens), device)
     return dry_run(plan, AutoConfig.for_model(**{**find_config(model), **fields}), batch, tokens).peak_bytes

@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cria_tricks.hardware import T4, Device
-from cria_tricks.measure import LiveBytes
-from cria_tricks.memory import as_on_cuda
-from cria_tricks.memory.as_on_cuda import kernels_of
+from cria_tricks.measure.memory import LiveBytes
+from cria_tricks.predict import cuda_on_cpu
+from cria_tricks.predict.cuda_on_cpu import kernels_of
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0), real_bf16=True, memory_bytes=40 * 2**30)
 B, H, K, D = 2, 6, 2, 16
@@ -63,7 +63,7 @@ def test_flash_takes_groups_on_a_newer_card_in_16_bits_only():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_math_kernel_is_torchs_to_the_byte(masked, autocast, monkeypatch):
     """Autocast casts its inputs and nothing inside: half-precision scores would be half the bytes."""
-    monkeypatch.setattr(as_on_cuda, "kernel_for", lambda *_, **__: "math")
+    monkeypatch.setattr(cuda_on_cpu, "kernel_for", lambda *_, **__: "math")
 
     def bytes_of(attend) -> tuple[int, int, int]:
         q, k, v = (torch.randn(B, heads, 32, D, requires_grad=True) for heads in (H, *(H if masked else K,) * 2))
@@ -75,7 +75,7 @@ def test_the_math_kernel_is_torchs_to_the_byte(masked, autocast, monkeypatch):
             out.sum().backward()
         return after, peak, live.peak
 
-    assert bytes_of(functools.partial(as_on_cuda._attend, T4)) == bytes_of(F.scaled_dot_product_attention)
+    assert bytes_of(functools.partial(cuda_on_cpu._attend, T4)) == bytes_of(F.scaled_dot_product_attention)
 
 
 def test_an_8_bit_product_is_made_of_32_bit_sums_and_unpacks_the_layer_on_the_way_back_only():

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, masking_utils
 from transformers.integrations import moe
 
-from cria_tricks.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
-from cria_tricks.measure import LiveBytes, every_tensor
-from cria_tricks.memory.dry_run import DryRun, dry_run
-from cria_tricks.memory.shape import find_config, shape_of
+from cria_tricks.measure.memory import LiveBytes, every_tensor
+from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.models.shape import find_config, shape_of
+from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import packing
@@ -132,7 +132,7 @@ def test_shapes_that_depend_on_numbers_are_said_in_one_line(monkeypatch):
     def numbers(*shape):
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
-    monkeypatch.setattr("cria_tricks.memory.dry_run.fake_window", numbers)
+    monkeypatch.setattr("cria_tricks.predict.dry_run.fake_window", numbers)
     with pytest.raises(BadInput, match=r"shapes inside a llama model depend on numbers.*leave --dry-run out"):
         dry_run(resolve(Recipe(), T4), AutoConfig.for_model(**CONFIGS["tiny"]), 1, 8)
 

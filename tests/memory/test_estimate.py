@@ -5,10 +5,10 @@ from types import ModuleType
 import pytest
 
 from benchmarks.estimate_error import outside
-from cria_tricks.errors import BadInput
-from cria_tricks.memory import block
-from cria_tricks.memory.constants import TOKENS_PER_CHUNK
-from cria_tricks.memory.one_bill import CONTEXT, WORKSPACES, Bill
+from cria_tricks.bill import block
+from cria_tricks.bill.bill import CONTEXT, WORKSPACES, Bill
+from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import TRICKS, trick_name
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
 

@@ -26,10 +26,10 @@ from benchmarks.estimate_error import (
     summary,
     sweep,
 )
-from cria_tricks.catalogue import CATALOGUE
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.dry_run import dry_run
-from cria_tricks.memory.shape import shape_of
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.catalogue import CATALOGUE
+from cria_tricks.models.shape import shape_of
+from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate

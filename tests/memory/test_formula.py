@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from cria_tricks.errors import BadInput
+from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill.formula import Formula, at_most, chunks, largest
+from cria_tricks.bill.moments import moments
+from cria_tricks.bill.step_time import work
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.hardware.cost import work
-from cria_tricks.memory.constants import TOKENS_PER_CHUNK
-from cria_tricks.memory.estimate import moments
-from cria_tricks.memory.formula import Formula, at_most, chunks, largest
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate, facts

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from cria_tricks import models
-from cria_tricks.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.shape import KINDS, REQUIRED, find_shape, shape_of
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
+from cria_tricks.models.shape import KINDS, REQUIRED, find_shape, shape_of
 
 PUBLISHED = {
     "smollm2": 134_515_008,

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.memory import toggles
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import LADDER, NEEDS, Bench
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES
-from cria_tricks.parallel.links import LINKS, compute_seconds, step_seconds
+from cria_tricks.predict import toggles
+from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
+from cria_tricks.predict.toggles import LADDER, NEEDS, Bench
 from cria_tricks.recipe import Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate

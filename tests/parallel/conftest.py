@@ -2,7 +2,7 @@
 
 import pytest
 
-from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.course.processes import Ranks
 
 
 @pytest.fixture(scope="session")

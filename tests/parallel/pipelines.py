@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cria_tricks.arguments import training_arguments
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.parallel.pipeline_fit import fit
-from cria_tricks.parallel.pipeline_loop import Loop
-from cria_tricks.parallel.pipeline_run import find_blocks
-from cria_tricks.parallel.world import World
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
+from cria_tricks.run.pipeline import find_blocks
+from cria_tricks.trainer.arguments import training_arguments
+from cria_tricks.trainer.pipeline_fit import fit
+from cria_tricks.trainer.pipeline_loop import Loop
 from tests.helpers import prepare
 
 LORA = ("tricks.peft=lora", "lora.r=4", "tricks.gradient_accumulation=4", "train.learning_rate=0.005")

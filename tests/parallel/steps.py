@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from cria_tricks import losses, models
-from cria_tricks.load import load
-from cria_tricks.parallel import numbers, sharded
-from cria_tricks.parallel.spread import Spread
-from cria_tricks.parallel.traffic import CountCollectives
-from cria_tricks.parallel.world import World
+from cria_tricks import models
+from cria_tricks.bill.calls import CountCollectives
+from cria_tricks.load import losses
+from cria_tricks.load.model import load
+from cria_tricks.parallel import dtensor
+from cria_tricks.processes import numbers
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.trainer.strategy import Spread
 
 TINY = ("model=random:tiny", "data.max_length=24", "tricks.gradient_accumulation=4", "tricks.peft=lora", "lora.r=4")
 """Two blocks of four heads, and two of keys; a step of four rows."""
@@ -63,13 +65,13 @@ def step(recipe: Recipe) -> dict[str, Any]:
             with spread.window(last=number == len(mine) - 1), autocast():
                 (spread.total(batch) / tokens * here.data).backward()
     learns = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = sharded.whole({name: p.grad for name, p in learns.items()})
+    gradients = dtensor.whole({name: p.grad for name, p in learns.items()})
     return {
         "gradients": {name.replace("_fsdp_wrapped_module.", ""): g.float().numpy() for name, g in gradients.items()},
         "bytes": dict(counted.bytes),
-        "weights": sum(sharded.own(p).nbytes for p in model.parameters()),
-        "learning": sum(sharded.own(p).nbytes for p in learns.values()),
-        "norm": float(sharded.clip(learns.values(), 1e9)),
+        "weights": sum(dtensor.own(p).nbytes for p in model.parameters()),
+        "learning": sum(dtensor.own(p).nbytes for p in learns.values()),
+        "norm": float(dtensor.clip(learns.values(), 1e9)),
     }
 
 
@@ -85,6 +87,6 @@ def write_rows(file: Path, many: int) -> Path:
 
 def train(settings: list[str], out: Path, resume: bool = False) -> dict[str, Any]:
     """A whole run, in as many processes as have joined; its report."""
-    from cria_tricks.run import train
+    from cria_tricks.run.run import train
 
     return train(with_settings(Recipe(name="short"), settings), out, resume=resume)

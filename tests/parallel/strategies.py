@@ -4,10 +4,10 @@ import functools
 
 import numpy as np
 
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.bill.calls import totals
+from cria_tricks.course.processes import Ranks
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import STRATEGIES
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.traffic import totals
 from tests.parallel import steps
 
 SHAPE = find_shape("random:tiny")

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import collectives, ring_collectives, world
-from cria_tricks.parallel.links import Line, Timing, fit
-from cria_tricks.parallel.traffic import CountCollectives, ring_share
+from cria_tricks.bill.calls import CountCollectives, ring_share
+from cria_tricks.common.errors import BadInput, Lost
+from cria_tricks.doctor import collectives
+from cria_tricks.parallel import ring_collectives
+from cria_tricks.predict.links import Line, Timing, fit
+from cria_tricks.processes import world
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel.data_pipeline import add_up, bubble, partners, place, traffic
 from cria_tricks.parallel.pipeline import idle_share, one_forward_one_backward, timetable
-from cria_tricks.parallel.pipeline_part import cut_windows
-from cria_tricks.parallel.traffic import CountCollectives, totals
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.trainer.pipeline_part import cut_windows
 from tests.helpers import difference, train
 from tests.parallel.pipelines import (
     GRADIENT,

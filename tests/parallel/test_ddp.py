@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel import ddp
 from cria_tricks.resolve import resolve
 from tests.parallel import steps

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel import ddp_tensor
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
@@ -17,7 +17,7 @@ def averaged() -> list[float]:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from cria_tricks.parallel.world import World
+    from cria_tricks.processes.world import World
 
     world = World.of(2, "cpu")
     whole = torch.nn.Parameter(torch.zeros(2))

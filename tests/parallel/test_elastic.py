@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import launch, numbers, rounds
-from cria_tricks.parallel.launch import Elastic
+from cria_tricks.common.errors import BadInput, Lost
+from cria_tricks.launch import torchrun
+from cria_tricks.launch.torchrun import Elastic
+from cria_tricks.processes import numbers, rendezvous
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
@@ -25,8 +26,8 @@ ENDPOINT = "localhost:29400"
 
 
 def words(*settings: str, processes: int = 2, out: Path | None = None, resume: bool = False, **elastic) -> str:
-    return launch.shown(
-        launch.command("smoke", "torchrun", processes, settings, out, resume=resume, elastic=Elastic(**elastic))
+    return torchrun.shown(
+        torchrun.command("smoke", "torchrun", processes, settings, out, resume=resume, elastic=Elastic(**elastic))
     )
 
 
@@ -72,7 +73,7 @@ def test_what_no_number_of_machines_could_do_is_refused(more, why):
 
 def test_accelerate_restarts_nothing():
     with pytest.raises(BadInput, match="--max-restarts, --nodes and --endpoint are torchrun's"):
-        launch.command("smoke", "accelerate", 2, elastic=Elastic(max_restarts=1))
+        torchrun.command("smoke", "accelerate", 2, elastic=Elastic(max_restarts=1))
 
 
 def test_the_last_machine_goes_on_alone(monkeypatch):
@@ -93,7 +94,7 @@ def test_processes_agree_on_a_round_whatever_earlier_ones_left():
 
         def join(number: int, found: list[str] = found) -> None:
             time.sleep(0.05 * (number == 0))  # so that the others find the old round first
-            found[number] = rounds.agree(store, number, 3, timeout=600)
+            found[number] = rendezvous.agree(store, number, 3, timeout=600)
 
         threads = [threading.Thread(target=join, args=(number,)) for number in range(3)]
         for thread in threads:
@@ -104,7 +105,7 @@ def test_processes_agree_on_a_round_whatever_earlier_ones_left():
         named.append(found[0])
     assert len(set(named)) == 3
     with pytest.raises(Lost, match="did not start"):
-        rounds.agree(store, 1, 3, timeout=0.1)
+        rendezvous.agree(store, 1, 3, timeout=0.1)
 
 
 def test_who_is_started_again_does_not_ask_for_it(monkeypatch):

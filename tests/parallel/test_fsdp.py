@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.parallel import fsdp
 from cria_tricks.resolve import resolve
 from tests.parallel import steps

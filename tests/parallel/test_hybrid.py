@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cria_tricks.errors import BadInput
-from cria_tricks.hybrid_demo import TINY, alone, over_the_cube, random_rows, refuse_cube
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course.hybrid_demo import TINY, alone, over_the_cube, random_rows, refuse_cube
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import hybrid
 from cria_tricks.parallel.hybrid import AXES, lines, traffic
-from cria_tricks.parallel.pipeline_part import cut_windows
-from cria_tricks.parallel.traffic import CountCollectives, totals
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.trainer.pipeline_part import cut_windows
 from tests.parallel.pipelines import make_four_blocks
 
 SIZES = {"data": 1, "stage": 2, "tensor": 2}
@@ -105,4 +105,4 @@ def test_heads_that_do_not_divide_are_refused(four):
 
 
 def test_the_card_names_its_script():
-    assert "torchrun --nproc-per-node 8 -m cria_tricks.hybrid_demo" in (hybrid.__doc__ or "")
+    assert "torchrun --nproc-per-node 8 -m cria_tricks.course.hybrid_demo" in (hybrid.__doc__ or "")

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cria_tricks import monitor
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import pretend
-from cria_tricks.parallel import launch
+from cria_tricks.launch import torchrun as launch
+from cria_tricks.measure import monitor
 from tests.parallel import steps
 
 # fp32, because the recipe's own precision differs between processors.
@@ -138,7 +138,7 @@ def test_ctrl_c_saves_and_ends_all(tmp_path):
 
 BAD = """
 import sys
-from cria_tricks.trainer import SharedTrainer
+from cria_tricks.trainer.shared import SharedTrainer
 
 honest = SharedTrainer.loss_sum
 
@@ -149,7 +149,7 @@ def loss_sum(self, model, inputs):
 
 
 SharedTrainer.loss_sum = loss_sum
-from cria_tricks.cli import main
+from cria_tricks.cli.main import main
 main()
 """
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from cria_tricks import device_map
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
+from cria_tricks.load import device_map
 from cria_tricks.parallel import model
 from cria_tricks.resolve import resolve
 from tests.parallel import steps

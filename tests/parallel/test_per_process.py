@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
-from cria_tricks.measure import LiveBytes, _quantization_tensors
-from cria_tricks.memory.estimate import moments
-from cria_tricks.memory.one_bill import Row
-from cria_tricks.memory.shape import Shape, find_shape, shape_of
-from cria_tricks.parallel import STRATEGIES, sharded
-from cria_tricks.parallel.per_process import STRATEGIES as ESTIMATED
-from cria_tricks.parallel.per_process import Bill, local, per_process, zero_bytes
+from cria_tricks.bill.bill import Row
+from cria_tricks.bill.moments import moments
+from cria_tricks.common.errors import BadInput
+from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
+from cria_tricks.models.shape import Shape, find_shape, shape_of
+from cria_tricks.parallel import STRATEGIES, dtensor
 from cria_tricks.parallel.pipeline import one_forward_one_backward
-from cria_tricks.parallel.pipeline_part import Part
-from cria_tricks.parallel.pipeline_run import find_blocks
-from cria_tricks.parallel.world import World
+from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
+from cria_tricks.predict.per_process import Bill, local, per_process, zero_bytes
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run.pipeline import find_blocks
+from cria_tricks.trainer.pipeline_part import Part
 from cria_tricks.tricks.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
@@ -77,7 +77,7 @@ def made(folder: Path, strategy: str, data: int, settings: tuple[str, ...]) -> t
         loaded.model.gradient_checkpointing_enable({"use_reentrant": False})
     total = STRATEGIES[strategy].spread(Summed(loaded.model), plan, World.of(data, "cpu"))
     optimizer = torch.optim.AdamW([p for p in total.parameters() if p.requires_grad], fused=True)
-    sharded.group_apart(optimizer)
+    dtensor.group_apart(optimizer)
 
     def micro_batch(tokens: int, last: bool = True) -> None:
         if strategy == "fsdp":

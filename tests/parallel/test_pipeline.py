@@ -12,20 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cria_tricks.adapters import add_adapter
-from cria_tricks.counting import SavedBytes
+from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.common.errors import BadInput, Diverged
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import BadInput, Diverged
-from cria_tricks.measure import every_tensor
-from cria_tricks.memory.shape import find_shape
+from cria_tricks.load.adapters import add_adapter
+from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.measure.memory import every_tensor
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel.pipeline import bubble, gpipe, idle_share, one_forward_one_backward, step, timetable, traffic
-from cria_tricks.parallel.pipeline_part import KINDS, Part, cut_windows
-from cria_tricks.parallel.pipeline_run import NOT_LORA, find_blocks, refuse
-from cria_tricks.parallel.traffic import CountCollectives, totals
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer import CONTEXTS
+from cria_tricks.run.pipeline import NOT_LORA, find_blocks, refuse
+from cria_tricks.trainer.pipeline_part import KINDS, Part, cut_windows
+from cria_tricks.trainer.shared import CONTEXTS
 from tests.helpers import difference, train
 from tests.parallel.pipelines import (
     GRADIENT,
@@ -269,7 +269,7 @@ def test_what_a_plan_lays_around_a_forward_pass_is_there(four_blocks, monkeypatc
 
 
 def short_run(out: Path, settings: list[str]) -> dict[str, Any]:
-    from cria_tricks.parallel.pipeline_run import train
+    from cria_tricks.run.pipeline import train
 
     return train(with_settings(Recipe(name="short"), settings), out)
 
@@ -280,8 +280,9 @@ def test_the_adapter_is_whole(two, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from cria_tricks import artifact, models
-    from cria_tricks.run import train
+    from cria_tricks import models
+    from cria_tricks.adapter import folder as artifact
+    from cria_tricks.run.run import train
 
     rows = Path(sources.__file__).parent / "nguzo_saba_eval.jsonl"
     few = tmp_path / "few.jsonl"
@@ -397,7 +398,7 @@ def test_blocks_that_do_not_fit_are_refused_in_one_line(sizes, layers, stages, k
 
 
 def test_the_command_says_what_is_wrong_in_one_line():
-    asked = [sys.executable, "-m", "cria_tricks.pipeline_command", "smoke"]
+    asked = [sys.executable, "-m", "cria_tricks.cli.pipeline_command", "smoke"]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 process for 1 pipeline")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cria_tricks.parallel import pipeline_fit
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.trainer import pipeline_fit
 
 IGNORED = -100
 

@@ -70,13 +70,13 @@ def test_two_processes_take_the_steps_of_one_and_one_goes_on_from_them(two, base
 
 
 def test_a_checkpoint_without_a_position_is_refused(base, alone, tmp_path):
-    from cria_tricks import durable
-    from cria_tricks.checkpoints import Checkpoint
-    from cria_tricks.errors import BadInput
-    from cria_tricks.resumable import position
+    from cria_tricks.common import atomic_files
+    from cria_tricks.common.errors import BadInput
+    from cria_tricks.store.checkpoints import Checkpoint
+    from cria_tricks.trainer.resumable import position
 
     path = alone["folder"] / "checkpoints" / "checkpoint-6"
     assert set(position(Checkpoint(path, 6, {}, {}))) == {"0", "1", "2", "3"}
-    assert not durable.damage(path)
+    assert not atomic_files.damage(path)
     with pytest.raises(BadInput, match="cannot be loaded"):
         position(Checkpoint(tmp_path, 6, {}, {}))

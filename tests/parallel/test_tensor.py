@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
-from cria_tricks.memory import shape
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models import shape
 from cria_tricks.parallel import tensor
 from cria_tricks.resolve import resolve
 from tests.parallel import steps

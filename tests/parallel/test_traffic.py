@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cria_tricks.parallel.traffic import _KIND, Call, CountCollectives, ring_share, totals
+from cria_tricks.bill.calls import _KIND, Call, CountCollectives, ring_share, totals
 
 
 @pytest.mark.parametrize(

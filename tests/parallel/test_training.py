@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cria_tricks import models
-from cria_tricks.parallel.ranks import Ranks
+from cria_tricks.course.processes import Ranks
 from tests.parallel import steps
 
 TIMES = {"step_seconds", "peak_bytes", "eval_seconds"}

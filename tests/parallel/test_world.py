@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks import last_words
-from cria_tricks.callbacks import StopOnSignal
-from cria_tricks.errors import BadInput, Lost
-from cria_tricks.parallel import neighbours, numbers, ranks, world
-from cria_tricks.parallel.ranks import Ranks
-from cria_tricks.parallel.world import World
+from cria_tricks.common.errors import BadInput, Lost
+from cria_tricks.course import processes
+from cria_tricks.course.processes import Ranks
+from cria_tricks.processes import exit, numbers, watchdog, world
+from cria_tricks.processes.world import World
+from cria_tricks.trainer.callbacks import StopOnSignal
 
 
 def test_alone_nothing_is_exchanged():
@@ -114,7 +114,7 @@ def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatc
     monkeypatch.setattr(world, "may_speak", asked)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
-        last_words.leave("error: another died", 1)
+        exit.leave("error: another died", 1)
     assert capsys.readouterr().err == "error: another died\n"
 
 
@@ -146,13 +146,13 @@ def stuck(file: Path) -> None:
 
     if dist.get_rank() == 1:
         os._exit(1)
-    neighbours.PATIENCE = 0.5
+    watchdog.PATIENCE = 0.5
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
     time.sleep(60)
 
 
 def test_one_that_does_not_notice_that_another_died_is_ended_with_the_same_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE", 30)
+    monkeypatch.setattr(processes, "PATIENCE", 30)
     with Ranks(2) as pool, pytest.raises(RuntimeError, match="process 0: it has ended"):
         pool.run(stuck, tmp_path / "said")
     said = "error: another process of this run died or stopped answering; nothing was saved\n"

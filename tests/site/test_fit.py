@@ -9,14 +9,14 @@ from urllib.parse import parse_qs, urlencode
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.errors import BadInput
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import duration, money
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
-from cria_tricks.memory import bill
-from cria_tricks.memory.shape import find_shape
-from cria_tricks.memory.toggles import Bench
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import plan_data
+from cria_tricks.predict.toggles import Bench
 from cria_tricks.recipe import Tricks, with_settings
-from cria_tricks.units import duration, money
 from tests.site.test_browser import settles
 from tools import fit
 
@@ -58,9 +58,9 @@ def planned(choice):
     recipe = with_settings(recipes.kwanzaa(card.device), settings)
     bench = Bench(find_shape(recipe.model), card.device)
     try:
-        found = bill.bill(bench, recipe)
-        found["doubts"] = bill.doubts(bench, recipe, found["needed_bytes"])
-        return recipe, found, bill.prices(bench, recipe, choice["rows"]), ""
+        found = plan_data.bill(bench, recipe)
+        found["doubts"] = plan_data.doubts(bench, recipe, found["needed_bytes"])
+        return recipe, found, plan_data.prices(bench, recipe, choice["rows"]), ""
     except BadInput as error:
         return recipe, {}, [], str(error)
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from transformers import BioGptConfig, BioGptForCausalLM, TrainerCallback
 
-import cria_tricks.losses
-from cria_tricks.counting import flops, peak_bytes
-from cria_tricks.errors import BadInput
-from cria_tricks.memory.constants import TOKENS_PER_CHUNK
+import cria_tricks.load.losses
+from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.common.errors import BadInput
+from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
@@ -189,7 +189,7 @@ def test_switch(tiny_model, rows, tmp_path, monkeypatch):
         called.append(arguments)
         return chunked_cross_entropy(*arguments)
 
-    monkeypatch.setattr(cria_tricks.losses, "chunked_cross_entropy", watched)
+    monkeypatch.setattr(cria_tricks.load.losses, "chunked_cross_entropy", watched)
     sets = ("tricks.peft=lora", "tricks.gradient_accumulation=2", "train.batch_size=2", "train.max_steps=1")
     seen = {}
     for on in (False, True):

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
-from cria_tricks.counting import SavedBytes, peak_bytes
+from cria_tricks.common.errors import BadInput
 from cria_tricks.data.batches import PadToLongest
-from cria_tricks.errors import BadInput
 from cria_tricks.hardware import T4, Device
+from cria_tricks.measure.counting import SavedBytes, peak_bytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import compile
@@ -203,6 +203,6 @@ def test_where_no_kernel_can_be_made_it_is_refused(monkeypatch):
 
 
 def test_a_model_without_blocks_is_refused(tiny_model, monkeypatch):
-    monkeypatch.setattr("cria_tricks.load.GradientCheckpointingLayer", torch.nn.Conv3d)
+    monkeypatch.setattr("cria_tricks.load.model.GradientCheckpointingLayer", torch.nn.Conv3d)
     with pytest.raises(BadInput, match="not built of blocks"):
         prepare(tiny_model, "tricks.compile=true")

@@ -8,8 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cria_tricks.hardware import T4, Device
-from cria_tricks.hardware.kernels import attention_kernel
-from cria_tricks.measure import LiveBytes
+from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.expand_kv import expand_kv

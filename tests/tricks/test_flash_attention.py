@@ -7,8 +7,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks.hardware.kernels import attention_kernel
-from cria_tricks.measure import LiveBytes
+from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.tricks.flash_attention import flash_attention
 from tests.helpers import prepare
 from tests.tolerances import FLASH_ATTENTION

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks import chat
+from cria_tricks.adapter import chat
 from cria_tricks.hardware import T4, Device
-from cria_tricks.hardware.kernels import attention_kernel
-from cria_tricks.measure import LiveBytes
+from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.tricks import flash_decoding as technique
 from cria_tricks.tricks.flash_decoding import attend_piece, flash_decoding, merge
 from tests.tolerances import FLASH_DECODING

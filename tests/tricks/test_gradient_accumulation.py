@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import TrainerCallback
 
-import cria_tricks.trainer
-from cria_tricks.counting import SavedBytes, flops, peak_bytes
+import cria_tricks.trainer.shared
 from cria_tricks.data import sources
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED, tokenize
+from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.tricks.gradient_accumulation import accumulated, trained_tokens
 from tests.helpers import difference, train
 from tests.tolerances import ACCUMULATED_GRADIENT
@@ -108,7 +108,7 @@ def test_math_in_production(tiny_model, tmp_path, monkeypatch):
             watch.taken.extend(rows)
             return super().__call__(rows)
 
-    monkeypatch.setattr(cria_tricks.trainer, "PadToLongest", Watched)
+    monkeypatch.setattr(cria_tricks.trainer.shared, "PadToLongest", Watched)
     sets = (f"tricks.gradient_accumulation={A_STEP}", "train.max_grad_norm=1e9")  # clipping would scale it first
     train(tiny_model, ragged(12, 512), tmp_path, *sets, callbacks=[watch])
     assert watch.sizes == [A_STEP] * 13 + [3]

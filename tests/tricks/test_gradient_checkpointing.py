@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import TrainerCallback, TrainingArguments
 
-import cria_tricks.arguments
-from cria_tricks.counting import SavedBytes, flops, peak_bytes
+import cria_tricks.trainer.arguments
+from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.tricks import gradient_checkpointing
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from tests.helpers import prepare, train
@@ -250,8 +250,8 @@ def test_switch(name, peft, tiny_model, rows, tmp_path, monkeypatch):
         given.update(named)
         return TrainingArguments(**named)
 
-    monkeypatch.setattr(cria_tricks.arguments, "fields", lambda _: known)
-    monkeypatch.setattr(cria_tricks.arguments, "TrainingArguments", arguments)
+    monkeypatch.setattr(cria_tricks.trainer.arguments, "fields", lambda _: known)
+    monkeypatch.setattr(cria_tricks.trainer.arguments, "TrainingArguments", arguments)
 
     sets = (f"tricks.peft={peft}", "lora.dropout=0.1", "train.max_steps=1", "train.max_grad_norm=1e9")
     seen = {}

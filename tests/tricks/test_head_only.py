@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cria_tricks.counting import SavedBytes
+from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.tricks.head_only import HeadOnly
 from tests.helpers import prepare, train, trained_weights
 

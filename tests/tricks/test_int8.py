@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cria_tricks.errors import BadInput
+from cria_tricks.adapter.merge import CPU
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.merge import CPU
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.int8 import linear_8bit, quantize_rows

@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from cria_tricks import artifact, models
-from cria_tricks.counting import SavedBytes
+from cria_tricks import models
+from cria_tricks.adapter import folder
+from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.lora import LoraLinear, trained_weights
 from tests.helpers import prepare, train
@@ -99,7 +100,7 @@ def test_mechanism_saved():
 
 def test_the_formula_counts_the_capstones_model():
     """Against the real modules of Llama-3.2-1B's shape, built without weights."""
-    from cria_tricks.load import count_trainable
+    from cria_tricks.load.model import count_trainable
     from cria_tricks.recipe import with_settings
     from cria_tricks.resolve import resolve
 
@@ -127,7 +128,7 @@ def test_switch(kind, tiny_model, tokenizer, rows, tmp_path):
     widths = 2 * ((256, 256), (256, 128), (256, 128), (256, 256), (256, 512), (256, 512), (512, 256))
     expected = trained_weights(widths, 4, dora=kind == "dora")
     assert sum(weight.numel() for weight in copies(loaded).values()) == expected
-    artifact.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
+    folder.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert sum(tensor.nbytes for tensor in saved.values()) == 4 * expected
     assert run.training[-1]["loss"] < run.training[0]["loss"]

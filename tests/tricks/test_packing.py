@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from transformers import MistralConfig, MistralForCausalLM
 
-from cria_tricks.attention import lengths_or_mask
+from cria_tricks.common.errors import BadInput
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
-from cria_tricks.errors import BadInput
 from cria_tricks.hardware import Device
-from cria_tricks.kwanzaa.lengths import row_lengths
+from cria_tricks.load.attention import lengths_or_mask
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.packing import best_fit, block_causal_mask, by_document, document_lengths, documents, pack

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from cria_tricks.arguments import OPTIMIZERS
-from cria_tricks.counting import peak_bytes
 from cria_tricks.hardware import T4
-from cria_tricks.load import load
+from cria_tricks.load.model import load
+from cria_tricks.measure.counting import peak_bytes
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.trainer.arguments import OPTIMIZERS
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import SMALL_LORA, prepare
 

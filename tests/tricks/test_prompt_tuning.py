@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cria_tricks import artifact
-from cria_tricks.counting import flops
-from cria_tricks.errors import BadInput
+from cria_tricks.adapter import folder
+from cria_tricks.common.errors import BadInput
+from cria_tricks.measure.counting import flops
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.prompt_tuning import with_prompt
@@ -52,7 +52,7 @@ def test_switch(tiny_model, tokenizer, rows, tmp_path):
 
     run, loaded = train(tiny_model, rows, tmp_path / "run", *PROMPT, "train.epochs=4", "train.learning_rate=0.1")
     assert run.training[-1]["loss"] < run.training[0]["loss"]
-    artifact.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
+    folder.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert [tuple(tensor.shape) for tensor in saved.values()] == [(5, 256)]
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from cria_tricks import artifact
-from cria_tricks.chat import open_folder
-from cria_tricks.errors import BadInput
+from cria_tricks.adapter import folder
+from cria_tricks.adapter.chat import open_folder
+from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
 from tests.helpers import difference, prepare, train, trained_weights
@@ -73,7 +73,7 @@ def test_switch(quantization, tiny_model, tokenizer, rows, tmp_path):
     assert difference(seen["copy"], seen["block"]) < (1e-2 if quantization == "int8" else 1e-6)
     run, loaded = train(tiny_model, rows, tmp_path / "run", *SIDE, *quantised, "train.epochs=3")
     assert run.training[-1]["loss"] < run.training[0]["loss"]
-    artifact.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
+    folder.save(tmp_path / "adapter", loaded.model, tokenizer, str(tiny_model), "", Recipe())
     saved = load_file(tmp_path / "adapter" / "side_network.safetensors")
     assert saved.keys() == trained_weights(loaded).keys()
     assert not list((tmp_path / "adapter").glob("model*.safetensors")), "no base weights"

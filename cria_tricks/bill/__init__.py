@@ -1,0 +1,1 @@
+"""Arithmetic only: bytes and seconds of a training step, from the widths of a model. It loads nothing."""

@@ -1,0 +1,102 @@
+"""What is known about a step of training before its bytes are added up: the tricks change it one after the other."""
+
+from dataclasses import dataclass
+
+from cria_tricks.bill.constants import FP32
+from cria_tricks.hardware.device import Device
+from cria_tricks.models.shape import Shape
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step, in bytes an element; the tricks change it one after the other.
+
+    Attributes:
+        shape: of the model.
+        device: that it is meant for.
+        batch: rows of a micro-batch.
+        tokens: of a row.
+        trained_tokens: of a micro-batch.
+        matrices: bytes of the blocks' matrices as they are stored, experts' apart.
+        others: bytes of an element of the other weights: embedding, head, norms, biases, experts.
+        operand: bytes of an element of what products multiply.
+        bf16: whether these two bytes are bf16.
+        stream: of the hidden states between the blocks.
+        product: of what a product gives.
+        unpacks: whether a product unpacks its weight first.
+        pins_inputs: whether products keep their inputs out of autograd's sight, where checkpointing cannot drop them.
+        trains_all: whether the loaded weights train.
+        added: trained tensors beside the loaded weights: how many, elements of each.
+        adapted: the matrices that have an adapter.
+        rank: of the adapters.
+        dora: whether they learn magnitudes too.
+        dropout: whether some of their inputs are dropped.
+        raises_inputs: whether adapters raise 16-bit inputs to fp32 first.
+        learning_blocks: blocks through which the gradient flows, from the last one on.
+        learns_beside: whether each of these has a trained copy of itself beside it.
+        trains_head: whether the head trains.
+        kernel: the attention's: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
+        repeats_keys: whether keys and values are repeated for every query head.
+        maskless: whether attention runs without a mask.
+        joins_documents: whether attention's results are joined from those of each document.
+        checkpointed: whether blocks keep their input only.
+        offloaded: whether what blocks keep waits on the host.
+        chunk: tokens whose logits are alive at once; 0 for all.
+        accumulates: whether gradients of earlier micro-batches wait.
+        state_bits: bits of an element of the optimizer's two states.
+        paged: whether large states live in managed memory, which the card's allocator does not see.
+    """
+
+    shape: Shape
+    device: Device
+    batch: int
+    tokens: int
+    trained_tokens: int
+    matrices: int
+    others: int = FP32
+    operand: int = FP32
+    bf16: bool = False
+    stream: int = FP32
+    product: int = FP32
+    unpacks: bool = False
+    pins_inputs: bool = False
+    trains_all: bool = True
+    added: tuple[tuple[int, int], ...] = ()
+    adapted: tuple[str, ...] = ()
+    rank: int = 0
+    dora: bool = False
+    dropout: bool = False
+    raises_inputs: bool = True
+    learning_blocks: int = 0
+    learns_beside: bool = False
+    trains_head: bool = True
+    kernel: str = "eager"
+    repeats_keys: bool = True
+    maskless: bool = False
+    joins_documents: bool = False
+    checkpointed: bool = False
+    offloaded: bool = False
+    chunk: int = 0
+    accumulates: bool = False
+    state_bits: int = 32
+    paged: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether matrices are stored in 8 bits or 4."""
+        return self.unpacks or self.pins_inputs
+
+    @property
+    def all_tokens(self) -> int:
+        """n, of a micro-batch."""
+        return self.batch * self.tokens
+
+    @property
+    def trained(self) -> tuple[tuple[int, int], ...]:
+        """Trained tensors: how many, elements of each."""
+        return (self.shape.tensors if self.trains_all else ()) + self.added
+
+    @property
+    def trained_weights(self) -> int:
+        """Elements that train."""
+        return sum(many * elements for many, elements in self.trained)

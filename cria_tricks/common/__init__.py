@@ -1,0 +1,1 @@
+"""What every part may use: errors, files, units, words on a terminal, signals. It knows nothing of models."""

@@ -1,0 +1,70 @@
+"""How many rows each step of the data read, took away and added."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from cria_tricks.data.rows import Chat
+from cria_tricks.recipe import Data
+
+READ, KEPT = "read", "kept"
+CUT, DROPPED = "cut at data.max_length", "longer than data.max_length"
+LEAK, LEAK_KEPT = "in the evaluation set", "in the evaluation set, and kept"
+QUIET = (READ, KEPT, CUT, LEAK_KEPT)
+"""What is counted and takes nothing away; a warning speaks of the last two."""
+ADDED = {
+    "shuffle_documents": "added with its documents shuffled",
+    "drop_uncited": "added without the documents that are not cited",
+    "drop_cited": "added as a refusal, without the documents that are cited",
+}
+"""Fields of the recipe that add rows, and what the rows are counted as."""
+
+
+class Tally:
+    """How many rows each step read, took away or added, and how many words are in them.
+
+    Args:
+        counts: of an earlier one, from :meth:`to_dict`.
+        kinds: of an earlier one.
+
+    Attributes:
+        kinds: how many rows of each kind became tokens; see :attr:`cria_tricks.data.rows.Chat.kind`.
+    """
+
+    def __init__(self, counts: Mapping[str, Mapping[str, int]] | None = None, kinds: Mapping[str, int] | None = None):
+        self.rows: Counter[str] = Counter()
+        self.words: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.add(counts or {}, kinds or {})
+
+    def count(self, step: str, row: Chat) -> None:
+        self.rows[step] += 1
+        self.words[step] += len(row.content.split())
+
+    def add(self, counts: Mapping[str, Mapping[str, int]], kinds: Mapping[str, int]) -> None:
+        self.kinds.update(kinds)
+        for step, entry in counts.items():
+            self.rows[step] += entry["rows"]
+            self.words[step] += entry["words"]
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Plain JSON data, the steps in the order in which they were met first."""
+        return {step: {"rows": number, "words": self.words[step]} for step, number in self.rows.items()}
+
+    def in_words(self) -> str:
+        """One line of what was taken away or added; empty where nothing was."""
+        steps = [f"{number:,} {step}" for step, number in self.rows.items() if step not in QUIET]
+        return f"{self.rows[READ]:,} rows read: {', '.join(steps)}; {self.rows[KEPT]:,} kept" if steps else ""
+
+
+def warnings(tally: Tally, settings: Data) -> list[str]:
+    """Say what the report should not leave to its table."""
+    kept, said = tally.rows[LEAK_KEPT], []
+    if kept:
+        said.append(
+            f"{kept} training rows ask what an evaluation row asks, or nearly, so the evaluation loss is too good; "
+            "set data.leakage=drop to leave them out, or data.leakage=ignore"
+        )
+    for field, step in ADDED.items():
+        if getattr(settings, field) and not tally.rows[step]:
+            said.append(f"data.{field} has no effect: no row could be changed in this way")
+    return said

@@ -1,0 +1,94 @@
+"""Which training rows are left out, and why; everything here looks at one row alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.counts import LEAK, LEAK_KEPT, READ, Tally
+from cria_tricks.data.duplicates import Guard
+from cria_tricks.data.rows import Chat
+from cria_tricks.recipe import Data
+
+LOOKED_AT = 4000
+"""Characters of a row that tell its language: the first ones."""
+
+
+class Sieve:
+    """Filters, and the guard of the evaluation rows.
+
+    Args:
+        settings: the recipe's ``data`` fields.
+        held_out: the evaluation's rows.
+        say: takes a sentence when the first training row is found that is one of them, and is kept.
+
+    Raises:
+        BadInput: for a language that cannot be told.
+    """
+
+    def __init__(self, settings: Data, held_out: Sequence[Chat], say: Callable[[str], None] = lambda sentence: None):
+        self.settings, self.say = settings, say
+        self.guard = Guard(held_out) if held_out and settings.leakage != "ignore" else None
+        self.language = Language(settings.language) if settings.language else None
+        self.first_leak = ""
+
+    def keeps(self, row: Chat, tally: Tally) -> bool:
+        """Whether a row is trained on; counts it."""
+        tally.count(READ, row)
+        reason = self._unfit(row)
+        if reason:
+            tally.count(reason, row)
+        return not reason and self.may_be_trained(row, tally)
+
+    def may_be_trained(self, row: Chat, tally: Tally) -> bool:
+        """Whether it is no evaluation row, or may be one; of an augmented row only this is asked.
+
+        Raises:
+            BadInput: with ``leakage="error"``.
+        """
+        leak = self.guard.find(row) if self.guard else None
+        if leak is None:
+            return True
+        said = f"{leak.row} is {leak.held_out}" if leak.similarity == 1 else (
+            f"{leak.row} is nearly {leak.held_out} (similarity {leak.similarity:.2f})"
+        )  # fmt: skip
+        if self.settings.leakage == "error":
+            raise BadInput(f"data.leakage=error: {said}; take it out of one of the two, or set data.leakage=drop")
+        drop = self.settings.leakage == "drop"
+        tally.count(LEAK if drop else LEAK_KEPT, row)
+        if not drop and not self.first_leak:
+            self.first_leak = said
+            self.say(said)
+        return drop is False
+
+    def _unfit(self, row: Chat) -> str:
+        words, wanted = len(row.content.split()), self.settings
+        if words < wanted.min_words:
+            return "shorter than data.min_words"
+        if wanted.max_words and words > wanted.max_words:
+            return "longer than data.max_words"
+        if self.language and not self.language.is_of(row.content):
+            return "in another language"
+        return ""
+
+
+class Language:
+    """Tells one language from the others that py3langid knows.
+
+    Args:
+        code: of ISO 639-1, e.g. ``"en"``.
+
+    Raises:
+        BadInput: if it does not know it.
+    """
+
+    def __init__(self, code: str):
+        import py3langid.langid
+
+        self.code = code
+        self.identifier: Any = py3langid.langid.LanguageIdentifier.from_model_file(py3langid.langid.MODEL_FILE)
+        if code not in self.identifier.labels:
+            known = ", ".join(sorted(self.identifier.labels))
+            raise BadInput(f"data.language={code}: cannot be told from others; there are {known}")
+
+    def is_of(self, text: str) -> bool:
+        return self.identifier.classify(text[:LOOKED_AT])[0] == self.code

@@ -1,0 +1,33 @@
+"""Settings of the data that cannot work together."""
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.recipe import Recipe
+
+
+def refuse(recipe: Recipe) -> None:
+    """Refuse what cannot work before anything is read.
+
+    Raises:
+        BadInput: naming the fields, and what to set.
+    """
+    data = recipe.data
+    if data.overlap >= data.max_length:
+        raise BadInput(
+            f"data.overlap={data.overlap} with data.max_length={data.max_length}: every row of a text must hold new "
+            "tokens; set data.overlap below data.max_length"
+        )
+    if 0 < data.max_words < data.min_words:
+        raise BadInput(
+            f"data.min_words={data.min_words} with data.max_words={data.max_words}: no row can be both; raise "
+            "data.max_words, or set it to 0"
+        )
+    if data.stream and not recipe.train.max_steps:
+        raise BadInput(
+            "data.stream=true: a stream has no end, so epochs cannot be counted; set train.max_steps, e.g. "
+            "--set train.max_steps=1000"
+        )
+    if data.stream and recipe.tricks.packing:
+        raise BadInput(
+            "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false (rows of "
+            "texts are full without it)"
+        )

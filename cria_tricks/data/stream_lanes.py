@@ -1,0 +1,102 @@
+"""Lanes of a stream: which shards each has, and where it is.
+
+The position of a lane is the state that ``datasets`` keeps of its data set, and how many rows of the last item were
+given: an item is a row of a file, which may become several, or one shard of texts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.counts import Tally
+from cria_tricks.data.shards import Hub, Streamed
+from cria_tricks.data.tokens import trained
+
+Row = dict[str, list[int]]
+
+
+class Lane:
+    """The rows of one lane, for ever.
+
+    Args:
+        dataset: a ``datasets.IterableDataset`` of items.
+        read: makes the rows of an item, and counts what it leaves out.
+        shuffles: whether shards come in another order with each pass.
+        lanes: how many there are, for an error.
+    """
+
+    def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[Row]], shuffles: bool, lanes: int):
+        self.dataset, self.read, self.shuffles, self.lanes = dataset, read, shuffles, lanes
+        self.before: Any = None
+        self.epoch = self.given = self.in_epoch = self.rows = self.tokens = self.trained = 0
+        self.tally = Tally()
+
+    def __iter__(self) -> Iterator[Row]:
+        while True:
+            if self.shuffles:
+                self.dataset.set_epoch(self.epoch)
+            self.dataset.load_state_dict(self.before)
+            for item in self.dataset:
+                rows = self.read(item, Tally() if self.given else self.tally)  # counted when it was read first
+                while self.given < len(rows):
+                    self.given += 1
+                    yield self._counted(rows[self.given - 1])
+                self.before, self.given = self.dataset.state_dict(), 0
+            if not self.in_epoch:
+                raise too_few(self.lanes)
+            self.epoch, self.before, self.in_epoch = self.epoch + 1, None, 0
+
+    def _counted(self, row: Row) -> Row:
+        self.in_epoch, self.rows = self.in_epoch + 1, self.rows + 1
+        self.tokens, self.trained = self.tokens + len(row["input_ids"]), self.trained + trained(row)
+        return row
+
+    NUMBERS = ("before", "epoch", "given", "in_epoch", "rows", "tokens", "trained")
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {name: getattr(self, name) for name in self.NUMBERS} | {
+            "tally": self.tally.to_dict(),
+            "kinds": dict(self.tally.kinds),
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Be where another lane was when its state was taken."""
+        for name in self.NUMBERS:
+            setattr(self, name, state[name])
+        self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have none
+
+
+def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
+    """A ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
+
+    Args:
+        source: what is read.
+        seed: of the order.
+        mine: which lanes to return.
+
+    Raises:
+        BadInput: if there are fewer shards than lanes.
+    """
+    from datasets import IterableDataset
+    from datasets.distributed import split_dataset_by_node
+
+    if isinstance(source, Hub):
+        return [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
+    shards: list[Any] = source.shards()
+    if len(shards) < source.lanes:
+        raise too_few(source.lanes)
+    order = np.random.default_rng(seed).permutation(len(shards))
+    kwargs = {"shards": [shards[index] for index in order], "seed": seed}
+    whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
+    return [whole.shard(source.lanes, lane, contiguous=False) for lane in mine]
+
+
+def too_few(lanes: int) -> BadInput:
+    """What to say when a lane would stay empty."""
+    return BadInput(
+        f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
+        "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"
+    )

@@ -1,0 +1,147 @@
+"""One technique, or all of them, told from their modules: ``cria explain``, ``cria tricks`` and the README's table.
+
+python -m cria_tricks.doctor.explain README.md    # writes the table between its two marks
+"""
+
+import functools
+import inspect
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import nearest, plain
+from cria_tricks.parallel import BESIDE, STRATEGIES
+from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
+
+COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
+MARKS = {
+    "tricks": (
+        "<!-- the table of tricks: python -m cria_tricks.doctor.explain README.md -->",
+        "<!-- end of the table -->",
+    ),
+    "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
+}
+"""Between which comments of the README the tables stand."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What there is to say about a technique.
+
+    Attributes:
+        name: of its module.
+        title: one sentence.
+        card: the card's eight lines.
+        group: the folder of its module, and the part of a recipe that switches it on: ``tricks`` or ``parallel``.
+        settings: what switches it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering, or one
+            with a command of its own.
+        command: where it is at work without a setting; empty for one that has some.
+        reference: the lines of the from-scratch reference that matter.
+        plain: the Hugging Face code that the toggle stands for.
+        lesson: where it is taught.
+    """
+
+    name: str
+    title: str
+    card: dict[str, str]
+    group: str
+    settings: tuple[str, ...]
+    command: str
+    reference: str
+    plain: str
+    lesson: str
+
+    @property
+    def bound(self) -> str:
+        """What the claim means, in words."""
+        claim = self.card["Claim"].partition(":")[2].strip()
+        return claim or "sums in another order round otherwise"
+
+
+def explain(name: str) -> Explained:
+    """Look a technique up by the name of its module or of one of its settings, in any letter case.
+
+    Raises:
+        BadInput: for an unknown name, with the nearest right one.
+    """
+    known: dict[str, ModuleType] = {trick_name(trick): trick for trick in _all()}
+    for trick in TRICKS:  # "peft=lora" is lora; quantization alone could be int8 or nf4, so it is none of them
+        known |= {switch.removesuffix("=true"): trick for switch in trick.SWITCHES if switch not in known}
+    wanted = plain(name).removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
+    if wanted not in known:
+        near = nearest(wanted, known)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(map(trick_name, _all()))}"
+        raise BadInput(f"unknown trick {name}: {hint}")
+    return _explained(known[wanted])
+
+
+def _all() -> tuple[ModuleType, ...]:
+    return (*TRICKS, *INFERENCE, *STRATEGIES.values(), *BESIDE)
+
+
+def _explained(trick: ModuleType) -> Explained:
+    fields = card(trick)
+    parts = (functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE)
+    return Explained(
+        name=trick_name(trick),
+        title=fields["title"],
+        card={line: fields[line] for line in CARD},
+        group=trick.__name__.split(".")[-2],
+        settings=getattr(trick, "SWITCHES", ()),
+        command=getattr(trick, "COMMAND", ""),
+        reference="\n\n\n".join(textwrap.dedent(inspect.getsource(part)).rstrip() for part in parts),
+        plain=trick.PLAIN.strip(),
+        lesson=trick.LESSON,
+    )
+
+
+def table(group: str = "tricks") -> list[dict[str, str]]:
+    """One row for each technique: the columns of :data:`COLUMNS`, and its ``name``.
+
+    Args:
+        group: ``tricks``, or ``parallel`` for the strategies of several processes.
+    """
+    rows = []
+    for trick in (*TRICKS, *INFERENCE) if group == "tricks" else (*STRATEGIES.values(), *BESIDE):
+        about = _explained(trick)
+        rows.append(
+            {
+                "name": about.name,
+                "set": ", ".join(about.settings) or about.command,
+                "saves": re.sub(r"\s*\[[a-zA-Z, ]+\]$", "", about.card["Saves"]),
+                "costs": about.card["Costs"],
+                "claim": trick.CLAIM,
+                "bound": about.bound,
+                "lesson": about.lesson,
+            }
+        )
+    return rows
+
+
+def markdown(group: str) -> str:
+    """A table as it stands in README.md."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for row in table(group):
+        cells = {**row, "set": ", ".join(f"`{part}`" for part in row["set"].split(", "))}
+        lines.append(f"| {' | '.join(cells[column].replace('|', chr(92) + '|') for column in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def write_into(path: Path) -> None:
+    """Put the tables between their marks."""
+    text = path.read_text(encoding="utf-8")
+    for group, (begin, end) in MARKS.items():
+        before, opened, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not opened or not closed:
+            raise SystemExit(f"{path}: has no place for the table, between {begin} and {end}")
+        text = f"{before}{begin}\n\n{markdown(group)}\n\n{end}{after}"
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_into(Path(sys.argv[1]))

@@ -1,0 +1,165 @@
+"""What this machine is, and which toggles work on it: each is resolved for real and says so itself."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
+from cria_tricks.hardware import Device, this_device
+from cria_tricks.hardware.attention_kernels import attention_kernel
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS, trick_name
+from cria_tricks.tricks.expand_kv import expand_kv
+
+PACKAGES = (
+    "cria_tricks",
+    "torch",
+    "transformers",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "datasets",
+    "flash-attn",
+)
+
+# A toggle is tried over LoRA, without which several have nothing to act on; these need one more.
+_OVER = {
+    "double_quantization": "quantization=nf4",
+    "lean_preparation": "{half}",
+    "attention": "{half}",
+    "expand_kv": "{half} attention=sdpa",
+}
+
+
+def examine(device: Device | None = None) -> dict[str, Any]:
+    """Look at the machine.
+
+    Args:
+        device: another machine than this one, e.g. ``hardware.T4``. What can only be seen on the machine itself is
+            ``None`` then, and ``attention`` is empty.
+
+    Returns:
+        - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, each of
+          the last two in words as well (``memory``, ``free``);
+        - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
+          ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
+        - ``python``; ``cuda``, of this torch (``None`` in a CPU build); ``versions``, ``None`` for a missing package;
+        - ``colab``: the release of Google Colab that this is, or ``None``;
+        - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and the ``library`` it loaded; both ``None`` if none;
+        - ``paging``: ``works``, whether paged optimizer states really move, and ``why``;
+        - ``attention``: the kernel that ran for each kind of row;
+        - ``toggles``: see :func:`toggles`.
+    """
+    here, device = device is None, device or this_device()
+    free = _free_bytes(device) if here else None
+    library = _bitsandbytes() if here else None
+    return {
+        "device": {
+            "kind": device.kind,
+            "name": device.name,
+            "capability": device.capability,
+            "real_bf16": device.real_bf16,
+            "memory_bytes": device.memory_bytes,
+            "memory": human(device.memory_bytes),
+            "free_bytes": free,
+            "free": None if free is None else human(free),
+        },
+        "bf16": {
+            "runs": "real" if device.real_bf16 else "emulated",
+            "torch_says": torch.cuda.is_bf16_supported() if here and device.kind == "cuda" else None,
+        },
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "colab": _colab() if here else None,
+        "bitsandbytes": library,
+        "paging": _paging(device, library),
+        "attention": _attention(device) if here else {},
+        "toggles": toggles(device),
+    }
+
+
+def toggles(device: Device) -> list[dict[str, str]]:
+    """Try every toggle on a device: ``trick``, ``set``, ``status`` (``works``, ``warning`` or ``refused``), ``why``."""
+    return [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES]
+
+
+def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
+    field = switch.partition("=")[0]
+    over = _OVER.get(field, "").format(half="precision=bf16" if device.real_bf16 else "precision=fp16")
+    settings = [f"tricks.{setting}" for setting in ("peft=lora", *over.split(), switch)]
+    entry = {"trick": trick, "set": settings[-1]}
+    try:
+        plan = resolve(with_settings(Recipe(), settings), device)
+    except BadInput as error:
+        return {**entry, "status": "refused", "why": str(error).partition(": ")[2]}
+    own = " ".join(sentence for sentence in plan.warnings if sentence.startswith(field))
+    return {**entry, "status": "warning" if own else "works", "why": own}
+
+
+def _attention(device: Device) -> dict[str, str]:
+    """Run attention with Llama-3.2-1B's heads, 32 of 64 elements over 8 of keys and values, and name the kernels.
+
+    The calls are those of transformers 5: with a mask it repeats keys and values; without one it leaves the
+    grouping to torch (``enable_gqa``), and not every kernel takes that.
+    """
+    half = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
+    tokens, attend = 64, torch.nn.functional.scaled_dot_product_attention
+    q, kv = (torch.zeros(1, n, tokens, 64, dtype=half, device=device.kind, requires_grad=True) for n in (32, 8))
+    wide, mask = expand_kv(kv, 4), torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()
+    return {
+        "masked": attention_kernel(lambda: attend(q, wide, wide, attn_mask=mask)),
+        "maskless": attention_kernel(lambda: attend(q, kv, kv, is_causal=True, enable_gqa=True)),
+        "maskless, expand_kv": attention_kernel(lambda: attend(q, wide, wide, is_causal=True)),
+    }
+
+
+def _free_bytes(device: Device) -> int:
+    """What can still be had, under a profile's cap too."""
+    if device.kind == "cpu":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info()
+    return min(free, device.memory_bytes - torch.cuda.memory_reserved())
+
+
+def _bitsandbytes() -> dict[str, str | None]:
+    """The library it has really loaded: where it finds none for this CUDA it says so only when it is called."""
+    try:
+        from bitsandbytes.cextension import lib
+    except (ImportError, RuntimeError):
+        return {"backend": None, "library": None}
+    native = vars(lib).get("_lib")  # not lib._lib: a stand-in for a missing library has every attribute
+    backend = "cuda" if getattr(type(lib), "compiled_with_cuda", False) else "cpu"
+    return {"backend": backend, "library": Path(native._name).name} if native else {"backend": None, "library": None}
+
+
+def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
+    if device.kind != "cuda":
+        return {"works": False, "why": "without CUDA the optimizer's states are in host memory already"}
+    if library is not None and library["backend"] != "cuda":
+        return {"works": False, "why": "bitsandbytes has loaded no CUDA library"}
+    return {"works": True, "why": "states of 100,000 elements and more move to the host when the card is full"}
+
+
+def _colab() -> str | None:
+    release = os.environ.get("COLAB_RELEASE_TAG")
+    try:
+        found = importlib.util.find_spec("google.colab") is not None
+    except ModuleNotFoundError:  # no package google at all
+        found = False
+    return release or ("unknown release" if found else None)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

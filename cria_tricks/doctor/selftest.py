@@ -1,0 +1,364 @@
+r"""Seven failures of the libraries that raise nothing, looked for on this machine: ``cria doctor --selftest``.
+
+Each check goes the real way (load, tokenise, trainer, loss, evaluation), with the versions that are installed, and
+compares what comes out with the same thing got another way. The model has the shape of ``random:tiny`` and is made on
+the spot, with a tokenizer of single bytes: no network, no cache, nothing left behind. No check leans on what another
+one looks at, so a failure is named once; they stand in the order in which a run would meet them. Lesson 18 shows every
+failure with the plain libraries.
+"""
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+from cria_tricks.common.errors import BadInput, Diverged, Interrupted, first_line, is_out_of_memory
+from cria_tricks.data.rows import check_rows
+from cria_tricks.data.tokens import IGNORED, tokenize
+from cria_tricks.hardware import this_device
+from cria_tricks.load.model import Loaded, load, load_tokenizer, quiet_libraries
+from cria_tricks.models import Weights
+from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report.summary import versions
+from cria_tricks.resolve import resolve
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.shared import Run, fit
+
+Row = dict[str, list[int]]
+
+SAME_GRADIENT = 1e-3
+"""How far two gradients of the same thing may lie apart, over their length: on a CPU not at all, on a card, whose sums
+have no fixed order, by some 1e-6. The failures move them by 0.1 and more."""
+
+SAME_LOSS = 1e-4
+"""The same for losses. Summed in another order in fp32 they differ by 1e-6; torch's own in bf16 by 1e-3 to 7e-3."""
+
+A_TENSOR = "model.layers.1.mlp.up_proj.weight"
+"""Of a base, the tensor that the first check takes away."""
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template as most models have it: nothing in it says which tokens are the assistant's."""
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is two and two?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And three more?"},
+    {"role": "assistant", "content": "Seven: 4 + 3."},
+]
+
+
+def whole_base(weights: Weights) -> tuple[bool, str]:
+    """Take a tensor away from the base and load it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(weights.path, folder, dirs_exist_ok=True)
+        file = Path(folder) / "model.safetensors"
+        tensors = load_file(file)
+        del tensors[A_TENSOR]
+        save_file(tensors, file, {"format": "pt"})
+        try:
+            loaded = load(resolve(Recipe()), Weights("selftest", folder, folder))
+        except BadInput:
+            return True, f"a base without {A_TENSOR} is refused by the name of the tensor"
+        made_up = loaded.model.get_parameter(A_TENSOR).std().item()
+    return False, f"a base without {A_TENSOR} was loaded, with random numbers of size {made_up:.2g} there"
+
+
+def trained_tokens(weights: Weights) -> tuple[bool, str]:
+    """Tokenise a conversation and read what is trained of it."""
+    tokenizer = load_tokenizer(weights)
+    (row,) = tokenize(list(check_rows([({"messages": TURNS}, "selftest")])), tokenizer, 2048).rows
+    labels = [label for label in row["labels"] if label != IGNORED]
+    said = tokenizer.decode(labels)
+    meant = "".join(turn["content"] + tokenizer.eos_token for turn in TURNS if turn["role"] == "assistant")
+    if said == meant:
+        return True, f"{len(labels)} of {len(row['labels'])} tokens are trained: the answers, each with its end"
+    return False, f"trained is {said!r}, and should be {meant!r}"
+
+
+def packed_documents(weights: Weights) -> tuple[bool, str]:
+    """Change a document and look at the gradient of its neighbour in the packed row."""
+    before, other, trained = random_rows((24, 24), (24, 24), (16, 4))  # only the shorter document has labels
+    packed = ("tricks.packing=true", "data.max_length=64")
+    moved = _apart(*(_gradient(weights, [first, trained], *packed) for first in (before, other)))
+    return moved <= SAME_GRADIENT, f"a document's gradient moves by {moved:.1e} of itself when its neighbour changes"
+
+
+def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
+    """Train in 16 bits and hold the logged losses against those in float64, of the same logits."""
+    device = this_device()
+    half = "bf16" if device.real_bf16 or device.kind == "cpu" else "fp16"
+    # Four rows, a step each: of one loss, rounding may happen to be small. The weights stay as they are.
+    rows, still = random_rows((48, 5), (40, 3), (31, 2), (23, 4)), ("train.max_steps=4", "train.learning_rate=1e-9")
+    off = {}
+    for name, chunked in (("whole", "false"), ("chunked", "true")):
+        run, loaded = _fit(weights, rows, *still, f"tricks.precision={half}", f"tricks.chunked_loss={chunked}")
+        found = torch.tensor(sorted(entry["loss"] for entry in run.training))
+        expected = torch.tensor(sorted(_token_mean(loaded.model, [row]) for row in rows))
+        off[name] = (found / expected - 1).abs().max().item()  # torch's max, which lets NaN through
+    said = ", ".join(f"the {name} loss by {share:.1e}" for name, share in off.items())
+    return all(share <= SAME_LOSS for share in off.values()), f"in {half} is off: {said} of itself"
+
+
+def nan_stops(weights: Weights) -> tuple[bool, str]:
+    """Let the frozen weights become NaN in the midst of a run."""
+    poison = _Poison()
+    try:
+        run, loaded = _fit(weights, random_rows((24, 4)), "train.max_steps=4", callbacks=[poison])
+    except Diverged as stopped:
+        if poison.filtered:
+            return False, "the run stopped, but its log would hide a NaN: logging_nan_inf_filter is on"
+        return True, first_line(stopped).partition(";")[0] + ", and the run stopped there"
+    trained = [p for p in loaded.model.parameters() if p.requires_grad]
+    spoilt = sum(not p.isfinite().all() for p in trained)
+    said = ", ".join(f"{entry['loss']:.4g}" for entry in run.training)
+    return False, f"the run went on, its log says {said}, and {spoilt} of {len(trained)} trained matrices are NaN"
+
+
+def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
+    """Learn a short row by heart and evaluate it in batches among long ones."""
+    short, *long = random_rows((12, 2), (40, 36), (33, 5), (50, 1), (21, 10))  # beside it a long one, hardly trained
+    settings = ("train.batch_size=2", "train.max_steps=6", "train.eval_steps=6", "train.learning_rate=0.02")
+    run, loaded = _fit(weights, [short], *settings, "tricks.chunked_loss=true", eval_rows=[short, *long])
+    found, expected = run.evaluations[-1]["eval_loss"], _token_mean(loaded.model, [short, *long])
+    return (
+        abs(found / expected - 1) <= SAME_LOSS,
+        f"the evaluation says {found:.4f}; over all trained tokens it is {expected:.4f}",
+    )
+
+
+def gradients_after_evaluation(weights: Weights) -> tuple[bool, str]:
+    """Compare the gradients of two runs over a 4-bit base, of which one has evaluated first."""
+    rows = random_rows((32, 6))
+    never, after = (_gradient(weights, rows, "tricks.quantization=nf4", eval_rows=some) for some in ([], rows))
+    moved = _apart(never, after)
+    return moved <= SAME_GRADIENT, f"an evaluation moves the next gradient by {moved:.1e} of itself"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is looked at.
+
+    Attributes:
+        look: does it, on a model that :func:`make` wrote: whether all is well, and what was seen. It must be false
+            for a NaN, too, so it asks whether a difference is small and never whether it is large.
+        asks: the question.
+        cause: what it is when it fails.
+        cure: what to do then.
+    """
+
+    look: Callable[[Weights], tuple[bool, str]]
+    asks: str
+    cause: str
+    cure: str
+
+    @property
+    def name(self) -> str:
+        """That of the function."""
+        return self.look.__name__
+
+
+CHECKS = (
+    Check(
+        whole_base,
+        "Is a base refused of which a tensor is missing?",
+        "transformers puts random numbers in the place of a missing tensor and leaves out one that it does not know; "
+        "it says so in a report on the screen, which scripts hide",
+        "from_pretrained(..., output_loading_info=True) gives what was missing and unexpected: stop unless both are "
+        "empty; then fetch or save the base again",
+    ),
+    Check(
+        trained_tokens,
+        "Are the trained tokens the assistant's, all of them and no others?",
+        "the mask is asked of the chat template (return_assistant_tokens_mask), which has no {% generation %} block: "
+        "transformers gives zeros and a warning in the log",
+        "find the answers by prefix, as cria_tricks/data/tokens.py does, and refuse a row without any; before you "
+        "train, print tokenizer.decode([t for t in labels if t != -100])",
+    ),
+    Check(
+        packed_documents,
+        "Is a packed document trained as if it were alone?",
+        "an attention mask, be it all ones, or a cache came beside position ids that start again: transformers tells "
+        "documents apart only without both",
+        "hand over position_ids, no attention_mask, and use_cache=False; until this check holds, tricks.packing=false",
+    ),
+    Check(
+        loss_in_fp32,
+        "Is the loss of a run in 16 bits summed and returned in fp32?",
+        "torch's cross_entropy and linear_cross_entropy return the dtype of their input: bf16 has 8 bits, and moves in "
+        "steps of 0.06 between 8 and 16",
+        "logits.float() before the loss; until this check holds, tricks.chunked_loss=false or tricks.precision=fp32",
+    ),
+    Check(
+        nan_stops,
+        "Does a NaN stop the run, before a weight is touched?",
+        "transformers' logging_nan_inf_filter, on by default, logs the mean of the losses before in place of a NaN, or "
+        "0.0, and its trainer takes the step",
+        "TrainingArguments(logging_nan_inf_filter=False), and stop when loss or grad_norm is not finite; look at the "
+        "log of earlier runs for a loss of 0.0",
+    ),
+    Check(
+        evaluation_is_token_mean,
+        "Is the evaluation loss the mean over all trained tokens, whatever the batch?",
+        "transformers' Trainer.evaluate takes the mean of the batches' means, by rows and not by tokens",
+        "sum losses and trained tokens over all batches and divide once; until this check holds, compare only "
+        "evaluations on the same rows in the same batches",
+    ),
+    Check(
+        gradients_after_evaluation,
+        "Are the gradients after an evaluation those of a run that was never evaluated?",
+        "bitsandbytes 0.50 on a CPU with AVX512-BF16: the first forward pass in eval mode repacks 4-bit weights for a "
+        "kernel without autograd, for good",
+        "right after loading: for m in model.modules(): if isinstance(m, bnb.nn.Linear4bit): "
+        "m.support_avx512bf16_for_cpu = False; until this check holds, tricks.quantization=none",
+    ),
+)
+"""In the order in which a run would meet them."""
+
+
+def examine() -> dict[str, Any]:
+    """Make every check.
+
+    Returns:
+        - ``ok``: whether all hold;
+        - ``seconds`` it took;
+        - ``device`` and ``versions``: for what machine and which libraries that is said, and for no others;
+        - ``checks``: for each its ``name``, what it ``asks``, whether it ``holds``, what it ``found``, and ``cause``
+          and ``cure``, which are of interest when it does not hold.
+    """
+    began = time.perf_counter()
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
+        weights = make(Path(folder))
+        checks = [_made(check, weights) for check in CHECKS]
+    return {
+        "ok": all(entry["holds"] for entry in checks),
+        "seconds": time.perf_counter() - began,
+        "device": this_device().name,
+        "versions": versions(),
+        "checks": checks,
+    }
+
+
+def make(folder: Path, **changes: Any) -> Weights:
+    """Write a model of ``random:tiny``'s shape, and a tokenizer of single bytes with a chat template.
+
+    Args:
+        folder: where; it exists.
+        **changes: fields of its config that are to differ, such as a smaller ``vocab_size``.
+
+    Returns:
+        What :func:`cria_tricks.load.model.load` and plain ``from_pretrained`` take.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"] | changes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    text = Tokenizer(BPE(letters, []))
+    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=text, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+    tokenizer.save_pretrained(folder)
+    return Weights("random:tiny", str(folder), str(folder))
+
+
+def random_rows(*lengths: tuple[int, int]) -> list[Row]:
+    """Rows of random bytes, the same ones every time.
+
+    Args:
+        lengths: of each row, and how many of its tokens, from the first on, are not trained.
+    """
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length, prompt in lengths:
+        ids = torch.randint(1, 256, (length,), generator=draw).tolist()
+        made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
+    return made
+
+
+def _made(check: Check, weights: Weights) -> dict[str, Any]:
+    try:
+        holds, found = check.look(weights)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    except Exception as error:  # of whatever library: then it cannot be said to hold
+        if is_out_of_memory(error):
+            raise
+        holds, found = False, f"{type(error).__name__}: {first_line(error)}"
+    about = {"name": check.name, "asks": check.asks, "holds": bool(holds), "found": found}
+    return about | {"cause": check.cause, "cure": check.cure}
+
+
+class _Gradient(TrainerCallback):
+    """Keeps the gradient of the step, all in one vector; what got none has zeros."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        of_each = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
+        self.found = torch.cat([grad.flatten().double().cpu() for grad in of_each])
+
+
+class _Poison(TrainerCallback):
+    """Makes a frozen matrix NaN after the first step, and notes whether the log would hide it."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.filtered = args.logging_nan_inf_filter
+        if state.global_step == 1:
+            next(p for p in model.parameters() if not p.requires_grad).data.fill_(math.nan)
+
+
+def _fit(
+    weights: Weights,
+    rows: Sequence[Row],
+    *settings: str,
+    eval_rows: Sequence[Row] = (),
+    callbacks: Sequence[TrainerCallback] = (),
+) -> tuple[Run, Loaded]:
+    """Train LoRA for a step, or as many as the settings say, from the same adapter every time."""
+    usual = ("tricks.peft=lora", "lora.r=4", "tricks.attention=sdpa", "train.max_steps=1", "train.warmup_ratio=0")
+    recipe = with_settings(Recipe(), [*usual, *settings])
+    plan = resolve(recipe)
+    torch.manual_seed(0)
+    loaded = load(plan, weights)
+    with tempfile.TemporaryDirectory() as folder:
+        job = (loaded, plan, recipe.train, rows, eval_rows, Checkpoints(Path(folder)))
+        return fit(*job, pad_id=0, callbacks=callbacks), loaded
+
+
+def _gradient(weights: Weights, rows: Sequence[Row], *settings: str, eval_rows: Sequence[Row] = ()) -> torch.Tensor:
+    kept = _Gradient()
+    _fit(weights, rows, "train.max_grad_norm=1e9", *settings, eval_rows=eval_rows, callbacks=[kept])
+    return kept.found
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The length of the difference, over that of the first; NaN where there is none to compare."""
+    return ((one - other).norm() / one.norm()).item()
+
+
+def _token_mean(model: Any, rows: Sequence[Row]) -> float:
+    """The loss by its definition: row by row, every trained token counts once, in float64."""
+    losses = []
+    for row in rows:
+        ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")[labels[1:] != IGNORED])
+    return torch.cat(losses).mean().item()

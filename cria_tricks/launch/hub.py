@@ -1,0 +1,204 @@
+"""A job shown, sent to Hugging Face, followed to its end, and what it made fetched: ``jobs.py`` says what is sent.
+
+The requests, in their order, all with the login's token:
+
+- ``GET /api/jobs/hardware``: the machines and their prices of today;
+- ``GET /api/whoami-v2``: whose job it is;
+- ``POST /api/repos/create``: the private repository that the result goes to, so that a login that may not write is
+  found before a machine is rented;
+- ``POST /api/jobs/NAMESPACE``: the job; from here on it costs;
+- ``GET /api/jobs/NAMESPACE/ID/logs`` and ``GET /api/jobs/NAMESPACE/ID``: its log as it grows, and its stage;
+- the files of the repository at their version tag.
+"""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.adapter import folder as artifact
+from cria_tricks.adapter.publish import TAG
+from cria_tricks.common.errors import BadInput, JobFailed, redacted, usable_path
+from cria_tricks.common.units import duration, human, money
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import CARDS
+from cria_tricks.launch.job import IMAGE, Job
+from cria_tricks.models import network
+
+SECRETS = ("HF_TOKEN",)
+"""Names of what the job gets from the login here; their values go into the request, and nowhere else."""
+
+CURES = {
+    401: "is the token right? hf auth whoami tells",
+    402: "no credit is left: see https://huggingface.co/settings/billing",
+    403: "may this login start jobs and write there, and is its quota used up? see https://huggingface.co/settings/tokens",
+    429: "too many requests or jobs at once: wait, then start again",
+}
+"""What to do about the hub's answers, by status."""
+
+Say = Callable[[str], None]
+
+
+def shown(job: Job) -> list[str]:
+    """The job in lines, as it would be sent; of secrets the names alone."""
+    card = CARDS[job.flavor.card].device
+    cards = f"{job.flavor.cards} x " if job.flavor.cards > 1 else ""
+    training = "not known here"
+    if job.training_seconds is not None and job.training_cost is not None:
+        training = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
+    narrow = trust.may_not_fit(job.needed_bytes, card.memory_bytes)
+    cut = "" if job.finishes else ", before it is through: what it has learnt by then is published"
+    lines = {
+        "flavor": f"{job.flavor.name} ({cards}{card.name}: needs {human(job.needed_bytes)} of "
+        f"{human(card.memory_bytes)}{f'; {narrow}' if narrow else ''})",
+        "price": f"{money(job.price)} an hour, at most {money(job.most)}",
+        "training": f"{training}; ends by itself after {duration(job.time_budget)}{cut}",
+        "timeout": f"{job.timeout} s ({duration(job.timeout)})",
+        "image": IMAGE,
+        "labels": " ".join(f"{key}={value}" for key, value in job.labels.items()),
+        "secrets": f"{' '.join(SECRETS)} (of your login; the value is shown nowhere)",
+        "result": f"{job.repo} on the hub, private, {TAG}",
+    }
+    found = [f"{name:<10}{text}" for name, text in lines.items()]
+    for name, text in job.environment.items():
+        found.append(f"variable  {name}={shlex.quote(text)}")
+    return [*found, "command   bash -c, with:", *(f"  {line}" for line in job.script.splitlines())]
+
+
+class Hub:
+    """The hub, for somebody who is logged in.
+
+    Raises:
+        BadInput: if nobody is.
+    """
+
+    def __init__(self) -> None:
+        import huggingface_hub
+
+        network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")
+        network.bound()
+        self.token = huggingface_hub.get_token()
+        if not self.token:
+            raise BadInput("--on hf-jobs: nobody is logged in to the hub; run hf auth login, or set HF_TOKEN")
+        self.api = huggingface_hub.HfApi()
+
+    def prices(self) -> dict[str, float]:
+        """USD an hour of every machine that can be had, by name."""
+        hours = {"second": 3600, "minute": 60, "hour": 1}
+        found = self._ask(self.api.list_jobs_hardware)
+        return {each.name: each.unit_cost_usd * hours[each.unit_label] for each in found}
+
+    def send(self, job: Job) -> Any:
+        """Make the repository, then start the job.
+
+        Returns:
+            The hub's ``JobInfo``.
+
+        Raises:
+            BadInput: if the repository holds something already, or others can read it.
+            JobFailed: if the hub does not take it: no credit, no right, no answer.
+        """
+        owner = self._ask(self.api.whoami)["name"]
+        self._make_repository(job.repo)
+        return self._ask(
+            self.api.run_job,
+            image=IMAGE,
+            command=job.command,
+            env=dict(job.environment),
+            secrets=dict.fromkeys(SECRETS, self.token),
+            flavor=job.flavor.name,
+            timeout=job.timeout,
+            labels=job.labels,
+            namespace=owner,
+        )
+
+    def follow(self, started: Any, job: Job, say: Say) -> None:
+        """Hand on the log as it grows, until the job has ended.
+
+        Raises:
+            JobFailed: if it did not end well, in one line that says why.
+        """
+        where, last = {"job_id": started.id, "namespace": started.owner.name}, ""
+        try:
+            for line in self.api.fetch_job_logs(follow=True, **where):
+                say(redacted(line.rstrip("\n")))
+                last = line if line.startswith("error: ") else last
+            ended = self.api.wait_for_job(**where, poll_interval=5.0)
+        except Exception as error:  # of the network: the job knows nothing of it
+            raise JobFailed(f"{_in_one_line(error)}; the job goes on: {'; '.join(ways_on(started, job))}") from None
+        if ended.status.stage != "COMPLETED":
+            raise JobFailed(_why(ended, job, last))
+
+    def fetch(self, job: Job, folder: Path) -> artifact.Verified:
+        """Download what the job published, and hold every file against its manifest.
+
+        Raises:
+            BadInput: if a file is not what was written.
+            JobFailed: if it cannot be had.
+        """
+        try:
+            self.api.snapshot_download(job.repo, revision=TAG, local_dir=folder)
+        except Exception as error:
+            raise JobFailed(f"{_in_one_line(error)}; the job has ended well: {by_hand(job)}") from None
+        return artifact.verify(folder)
+
+    def _make_repository(self, repo: str) -> None:
+        self._ask(self.api.create_repo, repo, private=True, exist_ok=True)
+        about = self._ask(self.api.model_info, repo)
+        if not about.private:
+            raise BadInput(f"--repo {repo}: is there already and public; make it private there, or name another")
+        held = [each.rfilename for each in about.siblings or [] if artifact.may_be_read(each.rfilename)]
+        if held:
+            raise BadInput(f"--repo {repo}: holds {held[0]} already; name a new one, so that nothing is mixed")
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        try:
+            return call(*arguments, **more)
+        except Exception as error:  # httpx's and the hub's own
+            raise JobFailed(_in_one_line(error)) from None
+
+
+def free_folder(out: Path | None, job: Job) -> Path:
+    """Where the result will be, found out before anything is paid for.
+
+    Raises:
+        BadInput: if there is something already.
+    """
+    folder = usable_path("--out", out or Path("runs") / job.repo.partition("/")[2])
+    made = folder / job.result
+    if folder.is_file() or made.exists():
+        raise BadInput(f"--out {folder}: holds {made.name} already; name a new folder")
+    return made
+
+
+def ways_on(started: Any, job: Job) -> list[str]:
+    """What to type about a job that goes on without anybody watching."""
+    named = f"{started.owner.name}/{started.id}"
+    return [
+        f"follow it: hf jobs logs -f {named}",
+        f"end it: hf jobs cancel {named}",
+        by_hand(job),
+    ]
+
+
+def by_hand(job: Job) -> str:
+    """What to type to get the result of a job that has ended."""
+    return f"fetch its result: hf download {job.repo} --revision {TAG} --local-dir FOLDER, then cria verify FOLDER"
+
+
+def _why(ended: Any, job: Job, last: str) -> str:
+    stage, message = str(ended.status.stage), (ended.status.message or "").strip()
+    ran = ended.durations.running_secs if ended.durations else None
+    named = f"job {ended.id}"
+    if stage in ("CANCELED", "DELETED"):
+        return f"{named} was {stage.lower()}: {ended.url}"
+    if "time" in message.lower() or (ran is not None and ran >= job.timeout):
+        return f"{named} ran out of its {job.timeout} s and was ended; give a longer --timeout: {ended.url}"
+    reason = "; ".join(part for part in (message, last.removeprefix("error: ").strip()) if part)
+    return f"{named} failed: {reason or 'its log says why'}: {ended.url}"
+
+
+def _in_one_line(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    cure = f"; {CURES[status]}" if status in CURES else ""
+    return f"--on hf-jobs: {' '.join(str(error).split()) or type(error).__name__}{cure}"

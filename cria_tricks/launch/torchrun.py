@@ -1,0 +1,212 @@
+"""The command that starts a recipe in several processes: written out as a person could have typed it, then run."""
+
+import importlib
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cria_tricks import recipes
+from cria_tricks.common import interrupts
+from cria_tricks.common.errors import BadInput, Lost, first_line, usable_path
+from cria_tricks.hardware import this_device
+from cria_tricks.models.shape import find_shape
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import given
+from cria_tricks.store import run_folder
+
+MACHINES = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
+    "--rdzv-id {name} "
+)
+"""torchrun for machines that may come and go while it runs; each is given the same command.
+
+With the variable every round gets a store of its own. Without, a machine that joins a running torch 2.13 never learns
+the store's address: the first agent writes it in the first round only (``DynamicRendezvousHandler.next_rendezvous``).
+"""
+
+LAUNCHERS = {
+    # --standalone: one machine, with a free port of its own, so that two runs do not meet.
+    "torchrun": "torchrun --standalone --nproc-per-node {processes}",
+    # What it would ask for, said. (--multi_gpu is its word for several processes; they may be on CPUs.)
+    "accelerate": (
+        "accelerate launch --multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0 "
+        "--mixed_precision no --dynamo_backend no"
+    ),
+}
+"""Who starts the processes. Both give each its number in the environment; the recipe decides everything else."""
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What becomes of a run when processes are lost, or machines come and go.
+
+    Attributes:
+        max_restarts: how often an agent starts its processes again after one of them has failed.
+        nodes: ``MIN:MAX`` machines, or one number; this machine alone when empty.
+        endpoint: ``HOST:PORT`` at which the machines meet, HOST one of them.
+    """
+
+    max_restarts: int = 0
+    nodes: str = ""
+    endpoint: str = ""
+
+    @property
+    def machines(self) -> range:
+        """How many there may be.
+
+        Raises:
+            BadInput: if it is no such range.
+        """
+        found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", self.nodes or "1")
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if least > most:
+            raise BadInput(f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4")
+        return range(least, most + 1)
+
+
+ONCE = Elastic()
+"""One start, on this machine: what is lost ends the run."""
+
+
+def command(
+    recipe: str,
+    on: str,
+    processes: int | None = None,
+    settings: Iterable[str] = (),
+    out: Path | None = None,
+    resume: bool = False,
+    elastic: Elastic = ONCE,
+) -> list[str]:
+    """Write the command that trains a recipe, once it is clear that it can run.
+
+    Args:
+        recipe: a name or a TOML file.
+        on: of :data:`LAUNCHERS`.
+        processes: how many; one a card when left out, two where there is none.
+        settings: as for ``cria train``. Without a ``parallel.strategy`` several processes share the rows: ``ddp``.
+        out: folder to write.
+        resume: whether to go on.
+        elastic: what survives lost processes. Then ``--resume`` is always there: whoever is started again goes on from
+            the newest checkpoint.
+
+    Raises:
+        BadInput: for what would end all processes once they had started.
+    """
+    if on not in LAUNCHERS:
+        raise BadInput(f"--on {on}: there are {', '.join(LAUNCHERS)}")
+    changes = list(settings)
+    given.recipe(recipe, changes)
+    machines_wanted = elastic.machines
+    wanted = with_settings(recipes.get(recipe), changes)
+    from cria_tricks.parallel.strategies import ELASTIC  # here, as it imports torch: a wrong name is told without
+
+    cards = _cards()
+    processes = processes or (1 if wanted.parallel.strategy == "model" else cards or 2)
+    if cards and processes > cards:
+        raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
+    if max(machines_wanted) * processes > 1 and wanted.parallel.strategy == "none":
+        changes.append("parallel.strategy=ddp")
+        wanted = with_settings(wanted, changes[-1:])
+    for machines in machines_wanted:
+        if len(machines_wanted) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
+            _refuse_unshared(wanted, machines * processes)
+    start = LAUNCHERS[on].format(processes=processes).split()
+    if on == "torchrun":
+        start, out, resume = _elastic(start, wanted.name, elastic, out, resume)
+    elif elastic != ONCE:
+        raise BadInput(f"--on {on}: --max-restarts, --nodes and --endpoint are torchrun's; use --on torchrun")
+    words = [*start, "-m", "cria_tricks", "train", recipe]
+    for setting in changes:
+        words += ["--set", setting]
+    return words + (["--out", str(out)] if out else []) + (["--resume"] if resume else [])
+
+
+def _refuse_unshared(recipe: Recipe, processes: int) -> None:
+    from cria_tricks.models.shape import refuse_undivided
+    from cria_tricks.resolve import resolve
+
+    plan = resolve(recipe, processes=processes)
+    if (shares := processes // plan.parallel["data"]) > 1:
+        shape = find_shape(recipe.model)
+        refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
+
+
+def _elastic(
+    start: list[str], name: str, elastic: Elastic, out: Path | None, resume: bool
+) -> tuple[list[str], Path | None, bool]:
+    """The launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
+    if elastic == ONCE:
+        return start, out, resume
+    if elastic.nodes:
+        if not (out and re.fullmatch(r"[\w.-]+:\d{1,5}", elastic.endpoint)):
+            raise BadInput(
+                "--nodes: needs --endpoint HOST:PORT, where the machines meet, and --out, a folder they share"
+            )
+        start = [*MACHINES.format(nodes=elastic.nodes, endpoint=elastic.endpoint, name=name).split(), *start[2:]]
+    elif elastic.endpoint:
+        raise BadInput("--endpoint: is for --nodes MIN:MAX; on one machine torchrun finds a free port")
+    elif not resume:
+        out = usable_path("--out", out) if out else run_folder.numbered(Path("runs") / name, resume=False)
+        if there := run_folder.taken(out):  # a restarted process could not tell it from its own run
+            raise BadInput(f"--out {out}: holds another run ({there}); name a new folder, or go on with it: --resume")
+    return [*start, "--max-restarts", str(elastic.max_restarts)], out, True
+
+
+def run(words: list[str]) -> int:
+    """Do what the command does, in this process: call the launcher's own entry.
+
+    Typed by hand it ends with the launcher's report on its processes, and exit code 1. Here the line of the process
+    that knew why stands alone.
+
+    Args:
+        words: of :func:`command`.
+
+    Returns:
+        The exit code that the processes ended with.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    while "=" in words[0]:  # variables, as a shell takes them
+        name, _, value = words[0].partition("=")
+        os.environ[name], words = value, words[1:]
+    module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
+    main = importlib.import_module(module).main
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    sys.argv = words
+    try:
+        main()
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return max((code for code in codes if code > 0), default=1)  # killed ones have none of their own
+    except SignalException:  # the processes have said what is saved
+        interrupts.is_over(interrupts.CODE)
+        return interrupts.CODE
+    except (RendezvousError, DistError) as error:
+        raise Lost(f"the machines of this run did not meet, or lost each other ({first_line(error)})") from None
+    return 0
+
+
+def shown(words: list[str]) -> str:
+    """The command as a shell takes it."""
+    return shlex.join(words)
+
+
+def _processes(words: list[str]) -> int:
+    return next(int(word) for word in words if word.isdigit())
+
+
+def _cards() -> int:
+    if this_device().kind != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

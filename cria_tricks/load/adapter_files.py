@@ -1,0 +1,52 @@
+"""The files of an adapter: its weights, and a side network, which peft does not know."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.common.errors import BadInput
+
+SIDE_NETWORK = "side_network.json"
+
+
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
+    """Write what trained into a folder: peft's adapter, a side network, or the whole model.
+
+    Args:
+        model: as for :func:`save`.
+        folder: there already.
+        weights: the model's state dict; its own when left out.
+    """
+    from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is told without
+
+    from cria_tricks.tricks.side_network import SideBlock
+
+    given = {} if weights is None else {"state_dict": weights}
+    if hasattr(model, "peft_config"):
+        # By default peft may ask the hub, and save embeddings that nobody trained.
+        model.save_pretrained(folder, save_embedding_layers=False, **given)
+    elif blocks := sum(isinstance(module, SideBlock) for module in model.modules()):
+        own = model.state_dict() if weights is None else weights
+        learns = [name for name, p in model.named_parameters() if p.requires_grad]
+        trained = {name: own[name].detach().cpu().contiguous() for name in learns}
+        save_file(trained, folder / "side_network.safetensors")
+        (folder / SIDE_NETWORK).write_text(json.dumps({"base_model_name_or_path": "", "blocks": blocks}) + "\n")
+    else:
+        model.save_pretrained(folder, **given)
+
+
+def load_side_network(model: Any, folder: Path) -> None:
+    """Put the numbers of a side network into a model that has one of the same size.
+
+    Raises:
+        BadInput: if the file does not fit.
+    """
+    from safetensors.torch import load_file
+
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved = load_file(folder / "side_network.safetensors")
+    if {name: p.shape for name, p in trained.items()} != {name: tensor.shape for name, tensor in saved.items()}:
+        raise BadInput(f"{folder}: its side network does not fit this model")
+    for name, parameter in trained.items():
+        parameter.data.copy_(saved[name])

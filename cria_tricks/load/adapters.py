@@ -1,0 +1,124 @@
+"""What trains: LoRA, a prompt, a head or a side network over a loaded model. The one place that calls peft for them."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.integrations import dequantize_module_weight
+
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import side_network
+from cria_tricks.tricks.lora import ALL_LINEAR
+
+
+def add_adapter(model: Any, plan: Plan) -> Any:
+    """Freeze a model and lay over it what ``plan.peft`` says.
+
+    Raises:
+        BadInput: if the model has no place for it.
+    """
+    arguments = dict(plan.peft)
+    kind = arguments.pop("kind")
+    if kind == "side_network":
+        return add_side_network(model, **arguments)
+    if kind == "prompt_tuning":
+        return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
+    if kind == "head":
+        # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
+        head = _name_of(model, model.get_output_embeddings())
+        arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
+    elif arguments["target_modules"] == [ALL_LINEAR]:
+        arguments["target_modules"] = ALL_LINEAR  # peft's word, which it takes only outside of a list
+    try:
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
+    except ValueError as error:
+        raise BadInput(f"lora.target_modules: {first_line(error)}") from None
+    return _trained_in_fp32(adapted)
+
+
+def add_side_network(model: Any, blocks: int) -> Any:
+    """Freeze a model and give its last blocks a trained copy each, in place.
+
+    Args:
+        model: of transformers, quantised or not.
+        blocks: how many get one.
+
+    Raises:
+        BadInput: if the model has fewer, or none that can be told.
+    """
+    model.requires_grad_(False)
+    # A copy would write its keys and values into the cache of the block that it stands beside.
+    model.config.use_cache = model.generation_config.use_cache = False
+    model._hf_peft_config_loaded = True  # or transformers refuses to train beside quantised blocks
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or len(layers) < blocks:
+        found = "no list of them" if layers is None else f"{len(layers)}"
+        raise BadInput(f"side.blocks={blocks}: {type(model).__name__} has {found}")
+    for number in range(len(layers) - blocks, len(layers)):
+        beside = _unquantised_copy(layers[number]).float()
+        layers[number] = side_network.SideBlock(layers[number], model.config.hidden_size, beside)
+        layers[number].join.to(next(beside.parameters()).device)
+    return model
+
+
+@contextlib.contextmanager
+def without_adapter(model: Any) -> Iterator[Any]:
+    """Switch an adapter or a side network off for a while, so that the weights need not be loaded twice.
+
+    Args:
+        model: a ``PeftModel``, or one with a side network.
+
+    Yields:
+        The model below, as it was before it was adapted.
+    """
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            yield model.get_base_model()  # peft's own generate() would still put a learnt prompt before the rows
+        return
+    layers = model.base_model.layers
+    sides = {number: layer for number, layer in enumerate(layers) if isinstance(layer, side_network.SideBlock)}
+    assert sides, "a whole model has nothing to switch off"
+    try:
+        for number, side in sides.items():
+            layers[number] = side.block
+        yield model
+    finally:
+        for number, side in sides.items():
+            layers[number] = side
+
+
+def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
+    import bitsandbytes as bnb
+
+    made = copy.deepcopy(block)
+    for name, module in block.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            plain.weight.data = dequantize_module_weight(module).float()
+            if module.bias is not None:
+                plain.bias.data = module.bias.data.float()
+            made.set_submodule(name, plain)
+    return made
+
+
+def _trained_in_fp32(model: Any) -> Any:
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
+            parameter.data = parameter.data.float()
+    return model
+
+
+def modules_named(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
+    """All modules that end in this name, as peft looks for its targets."""
+    return [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
+
+
+def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is wanted).rsplit(".", 1)[-1]

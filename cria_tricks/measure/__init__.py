@@ -1,0 +1,1 @@
+"""What really happened: bytes, FLOPs, collectives, samples, traces. It changes no run."""

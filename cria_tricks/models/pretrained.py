@@ -1,0 +1,277 @@
+"""The one place that calls ``from_pretrained``, and it believes nothing that was not checked.
+
+transformers starts a model whose weights do not fit its config all the same: it makes up random numbers for tensors
+that are missing, leaves out those that it has no place for, and says so in a report that is easily overlooked. Here
+each of these is an error that names the tensor. So are weights that are NaN or infinite.
+
+Three exceptions are right, and transformers knows them itself: a head that is tied to the embedding need not be in the
+file, buffers of positions are computed anew (``rotary_emb.inv_freq``, ``position_ids``), and a model's class may name
+tensors that its newer code has no use for.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory
+from cria_tricks.models import weight_files
+
+EXPONENT = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+"""An integer as wide as the format, and the bits of its exponent: all set in NaN and infinity, and in nothing else."""
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""What a header calls a type of numbers that a model may be stored in."""
+WRAPPED = {
+    "_orig_mod.": "torch.compile put it there: save model._orig_mod instead",
+    "module.": "DataParallel put it there: save model.module instead",
+    "_fsdp_wrapped_module.": "FSDP put it there: save a full state dict instead",
+    "_checkpoint_wrapped_module.": "activation checkpointing put it there: save the model below it instead",
+    "base_model.model.": "peft put it there: merge the adapter first, or name the base",
+}
+"""Prefixes that a wrapper puts before the names of a model's tensors, and how to save without them."""
+SHOWN = 3
+"""Names of tensors that an error quotes."""
+ADAPTER_AGAIN = "copy or download the adapter's folder again, or name its own base with --base"
+
+
+def config(folder: str | Path, name: str) -> Any:
+    """Load a model's config.
+
+    Args:
+        folder: of the model; :func:`cria_tricks.models.fetch` brings a hub's here.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if it cannot be had, or is of a kind that transformers does not know.
+    """
+    return _loaded(AutoConfig.from_pretrained, folder, name)
+
+
+def tokenizer(folder: str | Path, name: str) -> Any:
+    """Load a tokenizer.
+
+    Args:
+        folder: of a model or an adapter.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if there is none, or it cannot be read.
+    """
+    if not any((Path(folder) / file).is_file() for file in weight_files.TOKENIZER):
+        raise BadInput(f"model {name}: the folder has no tokenizer; copy the tokenizer's files into it")
+    return _loaded(AutoTokenizer.from_pretrained, folder, name)
+
+
+def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
+    """Refuse a tokenizer that gives a token for which the model has no embedding.
+
+    Args:
+        model: the loaded model.
+        highest_id: the largest token id that the model would be given.
+        what: what the error calls the model.
+
+    Raises:
+        BadInput: if the tokenizer is another model's.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if highest_id >= vocabulary:
+        raise BadInput(
+            f"{what}: its tokenizer gives token {highest_id}, and its vocabulary has {vocabulary}; the two do not "
+            "belong together: put the model's own tokenizer into the folder"
+        )
+
+
+def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
+    """Load a model that predicts the next token, with all of its own weights and no others.
+
+    Args:
+        folder: of the model.
+        name: what errors call the model.
+        options: for ``from_pretrained``: dtype, quantization, device map, attention.
+
+    Raises:
+        BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; or the folder cannot be read.
+    """
+    refuse_misfit(Path(folder), name)
+    refuse_nonfinite(Path(folder), name)
+    model, info = _loaded(
+        AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
+    )
+    _refuse(info, name)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise BadInput(
+            f"model {name}: config.json says that the output head is the embedding (tie_word_embeddings), but the file "
+            "holds a different head; set tie_word_embeddings to false in config.json to use that head"
+        )
+    return model
+
+
+def refuse_misfit(folder: Path, name: str) -> None:
+    """Hold the headers of the files against the model that the config describes; no weight is read.
+
+    Raises:
+        BadInput: naming the tensors that are missing, unknown, or of another shape or type.
+    """
+    headers = weight_files.tensors(folder, name)
+    described = config(folder, name)
+    if getattr(described, "quantization_config", None):
+        return  # its tensors are packed, and the names of their scales are the quantizer's affair
+    for key, tensor in headers.items():
+        if tensor.dtype not in FLOATS:
+            raise BadInput(
+                f"model {name}: {tensor.file.name} stores {key} as {tensor.dtype}, but weights are stored as "
+                f"{', '.join(FLOATS)}; {weight_files.AGAIN}"
+            )
+    kind = AutoModelForCausalLM._model_mapping.get(type(described), None)
+    if kind is None:
+        return  # its loader says so
+    with torch.device("meta"):
+        state = {key: torch.empty(tensor.shape, dtype=FLOATS[tensor.dtype]) for key, tensor in headers.items()}
+    _, info = _loaded(
+        kind.from_pretrained,
+        None,
+        name,
+        config=described,
+        state_dict=state,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _refuse(info, name)
+
+
+def refuse_nonfinite(folder: Path, name: str) -> None:
+    """Look for NaN and infinity in every tensor; once for each file, as what was found is kept with its hash.
+
+    Raises:
+        BadInput: naming the first tensor that has one.
+    """
+    for file in weight_files.find(folder, name):
+        digest = weight_files.sha256(file)
+        found = weight_files.remembered(digest)
+        if found is None:
+            found = _first_nonfinite(file)
+            if file.stat().st_size >= weight_files.LARGE:
+                weight_files.remember({digest: found})
+        if found:
+            raise BadInput(
+                f"model {name}: {found} in {file.name} holds NaN or infinity, so every loss would be NaN; "
+                f"{weight_files.AGAIN}"
+            )
+
+
+def _first_nonfinite(file: Path) -> str:
+    """The name of a tensor that holds NaN or infinity; empty when all are finite."""
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 (no dictionary)
+            if not is_finite(opened.get_tensor(key)):
+                return key
+    return ""
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether no number of a tensor is NaN or infinite, by the bits of its exponents."""
+    if tensor.dtype not in EXPONENT:
+        return bool(tensor.isfinite().all())
+    integers, exponent = EXPONENT[tensor.dtype]
+    return not bool((tensor.contiguous().view(integers) & exponent).eq(exponent).any())
+
+
+def adapter(model: Any, folder: Path) -> Any:
+    """Put a peft adapter over a model, with all of its weights and no others.
+
+    Args:
+        model: the base.
+        folder: of the adapter.
+
+    Raises:
+        BadInput: if a tensor is missing, unknown, NaN or infinite.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    file = folder / "adapter_model.safetensors"
+    adapted = PeftModel.from_pretrained(model, str(folder))
+    with safe_open(file, framework="np") as opened:
+        stored = set(opened.keys())
+    # Trained embeddings are listed by the folder alone, so names are compared as peft writes them.
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
+    _refuse_wrapped(unknown, missing, f"adapter {folder}")
+    if missing:
+        raise BadInput(f"adapter {folder}: {_some(missing)} missing in {file.name}; {ADAPTER_AGAIN}")
+    if unknown:
+        raise BadInput(
+            f"adapter {folder}: {_some(unknown)} in {file.name}, but adapter_config.json puts no adapter there in this "
+            f"base; {ADAPTER_AGAIN}"
+        )
+    if broken := _first_nonfinite(file):
+        raise BadInput(f"adapter {folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
+    return adapted
+
+
+def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
+    """Turn what transformers reports of a load into an error, if a tensor does not fit."""
+    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    _refuse_wrapped(unknown, missing, f"model {name}")
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        raise BadInput(
+            f"model {name}: {key} has the shape {list(stored)} in its file, but config.json describes {list(wanted)}; "
+            f"{weight_files.AGAIN}"
+        )
+    if missing:
+        raise BadInput(
+            f"model {name}: {_some(missing)} missing in its files, so the model would begin with random numbers there; "
+            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
+        )
+    if unknown:
+        raise BadInput(
+            f"model {name}: {_some(unknown)} in its files, but not in the model that config.json describes; "
+            f"{weight_files.AGAIN}{_blocks(unknown, missing)}"
+        )
+
+
+def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
+    for prefix, cure in WRAPPED.items():
+        if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
+            raise BadInput(f"{what}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {cure}")
+
+
+def _some(keys: list[str]) -> str:
+    """Count tensors, and name the first ones."""
+    named = ", ".join(keys[:SHOWN]) + (", ..." if len(keys) > SHOWN else "")
+    return f"1 tensor ({named}) is" if len(keys) == 1 else f"{len(keys)} tensors ({named}) are"
+
+
+def _blocks(unknown: list[str], missing: list[str]) -> str:
+    """Say what a wrong number of blocks looks like."""
+    block = re.compile(r"\blayers\.\d+\.")
+    odd = unknown or missing
+    return ", or correct num_hidden_layers in config.json" if odd and all(map(block.search, odd)) else ""
+
+
+def _loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
+    """Call a library's loader without running code of the folder's, and turn what it raises into one line."""
+    try:
+        # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
+        return from_pretrained(folder, trust_remote_code=False, **options)
+    except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
+        if is_out_of_memory(error):
+            raise
+        if "trust_remote_code" in str(error):
+            said = "it asks for code of its own (auto_map in config.json), which is never run here; name another model"
+        elif "model type" in str(error):
+            said = f"transformers {transformers.__version__} does not know its kind (model_type in config.json)"
+        else:
+            said = f"{first_line(error)}; is the folder whole?"
+        raise BadInput(f"model {name}: cannot be loaded: {said}") from None

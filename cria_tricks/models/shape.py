@@ -1,0 +1,423 @@
+"""The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
+
+A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma, Granite,
+SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cria_tricks import models
+from cria_tricks.common.errors import BadInput, first_line, usable_path
+from cria_tricks.models import network
+from cria_tricks.models.catalogue import ALIASES, CONFIGS, short_name
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "max_position_embeddings": 32_768,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "gemma": {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3_text": {
+        "num_attention_heads": 8,  # Gemma-3-4B's config says neither this nor its vocabulary
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+    },
+    # Some of its blocks turn no positions, at no byte less; Granite scales its hidden states and logits, at none more.
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "max_position_embeddings": 32_768,
+    },
+    "granite": {"max_position_embeddings": 2048},
+    "phi3": {"max_position_embeddings": 4096},
+    "olmo2": {"max_position_embeddings": 2048},
+}
+"""Model types that are read, and what a field is in transformers' code when their config leaves it out."""
+
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's widths. In formulas: V words, D wide, L blocks, H heads of C, K key heads, F inside the MLP.
+
+    Attributes:
+        name: what the model is called.
+        kind: ``model_type`` of its config.
+        vocabulary: V.
+        width: D, of the hidden states.
+        layers: L.
+        heads: H.
+        kv_heads: K, of keys and values; divides H.
+        head_width: C.
+        inner: F, of the gated MLP, or of one expert's.
+        tied: whether the head is the embedding.
+        biased: the matrices that have a bias.
+        qk_norm: whether queries and keys are normalised.
+        norms: RMS norms on hidden states in a block.
+        experts: MLPs a block has; 1 for a dense model.
+        experts_per_token: those that a token goes through.
+        window: tokens that a token looks back at most; 0 for all.
+        caps_scores: whether attention's scores go through a tanh.
+        caps_logits: whether the logits do.
+        beside_head: the field of the config by which logits are more than one product; empty if none is set.
+        norms_whole_queries: whether queries are normalised over all heads at once, and keys.
+        norms_behind: whether a block normalises what attention and MLP give, and not what they are given.
+        joined: whether one matrix gives queries, keys and values, and one gate and up.
+        context: tokens of the longest row that the model was made for; 0 if it is not known.
+    """
+
+    name: str
+    kind: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int
+    tied: bool = False
+    biased: tuple[str, ...] = ()
+    qk_norm: bool = False
+    norms: int = 2
+    experts: int = 1
+    experts_per_token: int = 1
+    window: int = 0
+    caps_scores: bool = False
+    caps_logits: bool = False
+    beside_head: str = ""
+    norms_whole_queries: bool = False
+    norms_behind: bool = False
+    joined: bool = False
+    context: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """H C."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """K C, of keys and of values each."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(D_in, D_out) of the matrices of a block, by the names that LoRA's targets have; of one expert."""
+        width, inner = self.width, self.inner
+        if self.joined:
+            return {
+                "qkv_proj": (width, self.query_width + 2 * self.kv_width),
+                "o_proj": (self.query_width, width),
+                "gate_up_proj": (width, 2 * inner),
+                "down_proj": (inner, width),
+            }
+        return {
+            "q_proj": (width, self.query_width),
+            "k_proj": (width, self.kv_width),
+            "v_proj": (width, self.kv_width),
+            "o_proj": (self.query_width, width),
+            "gate_proj": (width, inner),
+            "up_proj": (width, inner),
+            "down_proj": (inner, width),
+        }
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """The matrices of a block in the order in which they run; those together that have one input."""
+        if self.joined:
+            return ("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)
+        return ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of the model's modules in transformers, those that hold no weights left out."""
+        attention = [name for stage in self.stages[:2] for name in stage]
+        mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.norms_behind:
+            norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+        if self.norms == 4:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if self.qk_norm:
+            attention += ["q_norm", "k_norm"]
+        inside = ["self_attn", "mlp", *norms]
+        inside += [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
+        blocks = [f"model.layers.{number}" for number in range(self.layers)]
+        whole = ["model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"]
+        return [*whole, *blocks, *(f"{path}.{name}" for path in blocks for name in inside)]
+
+    def copies(self, linear: str) -> int:
+        """How many of a matrix are in a block: one, or one an expert."""
+        return self.experts if linear in ("gate_proj", "up_proj", "down_proj") else 1
+
+    @property
+    def packable(self) -> dict[str, tuple[int, int]]:
+        """Those of the matrices that quantization packs: transformers keeps all experts' in one, which it does not."""
+        return {name: widths for name, widths in self.linears.items() if self.copies(name) == 1}
+
+    @property
+    def block_linear_weights(self) -> int:
+        """Weights of a block's matrices: what quantization packs. An expert router is not among them."""
+        return sum(self.copies(name) * d_in * d_out for name, (d_in, d_out) in self.linears.items())
+
+    @property
+    def block_other_weights(self) -> int:
+        """Norms, biases and the router of a block, which are never quantised."""
+        of_queries = self.query_width + self.kv_width if self.norms_whole_queries else 2 * self.head_width
+        norms = self.norms * self.width + of_queries * self.qk_norm
+        biases = sum(self.linears[name][1] for name in self.biased)
+        router = self.experts * self.width if self.experts > 1 else 0
+        return norms + biases + router
+
+    @property
+    def embedding_weights(self) -> int:
+        """V D: of the embedding, and of the head again when it is not tied."""
+        return self.vocabulary * self.width
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the whole model."""
+        blocks = self.layers * (self.block_linear_weights + self.block_other_weights)
+        return blocks + self.embedding_weights * (1 if self.tied else 2) + self.width
+
+    @property
+    def tensors(self) -> tuple[tuple[int, int], ...]:
+        """All parameters: how many, elements of each. The small ones of a block are taken as one."""
+        matrices = [(self.layers * self.copies(name), d_in * d_out) for name, (d_in, d_out) in self.linears.items()]
+        rest = [
+            (self.layers, self.block_other_weights),
+            (1 if self.tied else 2, self.embedding_weights),
+            (1, self.width),
+        ]
+        return (*matrices, *rest)
+
+    @property
+    def active_weights(self) -> int:
+        """Parameters of the matrices that a token is multiplied by, the head included."""
+        idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner
+        return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
+
+
+def find_config(model: str) -> dict[str, Any]:
+    """Get a model's ``config.json``.
+
+    Args:
+        model: a short name of the catalogue, a hub id, ``random:NAME``, a folder, or the file itself.
+
+    Raises:
+        BadInput: if there is none, or it cannot be had.
+    """
+    by_hub_id = {hub: name for name, hub in ALIASES.items()}
+    name = by_hub_id.get(model, model.removeprefix("random:"))
+    if name in CONFIGS:
+        return CONFIGS[name]
+    path = usable_path("model", model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return _read(path)
+    models.refuse_unknown(model)
+    return _read(network.config_of(model))
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> Shape:
+    """Read the widths.
+
+    Args:
+        config: of ``config.json``; of a model that also sees, the part about text is taken.
+        name: what to call it, in errors too.
+
+    Raises:
+        BadInput: if it is no decoder of a known kind, or a field is missing or no sensible number.
+    """
+    whole = config
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
+    _refuse_other_heads(whole, name)
+
+    def number(field: str, default: int | None = None) -> int:
+        value = config.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            raise BadInput(f"model {name}: its config.json has no {field}")
+        if type(value) is not int or value < 1:
+            raise BadInput(f"model {name}: {field} = {value!r} in its config.json must be a whole number above 0")
+        return value
+
+    config = {**KINDS[kind], **config}
+    for field in REQUIRED:
+        number(field)
+    heads, width, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
+    kv_heads = number("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise BadInput(
+            f"model {name}: {heads} heads cannot share {kv_heads} key heads; correct num_attention_heads "
+            "or num_key_value_heads in config.json"
+        )
+    windowed = config.get("sliding_window") is not None
+    if "use_sliding_window" in KINDS[kind]:
+        windowed = windowed and bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers
+    return Shape(
+        name=name,
+        kind=kind,
+        vocabulary=number("vocab_size"),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=number("head_dim", width // heads),
+        inner=number("intermediate_size"),
+        tied=bool(config.get("tie_word_embeddings")),
+        biased=_biased(kind, config),
+        qk_norm=kind in ("qwen3", "gemma3_text", "olmo2"),
+        norms_whole_queries=kind == "olmo2",
+        norms_behind=kind == "olmo2",
+        joined=kind == "phi3",
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        experts=number("num_local_experts", 1),
+        experts_per_token=number("num_experts_per_tok", 1),
+        caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
+        caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
+        beside_head=_beside_head(kind, config),
+        window=number("sliding_window") if windowed else 0,
+        context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
+    )
+
+
+GENERATES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM"),
+)
+"""What a config calls these models when they have a head that generates text."""
+
+BESIDE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Fields of a config, one of which is set where logits are more than a product."""
+
+
+def _refuse_other_heads(config: Mapping[str, Any], name: str) -> None:
+    """A classifier's head is of another size, and transformers would give it a new, random one to generate text."""
+    meant = config.get("architectures") or ()
+    if meant and not any(each in GENERATES for each in meant):
+        raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
+
+
+def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
+    default = {"gemma2": "final_logit_softcapping", "granite": "logits_scaling"}.get(kind)
+    return next((field for field in BESIDE_HEAD if config.get(field, field == default)), "")
+
+
+BIASED_MLP = ("llama", "smollm3", "granite")
+
+
+def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The matrices that have a bias: Qwen2's always, Mistral's and Phi-3's never, others' if their config says so."""
+    if kind == "qwen2":
+        return ("q_proj", "k_proj", "v_proj")
+    asks = kind not in ("mistral", "mixtral", "phi3") and config.get("attention_bias")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
+    mlp = ("gate_proj", "up_proj", "down_proj") if kind in BIASED_MLP and config.get("mlp_bias") else ()
+    return attention + mlp
+
+
+LONGER_THAN_CONTEXT = (
+    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings in its "
+    "config), and a model does badly on positions that it was not trained for: set data.max_length={context}, or take "
+    "a model with a longer context"
+)
+"""What is said of rows that are longer than the model's context, before anything is known of the data."""
+
+
+def beyond_context(context: int, tokens: int) -> list[str]:
+    """Warn if rows of this many tokens are longer than the model's context; 0 stands for a context that is unknown."""
+    return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)] if 0 < context < tokens else []
+
+
+def context_of(model: str) -> int:
+    """Find the context of a model of any kind, in tokens; 0 if no config says it."""
+    try:
+        config = find_config(model)
+    except BadInput:
+        return 0
+    config = config.get("text_config") or config
+    found = config.get("max_position_embeddings")
+    if found is None:
+        found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else 0
+
+
+def find_shape(model: str) -> Shape:
+    """Find a model's config and read its widths."""
+    model = short_name(model)
+    return shape_of(find_config(model), model)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise BadInput(f"model {path}: cannot be read as JSON: {first_line(error)}") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"model {path}: is no JSON object, so no config")
+    return config
+
+
+def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
+    """Hold a model's widths against the number of processes.
+
+    Args:
+        name: of the model.
+        heads: of the queries.
+        kv_heads: of keys and values.
+        inner: width inside the MLP.
+        processes: that share a block.
+
+    Raises:
+        BadInput: if one is not divisible, with the numbers that would be.
+    """
+    if any(width % processes for width in (heads, kv_heads, inner)):
+        fitting = [n for n in range(2, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)]
+        cure = f"use {' or '.join(map(str, fitting))} processes" if fitting else "use parallel.strategy=ddp or fsdp"
+        raise BadInput(
+            f"tensor parallelism over {processes} processes: {name} has {heads} heads, {kv_heads} of keys and values, "
+            f"and {inner} columns in its MLP, which {processes} does not divide; {cure}"
+        )

@@ -1,0 +1,169 @@
+"""The files of a model's weights: what their headers say, whether they fit together, and which model they are.
+
+Nothing here loads a model or imports torch. A folder that contradicts itself is refused within a moment, and a file is
+hashed once: its sha256 is kept with its path, size and time of change.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.models import cache_folder
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""One file of weights, or the list of several; transformers looks for them in this order."""
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What decides how a text becomes tokens."""
+LARGE = 16 * 2**20
+"""Bytes from which the hash of a file is worth keeping; a smaller one is hashed in no time."""
+AGAIN = "fetch or save the folder again"
+
+
+class Tensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find(folder: Path, name: str) -> list[Path]:
+    """List the files of weights that transformers reads.
+
+    Args:
+        folder: of the model.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if there are none that may be read, or the index names a file that is not there.
+    """
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if (folder / INDEX).is_file():
+        files = [folder / file for file in dict.fromkeys(_index(folder, name).values())]
+        if missing := next((file for file in files if not file.is_file()), None):
+            raise BadInput(f"model {name}: {missing.name} is missing, which {INDEX} names; {AGAIN}")
+        return files
+    if (folder / "adapter_config.json").is_file():
+        raise BadInput(f"model {name}: is the folder of an adapter; name the base that it was trained over")
+    if pickle := next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))), None):
+        raise BadInput(
+            f"model {name}: has its weights as a pickle ({pickle.name}), a program that runs when it is read; give a "
+            "folder with safetensors, which save_pretrained of transformers 5 writes"
+        )
+    if other := next(iter(sorted(folder.glob("*.safetensors"))), None):
+        raise BadInput(f"model {name}: has neither {WHOLE} nor {INDEX}, only {other.name}; {AGAIN}")
+    raise BadInput(f"model {name}: the folder holds no {WHOLE}, so no weights; {AGAIN}")
+
+
+def _index(folder: Path, name: str) -> dict[str, str]:
+    """Which file holds a tensor."""
+    try:
+        places = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")
+        if places and all(isinstance(file, str) and Path(file).name == file for file in places.values()):
+            return places
+        raise ValueError("its weight_map does not name a file of this folder for each tensor")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"model {name}: {INDEX} cannot be used: {first_line(error)}; {AGAIN}") from None
+
+
+def tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """Read the headers of all files of weights.
+
+    Args:
+        folder: of the model.
+        name: what errors call the model.
+
+    Raises:
+        BadInput: if a file is cut off or no safetensors, or the index says something else than the files.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Tensor] = {}
+    files = find(folder, name)
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:  # holds the header against the file's length
+                for key in opened.keys():  # noqa: SIM118 (no dictionary)
+                    part = opened.get_slice(key)
+                    found[key] = Tensor(file, part.get_dtype(), tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise BadInput(
+                f"model {name}: {file.name} is cut off or no safetensors file ({first_line(error)}); {AGAIN}"
+            ) from None
+    if files == [folder / WHOLE]:
+        return found
+    for key, place in _index(folder, name).items():
+        if key not in found or found[key].file.name != place:
+            there = f"is in {found[key].file.name}" if key in found else "is in none of the files"
+            raise BadInput(f"model {name}: {INDEX} looks for {key} in {place}, and it {there}; {AGAIN}")
+    return found
+
+
+def identity(folder: Path) -> dict[str, dict[str, str]]:
+    """Say which model a folder holds: the sha256 of every file that decides what it computes.
+
+    Returns:
+        ``weights``, ``config`` and ``tokenizer``, each the sha256 of its files by name.
+    """
+    weights = find(folder, str(folder))
+    config = [folder / "config.json"] if (folder / "config.json").is_file() else []
+    tokenizer = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    parts = {"weights": weights, "config": config, "tokenizer": tokenizer}
+    return {part: {file.name: sha256(file) for file in files} for part, files in parts.items()}
+
+
+def sha256(file: Path) -> str:
+    """Hash a file, or remember its hash, as long as its path, size and time of change are the same.
+
+    The hub's cache names a large file by its sha256, so such a file is not read at all.
+    """
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and len(blob.name) == 64:
+        return blob.name
+    status = blob.stat()
+    if status.st_size < LARGE:
+        return atomic_files.entry(blob)["sha256"]
+    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    known = remembered(str(blob))
+    if known and known[:3] == stamp:
+        return known[3]
+    found = atomic_files.entry(blob)["sha256"]
+    remember({str(blob): [*stamp, found]})
+    return found
+
+
+def remembered(key: str) -> Any:
+    """Give back what :func:`remember` kept under a key, or ``None``."""
+    return _remembered().get(key)
+
+
+def remember(found: Mapping[str, Any]) -> None:
+    """Keep what was found of files; a cache that cannot be written costs time and nothing else."""
+    with contextlib.suppress(BadInput):
+        atomic_files.write_file(_memory(), json.dumps(_remembered() | dict(found)) + "\n")
+
+
+def _remembered() -> dict[str, Any]:
+    try:
+        return dict(json.loads(_memory().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _memory() -> Path:
+    return cache_folder() / "weight_files.json"

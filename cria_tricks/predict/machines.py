@@ -1,0 +1,273 @@
+"""Which machine for a model: the Hardware Selection Guide's answer, ours beside it, and where the two disagree.
+
+Ours is counted: bytes by an estimator that is handed in, minutes and cost by ``cost.py``. So it can be asked for any
+model whose ``config.json`` is at hand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from cria_tricks.bill.step_time import run_cost, step
+from cria_tricks.hardware import trust
+from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
+from cria_tricks.hardware.device import Device
+from cria_tricks.models.shape import Shape
+from cria_tricks.predict.selection_guide import (
+    BY_BUDGET,
+    BY_SIZE,
+    GB_PER_BILLION,
+    KINDS,
+    MACHINES,
+    refuse_unknown,
+    row_for,
+)
+from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
+
+Needed = Callable[[Recipe, Shape, Device], int]
+"""From a recipe, a model and a card to the bytes that must be free on the card."""
+
+METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+"""The three ways to train that are compared, and how they are called on the screen."""
+
+GB = 10**9
+
+ROWS = (512, 2048, 8192)
+"""Tokens of a row, to show what a rule that knows no tokens leaves out."""
+
+WHY = {
+    "full": "a weight, its gradient and AdamW's two states are 16 bytes; the rule is right where these are the peak, "
+    "and knows nothing of rows, vocabulary and CUDA's memory",
+    "lora": "a frozen 16-bit weight is 2 bytes, and the adapter next to nothing; the other 2 of the rule stand for "
+    "activations and logits, which grow with rows and vocabulary and not with parameters",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train on one machine.
+
+    Attributes:
+        flavor: the machine.
+        method: ``full``, ``lora`` or ``qlora``.
+        needed_bytes: what must be free on each of its cards.
+        capacity_bytes: what each of them has.
+        fits: whether that is enough.
+        minutes: of training, if it fits.
+        cost: USD for these minutes, if it fits.
+        within_budget: whether the cost is; ``None`` without a budget, or if it does not fit.
+    """
+
+    flavor: str
+    method: str
+    needed_bytes: int
+    capacity_bytes: int
+    fits: bool
+    minutes: float | None
+    cost: float | None
+    within_budget: bool | None
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """What the guide recommends.
+
+    Attributes:
+        by: ``model size``, ``budget`` or ``kind of training``.
+        case: which of its entries applies.
+        flavors: the machines it names; none where the guide has no entry.
+        says: what else it says.
+    """
+
+    by: str
+    case: str
+    flavors: tuple[str, ...]
+    says: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of thumb for memory, beside our estimate.
+
+    Attributes:
+        method: ``full`` or ``lora``.
+        gb_per_billion: the rule.
+        guide_bytes: what it gives.
+        our_bytes: what we estimate, on an A100, for rows of 2,048 tokens.
+        by_tokens: the same for shorter and longer rows.
+        only_by_the_rule: machines that it fits by the rule, and not by our estimate.
+        only_by_ours: the other way round.
+        why: what makes the difference.
+    """
+
+    method: str
+    gb_per_billion: int
+    guide_bytes: int
+    our_bytes: int
+    by_tokens: dict[int, int]
+    only_by_the_rule: tuple[str, ...]
+    only_by_ours: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The whole answer.
+
+    Attributes:
+        model: its name.
+        parameters: how many it has.
+        tokens: of the run.
+        tokens_per_row: of a row.
+        kind: of training.
+        budget: in USD, if there is one.
+        guide: what the guide recommends.
+        options: every method on every machine.
+        cheapest: by method, the cheapest machine that it fits on, within the budget if there is one.
+        fastest: the same, by time.
+        rules: where the guide's rules of thumb and our estimate part.
+        notes: what else to know.
+    """
+
+    model: str
+    parameters: int
+    tokens: int
+    tokens_per_row: int
+    kind: str
+    budget: float | None
+    guide: tuple[Recommended, ...]
+    options: tuple[Option, ...]
+    cheapest: dict[str, str | None]
+    fastest: dict[str, str | None]
+    rules: tuple[Rule, ...]
+    notes: tuple[str, ...]
+
+
+def advise(
+    shape: Shape,
+    needed: Needed,
+    tokens: int | None = None,
+    budget: float | None = None,
+    kind: str = "development",
+) -> Advice:
+    """Ask the guide and ourselves.
+
+    Args:
+        shape: the model's.
+        needed: the estimator.
+        tokens: of the whole run, every epoch counted; of the kind's rows when left out.
+        budget: USD for the run.
+        kind: ``quick``, ``development``, ``production`` or ``research``.
+
+    Raises:
+        BadInput: for an unknown kind, or tokens or a budget that is not above zero.
+    """
+    refuse_unknown(tokens, budget, kind)
+    per_row = Data().max_length
+    tokens = tokens or KINDS[kind].rows * KINDS[kind].epochs * per_row
+    options = tuple(
+        _option(shape, needed, tokens, budget, flavor, method) for flavor in FLAVORS.values() for method in METHODS
+    )
+    return Advice(
+        model=shape.name,
+        parameters=shape.weights,
+        tokens=tokens,
+        tokens_per_row=per_row,
+        kind=kind,
+        budget=budget,
+        guide=_from_the_guide(shape, budget, kind),
+        options=options,
+        cheapest={method: _best(options, method, lambda option: option.cost) for method in METHODS},
+        fastest={method: _best(options, method, lambda option: option.minutes) for method in METHODS},
+        rules=tuple(_rule(shape, needed, options, method) for method in GB_PER_BILLION),
+        notes=_notes(),
+    )
+
+
+def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recipe:
+    """The recipe that stands for a way to train on a card.
+
+    Rows of 2,048 tokens, one at a time, eight a step; checkpointing, 16-bit products, torch's attention, as the guide
+    advises when memory is short. LoRA is of rank 16 on all linears, and QLoRA has everything on that saves memory.
+
+    Args:
+        method: ``full``, ``lora`` or ``qlora``.
+        device: the card.
+        shape: of the model, whose linears LoRA adapts; a Llama's when left out.
+    """
+    tricks = Tricks(
+        gradient_accumulation=8,
+        gradient_checkpointing=True,
+        precision="bf16" if device.real_bf16 else "fp16",
+        attention="sdpa",
+        expand_kv=device.capability < (8, 0),
+    )
+    if method != "full":
+        tricks = tricks.model_copy(update={"peft": "lora"})
+    if method == "qlora":
+        frozen = {"quantization": "nf4", "double_quantization": True, "lean_preparation": True, "chunked_loss": True}
+        tricks = tricks.model_copy(update={**frozen, "optimizer": "adamw_8bit", "paged_optimizer": True})
+    lora = Lora(target_modules=tuple(shape.packable)) if shape else Lora()
+    return Recipe(name=method, tricks=tricks, lora=lora, train=Train(batch_size=1))
+
+
+def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, flavor: Flavor, method: str) -> Option:
+    card = CARDS[flavor.card]
+    recipe = recipe_for(method, card.device, shape)
+    want, has = needed(recipe, shape, card.device), card.device.memory_bytes
+    option = Option(flavor.name, method, want, has, want <= has, None, None, None)
+    if not option.fits:
+        return option
+    run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
+    within = None if budget is None else run.cost <= budget
+    return replace(option, minutes=run.minutes, cost=run.cost, within_budget=within)
+
+
+def _best(options: Sequence[Option], method: str, key: Callable[[Option], float | None]) -> str | None:
+    possible = [o for o in options if o.method == method and o.fits and o.within_budget is not False]
+    return min(possible, key=lambda option: key(option) or 0.0).flavor if possible else None
+
+
+def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:
+    size = row_for(BY_SIZE, shape.weights / 1e9)
+    assert size is not None, "the last entry has no end"
+    found = [Recommended("model size", size.case, size.flavors, size.says)]
+    if budget is not None:
+        row = row_for(BY_BUDGET, budget)
+        found.append(
+            Recommended("budget", row.case, row.flavors, row.says)
+            if row
+            else Recommended("budget", f"${budget:g}", (), "the guide ends at $200")
+        )
+    return (*found, Recommended("kind of training", kind, KINDS[kind].flavors, KINDS[kind].says))
+
+
+def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) -> Rule:
+    gb, ours = GB_PER_BILLION[method], {option.flavor: option for option in options if option.method == method}
+    by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
+    by_ours = {name for name, option in ours.items() if option.fits}
+    recipe = recipe_for(method, A100_40GB, shape)
+    by_tokens = {n: needed(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB) for n in ROWS}
+    return Rule(
+        method,
+        gb,
+        gb * shape.weights,
+        ours["a100-large"].needed_bytes,
+        by_tokens,
+        tuple(name for name in ours if name in by_rule - by_ours),
+        tuple(name for name in ours if name in by_ours - by_rule),
+        WHY[method],
+    )
+
+
+def _notes() -> tuple[str, ...]:
+    several = ", ".join(f"{flavor.name} ({flavor.cards} cards)" for flavor in FLAVORS.values() if flavor.cards > 1)
+    return (
+        f"{several}: the cards share the rows, not the model. Each must hold all that a single one would, so four "
+        "times 24 GB are not 96 GB for a model; what they save is time. Each of them takes eight rows of a step here; "
+        "cria plan and cria launch share a recipe's own rows out among them, which takes a little longer.",
+        "t4-medium has the card of t4-small, and a10g-large that of a10g-small: the same memory and the same minutes.",
+        f"Minutes are of training alone, {trust.TIME}. Loading, evaluations and checkpoints come on top.",
+        f"Prices are those of Hugging Face Jobs' list of {PRICES_DATE}, in USD.",
+        f"Whether it fits is computed, not tried: {trust.FITS}.",
+        f"Not estimated: {', '.join(TPUS)}. TPUs need code of their own.",
+    )

@@ -1,0 +1,38 @@
+"""A module as a command of its own, started by ``torchrun -m``: what goes wrong is said as ``cria`` says it."""
+
+from collections.abc import Callable
+
+import typer
+
+from cria_tricks.common.errors import BadInput, Diverged, Lost, Unfinished, is_out_of_memory
+from cria_tricks.processes.exit import leave, unforeseen
+
+USAGE_ERROR = typer.BadParameter.__base__  # of click, which newer versions of typer carry inside
+
+
+def run(function: Callable[..., None]) -> None:
+    """Run a function with the arguments of the command line.
+
+    Every foreseen error is one line of one process on stderr, and an exit code; there are no checkpoints to go on from.
+
+    Args:
+        function: its parameters are the command's.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(function)
+    try:
+        app(standalone_mode=False)
+    except USAGE_ERROR as error:
+        leave(f"error: {error.format_message().rstrip('.')}; see --help", 2)
+    except BadInput as error:
+        leave(f"error: {error}", 2)
+    except (Diverged, Lost) as error:
+        leave(f"error: {error}; nothing was saved", 1)
+    except Unfinished as error:
+        leave(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        leave("interrupted; nothing was saved", 130)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            unforeseen()
+        leave("error: out of memory; nothing was saved", 3)

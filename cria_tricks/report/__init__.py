@@ -1,0 +1,1 @@
+"""Run -> Report: what was asked, what ran, what it cost."""

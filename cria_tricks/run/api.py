@@ -1,0 +1,197 @@
+"""Train, plan and estimate from Python.
+
+Each function takes a recipe in any of three forms: a ``Recipe``, the name of one (``"kwanzaa"``), or the path of a
+``.toml`` file. The heavy libraries are imported when a function is called, not before.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cria_tricks import recipes
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.startup import importing
+from cria_tricks.hardware import Device, this_device
+from cria_tricks.hardware.cards import find_card
+from cria_tricks.predict.answer import PlanAnswer
+from cria_tricks.recipe import Recipe, with_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cria_tricks.bill.bill import Bill
+
+
+def train(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    *,
+    settings: Iterable[str] = (),
+    resume: bool = False,
+    other_base: bool = False,
+    console: "Console | None" = None,
+) -> dict[str, Any]:
+    """Train a recipe, and write its adapter and its report.
+
+    Everything that can be wrong with the recipe or the data is found before a model is loaded. When a launcher starts
+    several processes, all of them train one recipe together, by ``recipe.parallel.strategy``.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
+        settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
+        resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
+        other_base: let a resumed run go on over another base than it began over.
+        console: where progress is shown; standard error when left out.
+
+    Returns:
+        The report, as written to ``report.json``.
+
+    Raises:
+        BadInput: naming what is wrong and what would be right.
+        Diverged: if the loss is not finite.
+        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
+        Lost: if another process of the run died; ``resume=True`` goes on.
+        OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
+
+    Examples:
+        >>> report = train("smoke", settings=["steps=2"])  # doctest: +SKIP
+        >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
+        True
+    """
+    from cria_tricks.run import given
+
+    changes = _several(settings)
+    given.training(given.recipe(recipe, changes), out, resume, other_base)
+    with importing():  # torch, which takes seconds; a named recipe's precision depends on the device
+        wanted = with_settings(recipes.get(recipe), changes)
+
+        from cria_tricks.run.run import train as run
+    return run(wanted, out, resume=resume, other_base=other_base, console=console)
+
+
+def plan(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str | Device | None = None,
+    model: str | None = None,
+    settings: Iterable[str] = (),
+    rows: int | None = None,
+    nproc: int = 1,
+    dry_run: bool = False,
+    advise: bool = False,
+    longest: bool = False,
+    rows_full: bool = False,
+) -> PlanAnswer:
+    """Say what a recipe needs on a card, and why, without loading a weight.
+
+    Rows are as long as those of the recipe's data, where these and the tokenizer are files on this machine. Otherwise
+    each is taken as ``data.max_length`` tokens long; ``answer.lengths`` says which.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        gpu: ``"t4"``, ``"l4"``, ``"a10g"``, ``"a100"``, or any ``Device``; when left out, this machine's card, and a T4
+            where there is none.
+        model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
+        settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
+        rows: training rows; then ``prices`` are given.
+        nproc: number of processes, with one card each; they share the run by ``ddp`` if the recipe names no strategy.
+        dry_run: count the step of the real modules on tensors without data [seconds], instead of by hand.
+        advise: try all toggle sets; then ``front`` is given.
+        longest: find the longest row that fits.
+        rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
+
+    Raises:
+        BadInput: for a name that is not known, a toggle that cannot work on the card, or a row that training would
+            refuse.
+
+    Examples:
+        >>> answer = plan("kwanzaa", gpu="t4", rows=107)
+        >>> answer.fits
+        True
+        >>> answer.needed_bytes == sum(row.bytes for row in answer.rows + answer.around)
+        True
+        >>> answer.prices[0].flavor
+        't4-small'
+    """
+    if nproc < 1:
+        raise BadInput(f"nproc={nproc}: must be a whole number above 0")
+    from cria_tricks.models.shape import find_shape
+    from cria_tricks.run import given
+
+    changes = [*([f"model={model}"] if model else []), *_several(settings)]
+    card = None if gpu is None else _device(gpu)
+    shape = find_shape(given.recipe(recipe, changes, card).model)
+    device = card or _device(None)
+    wanted = with_settings(recipes.get(recipe, device), changes)
+    if nproc > 1 and wanted.parallel.strategy == "none":
+        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    from cria_tricks.data import lengths
+    from cria_tricks.kwanzaa import augment
+    from cria_tricks.predict import plan_data, toggles
+
+    bench = toggles.Bench(shape, device, nproc)
+    bench.resolve(wanted)  # a setting that cannot work is told before the data is read
+    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else lengths.read(wanted, augment.of(wanted))
+    wanted = lengths.as_long_as(found_lengths.longest, wanted)
+    found = plan_data.bill(bench, wanted, dry=dry_run, lengths=found_lengths) | plan_data.comparisons(bench, wanted)
+    if advise:
+        found["front"] = plan_data.front(bench, wanted)
+    if longest:
+        found["longest"] = toggles.longest(bench, wanted)
+    if rows is not None:
+        found["prices"] = plan_data.prices(bench, wanted, rows, found_lengths)
+    return PlanAnswer.model_validate(found)
+
+
+def estimate(
+    recipe: Recipe | str | Path,
+    *,
+    gpu: str | Device | None = None,
+    settings: Iterable[str] = (),
+) -> "Bill":
+    """Estimate the memory of one training step in one process, by hand, for rows of ``data.max_length`` tokens.
+
+    With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
+    returns the object that :func:`plan` counts with; each trick fills in its part.
+
+    Args:
+        recipe: a recipe, the name of one, or the path of a ``.toml`` file.
+        gpu: as for :func:`plan`.
+        settings: changes of the recipe, written as for ``--set``.
+
+    Raises:
+        BadInput: for a name that is not known, or a toggle that cannot work on the card.
+
+    Examples:
+        >>> memory = estimate("kwanzaa", gpu="t4")
+        >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
+        (True, True)
+    """
+    from cria_tricks.models.shape import find_shape
+    from cria_tricks.run import given
+
+    changes = _several(settings)
+    card = None if gpu is None else _device(gpu)
+    shape = find_shape(given.recipe(recipe, changes, card).model)
+    device = card or _device(None)
+    wanted = with_settings(recipes.get(recipe, device), changes)
+    from cria_tricks.predict.toggles import Bench
+    from cria_tricks.tricks.folds import estimate as by_hand
+
+    Bench(shape, device).resolve(wanted)  # refuses what cannot work there
+    return by_hand(wanted, shape, device)
+
+
+def _device(gpu: str | Device | None) -> Device:
+    if isinstance(gpu, Device):
+        return gpu
+    if gpu is not None:
+        return find_card(gpu).device
+    here = this_device()
+    return here if here.kind == "cuda" else find_card("t4").device
+
+
+def _several(settings: Iterable[str]) -> list[str]:
+    """Return the settings as a list; a single text is one setting, not a list of letters."""
+    return [settings] if isinstance(settings, str) else list(settings)

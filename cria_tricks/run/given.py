@@ -1,0 +1,56 @@
+"""Checks of what a command was given, before it imports torch: a wrong name, row or folder is said within a second.
+
+What passes here may still be refused later, by the function that uses it. Nothing here is the only check of anything.
+"""
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cria_tricks import models, recipes
+from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.data import rules as data_settings
+from cria_tricks.data import sources
+from cria_tricks.hardware import T4, Device
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.store import run_folder
+
+
+def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device | None = None) -> Recipe:
+    """Find a recipe, change it, and look at its names; a named one is as for a T4 when no device is given.
+
+    A named recipe chooses its precision for the device, and only torch can tell what this machine's is.
+
+    Raises:
+        BadInput: naming the first thing that is wrong.
+    """
+    found = with_settings(recipes.get(wanted, device or T4), changes)
+    models.refuse_unknown(found.model)
+    data_settings.refuse(found)
+    return found
+
+
+def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: bool = False) -> None:
+    """Look at what a run would read and write.
+
+    Raises:
+        BadInput: if its model, its first rows or its folder cannot be used, or a library is not there.
+    """
+    if other_base and not resume:
+        raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
+    trackers(wanted.train.report_to)
+    sources.glance(wanted.data.train, "train")
+    sources.glance(wanted.data.eval, "eval")
+    if out:
+        run_folder.refuse_taken("--out", usable_path("--out", out), resume)
+    models.refuse_out_of_reach(wanted.model)
+
+
+def trackers(names: Sequence[str]) -> None:
+    """Refuse a library for the history that is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise BadInput(
+                f"train.report_to={name}: the package {name} is not installed; pip install 'cria_tricks[monitor]', or "
+                "leave it out"
+            )

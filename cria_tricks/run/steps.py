@@ -1,0 +1,244 @@
+"""The heavy part of a run: rows as tokens, the model, the steps, the report, the adapter.
+
+Imported only when nothing of the recipe, the data and the folders can be refused any more; see ``run.py``.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from cria_tricks import models
+from cria_tricks.adapter import folder as artifact
+from cria_tricks.adapter import model_card, provenance
+from cria_tricks.bill.bill import Bill
+from cria_tricks.common.console import Voice
+from cria_tricks.common.errors import BadInput, OutOfMemory, is_out_of_memory
+from cria_tricks.common.waiting import doing
+from cria_tricks.data.lengths import as_long_as
+from cria_tricks.data.prepare import eval_rows, train_rows
+from cria_tricks.data.stream import Stream
+from cria_tricks.kwanzaa import augment
+from cria_tricks.load.model import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
+from cria_tricks.measure import profiler
+from cria_tricks.measure.memory import Meter, every_tensor
+from cria_tricks.measure.monitor import Monitor
+from cria_tricks.measure.profiler import Profile
+from cria_tricks.models import Weights, identity
+from cria_tricks.models.shape import Shape, context_of, find_shape
+from cria_tricks.parallel import dtensor
+from cria_tricks.predict.per_process import per_process
+from cria_tricks.predict.toggles import Bench, in_words
+from cria_tricks.recipe import Recipe
+from cria_tricks.report import summary as report
+from cria_tricks.resolve import still_off
+from cria_tricks.run.job import Job
+from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.progress import ShowProgress
+from cria_tricks.trainer.shared import Run, fit
+from cria_tricks.trainer.trackers import trackers
+from cria_tricks.tricks import lora
+from cria_tricks.tricks.folds import estimate
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves in memory.
+
+    Attributes:
+        loaded: the model.
+        run: what happened.
+        meter: seconds and bytes, by phase.
+        monitor: its samples.
+        estimated: what the bill said, if it knows the model's kind.
+    """
+
+    loaded: Loaded
+    run: Run
+    meter: Meter
+    monitor: Monitor
+    estimated: Bill | None
+
+
+def carry_out(job: Job) -> dict[str, Any]:
+    """Train what was checked, and write what came of it.
+
+    Returns:
+        The report, in every process.
+    """
+    quiet_libraries()
+    recipe, plan, world, console = job.recipe, job.plan, job.world, job.console
+    weights = models.fetch(models.find(recipe.model), job.folders.revision)
+    refuse_unfit(plan, weights)
+    began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
+    tokenizer = load_tokenizer(weights)
+    with doing("turning rows into tokens"):
+        rows = _rows(job, tokenizer)
+    job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
+    highest_id = max(part.highest_id for part in rows.values())
+    numbers = count_trainable(plan, weights, highest_id)
+    with world.within(job.folders.claimed(numbers, plan.optimizer["bits"])):
+        console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
+        if weights.note:
+            console.print(f"note: {weights.note}")
+        stream = rows["train"] if recipe.data.stream else None
+        if stream:
+            stream.look_for_duplicates(job.folders.folder, world, console)
+        trained = _train(job, weights, rows, tokenizer.pad_token_id)
+        if stream:
+            stream.add_up(world)
+            if stream.tally.in_words():
+                console.print(f"data.train: {stream.tally.in_words()}")
+            job.warn(report.data_warnings(rows, recipe))
+        job.warn(report.step_warnings(trained.run))
+        with doing("writing the result"):
+            summary = _written(job, weights, tokenizer, rows, trained, began_over)
+    return world.first(lambda: summary)
+
+
+def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The rows as tokens, or a stream that makes them as they are needed."""
+    recipe, found, say = job.recipe, job.sources, job.console.print
+    rows: Any
+    if recipe.data.stream:
+        rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say, augment.of(recipe))
+    else:
+        rows = train_rows(recipe, found["train"], found["eval"], tokenizer, say, augment.of(recipe))
+    return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
+
+
+def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Trained:
+    """Load the model and take the steps, watched."""
+    recipe, plan, world, folders = job.recipe, job.plan, job.world, job.folders
+    set_seed(recipe.train.seed)
+    meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
+    shape = _shape(recipe, weights.path)
+    longest = as_long_as(rows["train"].longest, recipe)
+    most_trained = rows["train"].most_trained(recipe.train.batch_size)
+    estimated = _estimate(longest, shape, plan, most_trained, world.size)
+    monitor = Monitor(
+        folders.monitor(world.rank),
+        recipe.train.monitor_seconds,
+        cuda=plan.device.kind == "cuda",
+        say=Voice(job.console),
+    )
+    eval_batches = math.ceil(len(rows["eval"].rows) / recipe.train.batch_size / world.data)
+    expected = estimated.allocated_bytes if estimated else None
+    progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
+    with _memory_in_one_line(job, longest, shape), monitor:
+        with meter.phase("load"), doing(f"loading {weights.name}"):
+            loaded = load(plan, weights)
+            meter.track(every_tensor(loaded.model))
+        with _onlookers(job, monitor, progress) as onlookers, doing("training"):
+            run = fit(
+                loaded,
+                plan,
+                recipe.train,
+                rows["train"].rows,
+                rows["eval"].rows,
+                folders.checkpoints,
+                pad_id=pad_id,
+                meter=meter,
+                start=folders.start,
+                callbacks=onlookers,
+                world=world,
+            )
+    return Trained(loaded, run, meter, monitor, estimated)
+
+
+def _written(
+    job: Job,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: dict[str, Any],
+    trained: Trained,
+    began_over: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
+    recipe, world, model = job.recipe, job.world, trained.loaded.model
+    folder = job.folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
+    descriptions = {part: source.description for part, source in job.sources.items()}
+    parameters, context = count_parameters(model), context_of(weights.path)
+    summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
+    summary |= report.compare(trained.estimated, trained.run)
+    about = {"adapter": str(folder), "model": weights.name, "model_note": weights.note}
+    summary |= about | {"base": identity.of(weights)}
+    summary["monitor"] = world.gather(trained.monitor.summary())
+    summary["profile"] = profiler.read(job.folders.folder / "profile") if recipe.train.profile else None
+    made = provenance.describe(summary, weights, job.sources, began_over)
+    text = model_card.model_card(summary, made, weights.name, weights.note, recipe)
+    in_one = dtensor.weights(model, keep=world.is_first)
+
+    def write() -> None:
+        artifact.save(folder, model, tokenizer, weights.name, text, recipe, made, in_one)
+        report.write(job.folders.folder, summary)
+        job.folders.mirror_results()
+
+    world.first(write)
+    return summary
+
+
+@contextlib.contextmanager
+def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[list[Any]]:
+    """The callbacks that change nothing: every process takes samples, the first one traces, reports and shows."""
+    recipe, folders = job.recipe, job.folders
+    found: list[Any] = [monitor]
+    with contextlib.ExitStack() as stack:
+        if job.world.is_first:
+            if recipe.train.profile:
+                found.append(stack.enter_context(Profile(folders.folder / "profile", cuda=monitor.cuda)))
+            step = folders.start.step if folders.start else 0
+            found += stack.enter_context(trackers(recipe, folders.folder, step, lambda: monitor.newest))
+        stack.enter_context(progress.panel)
+        yield [*found, progress]
+
+
+@contextlib.contextmanager
+def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Iterator[None]:
+    """Say at what memory ran out, and what would save some."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+            raise
+        what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
+        if shape:
+            advice = in_words(Bench(shape, job.plan.device, job.world.size), longest)
+        else:  # of a kind that cannot be estimated
+            advice = f"still off: {', '.join(still_off(longest, job.plan.device)) or 'no toggle that works here'}"
+        raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
+
+
+def _shape(recipe: Recipe, model: str) -> Shape | None:
+    """The model's widths, if it is of a kind that can be estimated, and so is what trains beside it."""
+    try:
+        shape = find_shape(model)
+        lora.refuse_unestimated(recipe, shape)
+    except BadInput:
+        return None
+    return shape
+
+
+def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int) -> Bill | None:
+    """The bill of the largest micro-batch that may come, in the process that needs most."""
+    if shape is None:
+        return None
+    trained_tokens = None if recipe.tricks.packing else most_trained
+    if processes == 1:
+        return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
+    strategy = recipe.parallel.strategy
+    return per_process(recipe, shape, plan.device, strategy, processes, trained_tokens=trained_tokens)
+
+
+def count_parameters(model: Any) -> dict[str, int]:
+    """Trainable and total parameters; packed 4-bit weights count unpacked."""
+    if hasattr(model, "get_nb_trainable_parameters"):  # peft's, which knows that 4-bit weights are packed
+        trainable, total = model.get_nb_trainable_parameters()
+        return {"trainable": trainable, "total": total}
+    return {
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "total": sum(p.numel() for p in model.parameters()),
+    }

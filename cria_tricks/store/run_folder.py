@@ -1,0 +1,240 @@
+"""A run's folder and its mirror: whose they are, where a resumed run starts, and that nothing else is written over."""
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cria_tricks.common import atomic_files, interrupts
+from cria_tricks.common.errors import BadInput, Unwritten, usable_path
+from cria_tricks.common.units import human
+from cria_tricks.models import identity
+from cria_tricks.recipe import Recipe
+from cria_tricks.store.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, other_versions, refuse_another_run
+
+RESULTS = ("adapter", "model", "report.json", "report.md", "report.png")
+"""What a finished run leaves in its folder, beside its recipe, ``run.json`` and its checkpoints."""
+RECORDS = ("monitor*.jsonl", "profile", "tensorboard", "trackio")
+"""What it may have written on the way; a run that is gone on with writes on."""
+
+
+class Folders:
+    """Where one run writes.
+
+    Args:
+        recipe: names the mirror, and the folder when none is given.
+        out: the folder; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
+        resume: whether to go on with the run that is there; ``None`` for a loop that has no checkpoints.
+        about: what run it is, from :func:`cria_tricks.store.checkpoints.describe`.
+        say: takes a sentence for the user.
+
+    Attributes:
+        folder: the run's folder.
+        mirror: the second one, or ``None``.
+        checkpoints: the run's checkpoints, in both.
+        start: the checkpoint to go on from, or ``None``.
+
+    Raises:
+        BadInput: if a folder holds another run, or cannot be a folder.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: str | Path | None,
+        resume: bool | None,
+        about: dict[str, Any],
+        say: Callable[[str], None],
+    ):
+        self.recipe, self.resume, self.about, self.say = recipe, resume, about, say
+        self.folder = usable_path("--out", out) if out else numbered(Path("runs") / recipe.name, bool(resume))
+        self.mirror = usable_path("train.mirror", recipe.train.mirror) if recipe.train.mirror else None
+        if self.mirror and self.mirror.resolve() == self.folder.resolve():
+            raise BadInput(f"train.mirror={self.mirror}: is the run's own folder; name a second one")
+        if self.mirror and not self.mirror.absolute().parent.is_dir():
+            # On Colab, making it would put the copy on the disk that goes away with the machine.
+            raise BadInput(
+                f"train.mirror={self.mirror}: there is no folder {self.mirror.parent}; is the drive mounted?"
+            )
+        for option, place in self._places().items():
+            self._refuse_another(option, place)
+        mirrored = self.mirror / "checkpoints" if self.mirror else None
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
+        self.start = self._find_start() if resume else None
+
+    @property
+    def revision(self) -> str:
+        """The hub's commit of the base that a resumed run began over; empty for any other base or run."""
+        before = self.start.about.get("base", {}) if self.start else {}
+        return before.get("revision") or ""
+
+    def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
+        """Write down which base the run is over; a resumed run goes on over the same one.
+
+        Args:
+            base: its identity, from :func:`cria_tricks.models.identity.of`.
+            other_base: whether a resumed run may go on over another.
+
+        Returns:
+            The identity of the base that the run began over, if it is another; else nothing.
+
+        Raises:
+            BadInput: if it is another, and that is not wanted.
+        """
+        before = self.start.about.get("base", {}) if self.start else {}
+        self.about["base"] = base
+        if not self.start or not before:
+            return {}
+        changed = any(identity.other(before, base, part) for part in ("weights", "config"))
+        if differ := identity.other(before, base, "tokenizer"):  # then the same rows are other tokens
+            raise BadInput(f"--resume: {self.start.path}: the base's tokenizer is another: {differ}; put it back")
+        where = f"--resume: {self.start.path}"
+        for warning in identity.compare(before, base, where, allowed=other_base, moved="--set model=DIR"):
+            self.say(f"warning: {warning}")
+        return before if changed else {}
+
+    @contextlib.contextmanager
+    def claimed(self, trainable: int, bits: int) -> Iterator[None]:
+        """Make the folders and be the only one to write there.
+
+        Args:
+            trainable: numbers that train.
+            bits: of each of the optimizer's two moments.
+
+        Raises:
+            BadInput: if there is no room, or another process writes there.
+        """
+        checkpoint = trainable * (4 + 2 * bits // 8)
+        needed = (KEPT + 1) * checkpoint + trainable * 4 + 32 * 2**20  # and the result, with its tokenizer
+        for option, place in self._places().items():
+            _make_room(option, place, needed)
+        with atomic_files.only_writer(self.folder):
+            if not self.resume:
+                self._refuse_another("--out", self.folder)  # another process may have been faster
+            if self.start:
+                self.checkpoints.put_aside_after(self.start)
+                if self.mirror and not _records(self.folder):
+                    self._copy_records(self.mirror, self.folder)  # this machine is a new one
+            if self.resume is not None:
+                saved = f"{self.start.path} is whole" if self.start else f"no step is saved in {self.folder} yet"
+                interrupts.now_saved(f"{saved}; go on with --resume")
+            for place in self._places().values():
+                atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
+                atomic_files.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")
+            yield
+            interrupts.now_saved(f"the run is finished, and its results are in {self.folder}")
+
+    def monitor(self, rank: int) -> Path:
+        """Where a process writes its samples."""
+        return self.folder / (f"monitor-{rank}.jsonl" if rank else "monitor.jsonl")
+
+    def mirror_results(self) -> None:
+        """Copy the results beside the copied checkpoints; a mirror that fails only warns."""
+        if not self.mirror:
+            return
+        try:
+            for name in RESULTS:
+                if (self.folder / name).is_dir():
+                    atomic_files.copy_folder(self.folder / name, self.mirror / name)
+                elif (self.folder / name).exists():
+                    atomic_files.write_file(self.mirror / name, (self.folder / name).read_bytes())
+            self._copy_records(self.folder, self.mirror)
+        except Unwritten as error:
+            self.say(f"warning: train.mirror: {error.reason}; the results are in {self.folder} alone")
+
+    def _copy_records(self, folder: Path, to: Path) -> None:
+        """What trackers and the monitor wrote has no manifest, so it is simply copied."""
+        for path in _records(folder):
+            with atomic_files.unwritten_in_one_line(to / path.name):
+                if path.is_dir():
+                    shutil.copytree(path, to / path.name, dirs_exist_ok=True)
+                elif path.exists():
+                    shutil.copyfile(path, to / path.name)
+
+    def _places(self) -> dict[str, Path]:
+        return {"--out": self.folder} | ({"train.mirror": self.mirror} if self.mirror else {})
+
+    def _refuse_another(self, option: str, place: Path) -> None:
+        """Whose is what lies there?"""
+        there = refuse_taken(option, place, self.resume)
+        if not there:
+            return
+        try:
+            before = json.loads((place / RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            raise BadInput(
+                f"--resume: {place} holds {there} but no {RUN} that says of what run; name a new folder"
+            ) from None
+        refuse_another_run(before, self.about, place)
+
+    def _find_start(self) -> Checkpoint | None:
+        start = self.checkpoints.newest()
+        if start:
+            refuse_another_run(start.about, self.about, start.path)
+            for sentence in other_versions(start.about, self.about):
+                self.say(f"warning: {sentence}")
+            self.say(f"going on from {start.path}")
+            return start
+        for place, name in itertools.product(self._places().values(), RESULTS):
+            if (place / name).exists():
+                raise BadInput(f"--resume: {place} holds {name} but no checkpoint to go on from; name a new folder")
+        self.say(f"no checkpoint in {self.folder} yet: starting from the beginning")
+        return None
+
+
+def numbered(first: Path, resume: bool) -> Path:
+    """The next free one of NAME, NAME-2, ...; to resume, the last taken one."""
+    folder = newest = first
+    for number in itertools.count(2):
+        if not taken(folder):
+            break
+        newest, folder = folder, first.with_name(f"{first.name}-{number}")
+    return newest if resume else folder
+
+
+def taken(folder: Path) -> str:
+    """The first name a run would write that is there already."""
+    names = ("checkpoints", *RESULTS, "recipe.toml", RUN)
+    return next((name for name in names if (folder / name).exists()), "")
+
+
+def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
+    """Refuse a file, and the folder of another run unless it shall be gone on with.
+
+    Args:
+        option: that named it.
+        place: what is to be the run's folder.
+        resume: as for :class:`Folders`.
+
+    Returns:
+        The first name of a run that is there, or nothing.
+    """
+    if place.exists() and not place.is_dir():
+        raise BadInput(f"{option} {place}: is a file; name a folder")
+    there = taken(place)
+    if there and not resume:
+        otherwise = "" if resume is None else ", or go on with it: --resume"
+        raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder{otherwise}")
+    return there
+
+
+def _records(folder: Path) -> list[Path]:
+    return [path for pattern in RECORDS for path in folder.glob(pattern)]
+
+
+def _make_room(option: str, folder: Path, needed: int) -> None:
+    """Make a folder; refuse a disk that cannot hold what the run will write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        there = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    except OSError as error:
+        raise BadInput(f"{option} {folder}: cannot be made: {error.strerror}; name another folder") from None
+    if free + there < needed:
+        raise BadInput(
+            f"{option} {folder}: {human(free)} are free, and the checkpoints and the result take about "
+            f"{human(needed)}; make room, or name a folder on another disk"
+        )

@@ -1,0 +1,235 @@
+"""transformers.Trainer with checkpoints that can be trusted, and a last word when memory runs out.
+
+transformers writes a checkpoint file by file under its final name, trusts the files that it finds, goes on without
+those that are missing, and takes one more step in a run that was finished.
+"""
+
+import contextlib
+import json
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from cria_tricks.common.errors import BadInput, OutOfMemory, Unwritten, first_line, is_out_of_memory
+from cria_tricks.data.stream import Stream
+from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network, save_weights
+from cria_tricks.parallel import dtensor
+from cria_tricks.processes.world import World
+from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.trainer import what_ran
+
+POSITION = "stream.json"
+"""Where each lane of a stream is, where training rows are streamed."""
+RANDOM = "random.safetensors"
+"""The states of torch's generators of all processes but the first, where there are several."""
+
+
+class ResumableTrainer(Trainer):
+    """A Trainer whose runs can be stopped at any moment.
+
+    Args:
+        checkpoints: where they are written.
+        spent: what the run took so far, for the next checkpoint.
+        stream: where training rows come from, if they are streamed; its position goes into each checkpoint.
+        world: the processes of the run. A checkpoint holds no trace of their number but their random states: what they
+            have in pieces is put together in it, so that any other number can go on from it.
+
+    Attributes:
+        moment: what it is doing, for the sentence about memory; kept by the subclass.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoints: Checkpoints,
+        spent: Callable[[], Mapping[str, Any]],
+        world: World,
+        stream: Stream | None = None,
+        **arguments: Any,
+    ):
+        self.checkpoints, self.spent, self.world, self.stream = checkpoints, spent, world, stream
+        self.position: dict[str, Any] = {}
+        self.moment = "forward pass"
+        self.random_state: dict[str, torch.Tensor] = {}
+        super().__init__(**arguments)
+        self.add_callback(KeepRandomState(self))
+
+    @contextlib.contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Where memory runs out, save what can be saved and say at what it was.
+
+        Raises:
+            OutOfMemory: with one sentence about both.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the step's activations
+            self.model.zero_grad()
+            step = self.state.global_step
+            where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
+            raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        # transformers looks whether the run is over only after another step.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        if not self.control.should_training_stop:
+            super()._run_epoch(**arguments)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        weights = dtensor.weights(self.model, keep=self.world.is_first)
+        optimizer = dtensor.whole(dtensor.states(self.optimizer, self.model), keep=self.world.is_first)
+        states = self.world.gather(_random_states())
+        lanes = {lane: state for part in self.world.gather(self.position) for lane, state in part.items()}
+
+        def write() -> None:
+            # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
+            with self.checkpoints.new(self.state.global_step, self.spent()) as aside:
+                save_weights(self.model, aside, weights)
+                torch.save(optimizer, aside / "optimizer.pt")
+                torch.save(self.lr_scheduler.state_dict(), aside / "scheduler.pt")
+                self._save_scaler(str(aside))
+                self._save_rng_state(str(aside))
+                if self.world.size > 1:
+                    others = {f"{rank}.{k}": v for rank, state in enumerate(states) if rank for k, v in state.items()}
+                    save_file(others, aside / RANDOM)
+                if self.stream:
+                    (aside / POSITION).write_text(json.dumps(lanes) + "\n", encoding="utf-8")
+                self.state.save_to_json(str(aside / "trainer_state.json"))
+
+        self.world.first(write)
+
+    def _saved_after_all(self) -> str:
+        """After the last whole step, if the weights are still those."""
+        step = self.state.global_step
+        # Of several processes this one alone has no memory left: what takes all of them would wait for ever.
+        if self.moment != "optimizer step" and self.random_state and self.world.size == 1:
+            torch.set_rng_state(self.random_state["cpu"])
+            if "cuda" in self.random_state:
+                torch.cuda.set_rng_state(self.random_state["cuda"])
+            try:
+                self._save_checkpoint(self.model, None)
+                return f"the state after step {step} is in {self.checkpoints.folder}"
+            except (Unwritten, RuntimeError, MemoryError):
+                pass  # not even memory, or disk, for that
+        newest = self.checkpoints.newest()
+        return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with loading(resume_from_checkpoint):
+            if (Path(resume_from_checkpoint) / SIDE_NETWORK).is_file():
+                load_side_network(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None:
+            return
+        saved = {name: Path(checkpoint) / f"{name}.pt" for name in ("optimizer", "scheduler")}
+        with loading(checkpoint):
+            found = {name: torch.load(path, map_location="cpu", weights_only=True) for name, path in saved.items()}
+            dtensor.put_back(found["optimizer"], self.optimizer, self.model)
+            self.lr_scheduler.load_state_dict(found["scheduler"])
+            self._page_again()
+            planned = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).max_steps
+        self._follow_the_schedule(planned)
+
+    def _follow_the_schedule(self, planned: int) -> None:
+        """Take the next learning rate from this run's schedule; note it if the steps so far had another's.
+
+        Args:
+            planned: steps that the run was to have when the checkpoint was written.
+        """
+        scheduler = self.lr_scheduler
+        rates = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
+        for group, (highest, share) in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = highest * share(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what the history gets
+        if planned == self.state.max_steps:
+            return
+        highest, share = rates[0]
+        steps = [entry for entry in self.state.log_history if "loss" in entry and not entry.get("skipped")]
+        if any(entry["learning_rate"] != highest * share(number) for number, entry in enumerate(steps)):
+            self.state.log_history.append({"step": self.state.global_step, "lengthened_from": planned})
+            self.checkpoints.say(f"warning: {what_ran.lengthened(self.state.log_history[-1])}")
+
+    def _page_again(self) -> None:
+        """Put states back where they were: bitsandbytes loads paged ones into the card's own memory."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not getattr(optimizer, "is_paged", False):
+            return
+        for parameter, state in optimizer.state.items():
+            for name in ("state1", "state2"):
+                if name in state:
+                    paged = optimizer.get_state_buffer(parameter, dtype=state[name].dtype)
+                    state[name] = paged.copy_(state[name])
+
+    def _load_scaler(self, checkpoint):
+        with loading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint):
+        with loading(checkpoint):
+            super()._load_rng_state(checkpoint)
+            if self.world.rank and checkpoint:
+                self._load_own_random_state(Path(checkpoint) / RANDOM)
+
+    def _load_own_random_state(self, file: Path) -> None:
+        """This process's generators; new ones where the run had fewer processes before."""
+        states = load_file(file) if file.is_file() else {}
+        if f"{self.world.rank}.cpu" not in states:
+            torch.manual_seed(self.args.seed + self.world.data_rank + self.state.global_step)
+            return
+        torch.set_rng_state(states[f"{self.world.rank}.cpu"])
+        if torch.cuda.is_available() and f"{self.world.rank}.cuda" in states:
+            torch.cuda.set_rng_state(states[f"{self.world.rank}.cuda"])
+
+
+class KeepRandomState(TrainerCallback):
+    """Keeps what a checkpoint after the last whole step needs, and the next step moves.
+
+    That is torch's generators, from which dropout draws, and a stream's position.
+    """
+
+    def __init__(self, trainer: ResumableTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.random_state = _random_states()
+        self.trainer.position = self.trainer.stream.state() if self.trainer.stream else {}
+
+
+def position(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where a stream was, by lane.
+
+    Raises:
+        BadInput: if the checkpoint does not hold it.
+    """
+    with loading(str(checkpoint.path)):
+        return json.loads((checkpoint.path / POSITION).read_text(encoding="utf-8"))
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+
+
+@contextlib.contextmanager
+def loading(checkpoint: str | None) -> Iterator[None]:
+    """A whole checkpoint that does not fit is one of another version, or was made up."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise BadInput(
+            f"--resume: {checkpoint} cannot be loaded: {first_line(error)}; start again in a new folder"
+        ) from None

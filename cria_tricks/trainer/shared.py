@@ -1,0 +1,392 @@
+"""Loaded -> Run: the one shared trainer, thin over ``transformers.Trainer``.
+
+What is ours, and why:
+
+- the loss is a sum over trained tokens, divided once: so a window of ragged micro-batches, a partial last
+  window and the evaluation are all true means over tokens;
+- where the residual stream is in fp16, the first batch's activations are checked before anything is trained;
+- a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
+- the loss scaler works on a CPU too, and its skipped steps are counted;
+- a second run in one process does not inherit bitsandbytes' settings from the first;
+- evaluating moves no random number, and an evaluation that a stop cut off is made up for; with the checkpoints of
+  ``resumable.py`` a resumed run is the uninterrupted one, bit for bit;
+- bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
+  reports the whole of it;
+- a run of several processes is the same run: windows of the same rows in the same order, sums over all of them, one
+  history. transformers and accelerate do not know of the others; see ``parallel/world.py``.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from transformers import PrinterCallback, TrainerCallback, TrainerControl
+
+from cria_tricks.common.errors import Diverged, Interrupted
+from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.stream import Stream
+from cria_tricks.hardware.attention_kernels import WatchAttention
+from cria_tricks.load import losses
+from cria_tricks.load.model import Loaded
+from cria_tricks.measure.memory import Meter, every_tensor
+from cria_tricks.parallel import dtensor
+from cria_tricks.processes.world import World
+from cria_tricks.recipe import Train
+from cria_tricks.step_plan import Plan
+from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
+from cria_tricks.trainer.arguments import evaluated, leave_skipping_to_the_scaler, training_arguments
+from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StepMeter, StopOnBudget, StopOnSignal, sizes
+from cria_tricks.trainer.headroom import LargestActivation, too_little_room
+from cria_tricks.trainer.resumable import ResumableTrainer, position
+from cria_tricks.trainer.shares import Share, with_filler
+from cria_tricks.trainer.strategy import Spread
+from cria_tricks.tricks.activation_offload import Offloaded
+from cria_tricks.tricks.packing import pack
+
+CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
+    "activation_offload": lambda model: Offloaded(every_tensor(model)),
+}
+"""What a name in ``Plan.step_context`` lays around a forward pass of a model."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished training run has to say.
+
+    Attributes:
+        history: one entry per optimizer step (``step``, ``loss``, ``peak_bytes``, ``tokens``,
+            ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
+        steps: optimizer steps, those that the loss scaler skipped included.
+        skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
+        planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
+        train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
+        attention_kernel: the one that ran, as :class:`cria_tricks.hardware.attention_kernels.WatchAttention` names it.
+        warnings: sentences about what was found in the first batch.
+        lengthened: an entry for each time that the run was lengthened and so is not the longer run: ``step``, and
+            ``lengthened_from``, the steps that it was to have.
+    """
+
+    history: list[dict[str, Any]]
+    steps: int
+    skipped_steps: int
+    planned_steps: int
+    train_rows: int | None
+    attention_kernel: str
+    warnings: tuple[str, ...] = ()
+    lengthened: tuple[dict[str, int], ...] = ()
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        """The entries of the optimizer steps."""
+        return [entry for entry in self.history if "loss" in entry]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The entries of the evaluations."""
+        return [entry for entry in self.history if "eval_loss" in entry]
+
+
+def fit(
+    loaded: Loaded,
+    plan: Plan,
+    settings: Train,
+    train_rows: Sequence[dict[str, list[int]]] | Stream,
+    eval_rows: Sequence[dict[str, list[int]]],
+    checkpoints: Checkpoints,
+    *,
+    pad_id: int,
+    meter: Meter | None = None,
+    start: Checkpoint | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    world: World | None = None,
+) -> Run:
+    """Train the loaded model in place, evaluating before, during and after.
+
+    Args:
+        loaded: from :func:`cria_tricks.load.model.load`.
+        plan: the same plan.
+        settings: the recipe's ``train`` fields.
+        train_rows: with ``input_ids`` and ``labels``; or a stream of such.
+        eval_rows: the same; may be empty, then nothing is evaluated.
+        checkpoints: where they are written.
+        pad_id: token id that fills up shorter rows.
+        meter: counts bytes and seconds; made here when left out.
+        start: the checkpoint to go on from; from the beginning when left out.
+        callbacks: more callbacks, e.g. a progress bar.
+        world: the processes that share the run; this one alone when left out.
+
+    Raises:
+        BadInput: if the checkpoint cannot be loaded into this model, or its activations overflow fp16.
+        Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
+        Interrupted: if SIGINT or SIGTERM came; a checkpoint was written.
+        OutOfMemory: if it does not fit; a checkpoint was written unless the optimizer had begun its step.
+        Unwritten: if a checkpoint could not be written; the earlier ones are whole.
+    """
+    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
+    stream = train_rows if isinstance(train_rows, Stream) else None
+    if stream and start:
+        stream.go_on(position(start))
+    rows = [] if isinstance(train_rows, Stream) else train_rows
+    if plan.collator:
+        rows = pack(rows, plan.collator["packed_length"])
+    number = None if stream else len(rows)
+    world = world or World()
+    stop = StopOnSignal(world)
+    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
+    trainer = SharedTrainer(
+        plan=plan,
+        meter=meter,
+        model=loaded.model,
+        checkpoints=checkpoints,
+        stop=stop,
+        world=world,
+        args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
+        stream=stream,
+        train_dataset=stream or with_filler(rows, pad_id),
+        eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
+        data_collator=PadToLongest(pad_id),
+        callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
+    )
+    trainer.remove_callback(PrinterCallback)  # our own progress bar prints
+    if world.data_rank:  # each share of the rows has draws of its own; the first one's are those of a single process
+        torch.manual_seed(settings.seed + world.data_rank)
+    meter.track(every_tensor(loaded.model))
+    with stop, contextlib.closing(trainer.step):
+        with trainer.rescue():
+            with meter.phase("train"):
+                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+            state = trainer.state
+            if eval_rows and not evaluated(state) and not stop.requested:
+                trainer.evaluate()
+        if stop.requested:
+            kept = f"its state is in {checkpoints.folder}" if state.global_step else "there was nothing to save yet"
+            raise Interrupted(f"interrupted after step {state.global_step}; {kept}")
+    # Without the Trainer's closing entry, whose averages cover only the part after a resume.
+    history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
+    skipped = sum(entry.get("skipped", 0) for entry in history)
+    lengthened = tuple(entry for entry in state.log_history if "lengthened_from" in entry)
+    kernel, warnings = trainer.attention_kernel, tuple(trainer.warnings)
+    return Run(history, state.global_step, skipped, state.max_steps, number, kernel, warnings, lengthened)
+
+
+class SharedTrainer(ResumableTrainer):
+    """``transformers.Trainer`` with token-true losses. See the module's docstring."""
+
+    def __init__(self, *, plan: Plan, meter: Meter, stop: StopOnSignal, **arguments: Any):
+        self.plan, self.meter, self.stop = plan, meter, stop
+        self.control: TrainerControl  # for the type checker
+        super().__init__(spent=meter.spent, **arguments, processing_class=None)
+        # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+        loss_sum = losses.find(plan, self.accelerator.autocast)
+        self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
+        self.attention_kernel = ""
+        self.warnings: list[str] = []
+        # Only with lean preparation in fp16 is the residual stream itself in fp16.
+        self.stream_may_overflow = self.args.fp16 and "adapter_inputs_uncast" in plan.after_load
+        self.step = StepMeter(self)
+        self.add_callback(self.step)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make fp16 on a CPU real: accelerate accepts it there, and then neither autocasts nor scales."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fp16 and self.plan.device.kind == "cpu":
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
+        """Begin with no memory of an earlier run in this process.
+
+        transformers asks bitsandbytes to keep embeddings in 32 bits. Its manager, one per process, remembers that by
+        the parameter's place, (0, 0), so the next run's first matrix gets 32 bits too; and it keeps the earlier
+        model's embedding alive.
+        """
+        if self.plan.optimizer != {"bits": 32, "paged": False}:
+            from bitsandbytes.optim import GlobalOptimManager
+
+            GlobalOptimManager.get_instance().initialize()
+        self.spread.over_processes()  # the checkpoint's weights are in the model by now, and the optimizer asks for it
+        self.meter.track(every_tensor(self.model))
+        optimizer = super().create_optimizer(*arguments)
+        dtensor.group_apart(optimizer)
+        leave_skipping_to_the_scaler(optimizer)
+        return optimizer
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This process's micro-batches; accelerate seeds their order by the epoch, the same in all.
+
+        Not for a stream: accelerate would read one ahead of the position in a checkpoint. And what a loader draws when
+        it begins comes from a generator of its own, as a resumed run begins once more.
+        """
+        if self.stream:
+            return DataLoader(
+                self.stream,
+                batch_size=self.args.train_batch_size,
+                collate_fn=self.data_collator,
+                pin_memory=self.args.dataloader_pin_memory,
+                generator=torch.Generator(),
+            )
+        return self._share(self.train_dataset, RandomSampler, self.args.train_batch_size)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """The same of the rows to evaluate, in their order."""
+        return self._share(eval_dataset or self.eval_dataset, SequentialSampler, self.args.eval_batch_size)
+
+    def _share(self, rows: Any, order: Callable[[Any], Any], batch_size: int) -> DataLoader:
+        filler = len(rows) - 1
+        batches = Share(order(range(filler)), batch_size, self.world.data_rank, self.world.data, filler)
+        loader = DataLoader(
+            rows, batch_sampler=batches, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
+        )
+        return self.accelerator.prepare(loader)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """A window's micro-batches of this process, and the trained tokens of all processes' together."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, self.world.sum(tokens)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The micro-batch's share of the window's mean loss per trained token."""
+        assert not return_outputs, "evaluate() is overridden, so nobody asks for outputs"
+        self.moment = "forward pass"
+        with contextlib.ExitStack() as contexts:
+            for name in self.plan.step_context:
+                contexts.enter_context(CONTEXTS[name](self.model))
+            total = self.loss_sum if self.attention_kernel else self._first_loss_sum
+            # Strategies average gradients over the shares; with it the mean is the sum.
+            loss = total(model, inputs) / num_items_in_batch * self.world.data
+        self.moment = "backward pass"
+        return loss
+
+    def floating_point_ops(self, inputs):
+        """Nothing: nobody reads the sum, and for it transformers walks all parameters at every micro-batch."""
+        return 0
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """One forward and backward pass; stops at a loss that is not finite."""
+        self._look_at_the_first_batch(inputs)
+        with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}; stopped before the optimizer "
+                "touched any weight. Try a lower train.learning_rate" + (", or bf16" if self.args.fp16 else "")
+            )
+        self.step.count(inputs)
+        self.moment = "optimizer step"
+        return loss
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Mean loss over all trained tokens of all rows, whatever the batch size.
+
+        A loader draws a random number when it begins. Here that is taken back, so that evaluating more often, or
+        once more after a resume, changes nothing in the training.
+        """
+        began = time.perf_counter()
+        self.moment = "evaluation"
+        loader = self.get_eval_dataloader(eval_dataset)
+        self.model.eval()
+        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for batch in loader:
+                if any(self.world.highest(self.stop.requested)):  # the resumed run evaluates here first
+                    self.control.should_training_stop = True
+                    self.control.should_evaluate = False
+                    self.control.should_save = self.state.global_step > 0
+                    return {}
+                batch = self._prepare_inputs(batch)
+                self._look_at_the_first_batch(batch)
+                padded, trained = sizes(batch)
+                peak = self.meter.may_set_a_peak("evaluate", padded, trained)
+                with self.meter.watch() if peak else contextlib.nullcontext():
+                    total += self.loss_sum(self.model_wrapped, batch).double().cpu()
+                tokens += trained
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        tokens = int(self.world.sum(torch.tensor(tokens)).item())
+        loss = self.world.sum(total).item() / tokens
+        if not math.isfinite(loss):
+            raise Diverged(f"the evaluation loss is {loss} at step {self.state.global_step}")
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_tokens": tokens,
+            f"{metric_key_prefix}_seconds": time.perf_counter() - began,
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs, start_time=None):
+        """Add the step's bytes, tokens and seconds to its entry, and take its loss over all shares."""
+        if "loss" in logs:
+            loss = self.world.sum(torch.tensor(logs["loss"], dtype=torch.float64)).item() / self.world.data
+            logs = {**logs, "loss": loss, **self.step.take()}
+            self.state.epoch = self._epochs_done()
+        super().log(logs)
+
+    def _epochs_done(self) -> float:
+        """As one process would count them: a share may end with a micro-batch that was made to fill it.
+
+        Of a stream: how often all of its rows were given.
+        """
+        if self.stream:
+            return -self.world.highest(-self.stream.passes)[0]
+        micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
+        window = self.args.gradient_accumulation_steps * self.world.data
+        epochs, steps = divmod(self.state.global_step, math.ceil(micro_batches / window))
+        return epochs + min(steps * window, micro_batches) / micro_batches
+
+    def _clip_grad_norm(self, model):
+        """Look at the norm that clipping needs anyway. A loss scaler looks itself, and skips the step."""
+        if self.spread.in_pieces:
+            self.accelerator.unscale_gradients()
+            norm = dtensor.clip(self.model.parameters(), self.args.max_grad_norm)
+        else:
+            norm = super()._clip_grad_norm(model)
+        if self.accelerator.scaler is None and not torch.isfinite(norm):
+            raise Diverged(
+                f"the gradients are not finite at step {self.state.global_step + 1}; stopped before the optimizer "
+                "touched any weight. Try a lower train.learning_rate"
+            )
+        return norm
+
+    def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A batch's losses, summed over its trained tokens; the model is the one that the strategy has laid hold of."""
+        return self.spread.total(inputs)
+
+    def _look_at_the_first_batch(self, inputs: Any) -> None:
+        """Refuse activations that fp16 cannot hold, once in each process and only if the residual stream is in fp16.
+
+        It runs a forward pass of its own, without gradients. This takes less memory than the step, and it leaves the
+        random state as it was.
+        """
+        if not self.stream_may_overflow:
+            return
+        self.stream_may_overflow = False
+        devices = [0] if self.plan.device.kind == "cuda" else []
+        eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
+        with torch.no_grad(), torch.random.fork_rng(devices), eager, LargestActivation(self.model) as found:
+            self.loss_sum(self.model, self._prepare_inputs(inputs))
+        (found.value,) = self.world.highest(found.value)  # all processes go on, or none
+        if said := too_little_room(found):
+            self.warnings.append(said)
+            self.checkpoints.say(f"warning: {said}")
+
+    def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Once a process, see which attention kernel runs."""
+        if self.plan.compiled:
+            # A compiled block would not be compiled if its first call were watched. So it runs once more as it was
+            # before, with what picks the kernel: mask, shapes, autocast, gradients. No random number moves.
+            devices = [0] if self.plan.device.kind == "cuda" else []
+            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), WatchAttention() as watch:
+                self.loss_sum(model, inputs)
+            self.attention_kernel = watch.kernel
+            return self.loss_sum(model, inputs)
+        with WatchAttention() as watch:
+            loss = self.loss_sum(model, inputs)
+        self.attention_kernel = watch.kernel
+        return loss
