@@ -3,7 +3,7 @@
     python -m benchmarks.by_dry_run                  # both: 13 minutes on one core
     python -m benchmarks.by_dry_run --only ladder
 
-Every number is of a dry run (``memory/dry_run.py``): the real modules, loss and optimizer on tensors without data,
+Every number is of a dry run (``predict/dry_run.py``): the real modules, loss and optimizer on tensors without data,
 attention through the kernel that a T4 would take. What is in the result file already is not counted again. Beside each
 stands the bill by hand, which is made anew every time.
 """

@@ -1,8 +1,8 @@
 """What will run, as plain data: a recipe folded over the tricks.
 
-``tricks.resolve`` hands an empty plan from trick to trick. Each writes its keyword arguments into it and imports
-nothing; only ``load.py`` and ``trainer.py`` turn the names into calls. So every toggle can be read, compared and
-tested as data, on a machine with no GPU, for a machine that has one.
+``resolve.py`` hands an empty plan from trick to trick. Each writes its keyword arguments into it and imports
+nothing; only ``load/model.py`` and ``trainer/shared.py`` turn the names into calls. So every toggle can be read,
+compared and tested as data, on a machine with no GPU, for a machine that has one.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ class Plan:
         training: for ``TrainingArguments``.
         optimizer: ``bits`` of its states and whether they are ``paged``.
         loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
-        after_load: edits of the loaded model, in order, by their names in ``load.py``.
+        after_load: edits of the loaded model, in order, by their names in ``load/model.py``.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
-        step_context: contexts around each forward pass, the outermost first, by their names in ``trainer.py``.
+        step_context: contexts around each forward pass, the outermost first, by their names in ``trainer/shared.py``.
         warnings: settings that have no effect here, each in one sentence.
     """
 

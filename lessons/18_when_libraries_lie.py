@@ -487,12 +487,12 @@ assert found["ok"]
 # Exit code 0 if all hold, else 1, with cause and cure of what fails; `--json` for scripts. Run it on the machine that
 # trains, after every update of a library. What keeps the package from each failure is as short as its check:
 #
-# - base: headers and config are compared, and the loader's report is read (`pretrained.py`)
+# - base: headers and config are compared, and the loader's report is read (`models/pretrained.py`)
 # - mask: answers by prefix, and a row without any is refused (`data/tokens.py`)
 # - leak: packed rows get positions and no mask (`data/batches.py`)
 # - bf16: the sum is fp32 whatever comes in (`losses.py`)
-# - NaN: the filter is off, and loss and norm are looked at before the optimizer moves (`trainer.py`)
-# - evaluation: losses and tokens are added up, and divided once (`trainer.py`)
+# - NaN: the filter is off, and loss and norm are looked at before the optimizer moves (`trainer/shared.py`)
+# - evaluation: losses and tokens are added up, and divided once (`trainer/shared.py`)
 # - repacking: forbidden at load (`load.py`)
 #
 # ## 6. Where it breaks

@@ -482,5 +482,5 @@ course.check(3, hours_lost, of_loss, "a number of hours")
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*, CACM 17(9).
 # - torch 2.13, `distributed/run.py` and `elastic/agent/server/api.py`: restarts of all workers, members that come and
 #   go. pytorch issues 135712 (what dead workers leave in a shared store) and 108158 (each agent counts for itself).
-# - Ours: `cria_tricks/launch/job.py`, `jobs_hub.py`, `parallel/launch.py`, `parallel/rounds.py`; `tests/test_jobs.py`,
+# - Ours: `cria_tricks/launch/`, `cria_tricks/processes/rendezvous.py`; `tests/test_jobs.py`,
 #   `tests/parallel/test_elastic.py`: a killed worker of a real run, and the losses of the uninterrupted one.

@@ -7,10 +7,10 @@ import cria_tricks
 
 PACKAGE = Path(cria_tricks.__file__).parent
 CHANGED = {
-    "checkpoints.py: Checkpoints",
-    "hardware/products.py: Blocks",
-    "hardware/products.py: Products",
-    "load.py: Loaded",
+    "store/checkpoints.py: Checkpoints",
+    "bill/products.py: Blocks",
+    "bill/products.py: Products",
+    "load/model.py: Loaded",
     "tricks/nf4.py: Quantized",
 }
 """Those that are filled bit by bit, or whose tensors move."""

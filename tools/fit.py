@@ -1,6 +1,6 @@
 """What the page "Will it fit?" computes with, exported from the estimate: ``python -m tools.fit``.
 
-The estimate is folded over formulas in place of a batch, a length and an accumulation (``memory/formula.py``). What
+The estimate is folded over formulas in place of a batch, a length and an accumulation (``bill/formula.py``). What
 comes out is sorted into tables: a moment of the step is a few parts, a part a few rows, and each depends on some of the
 switches only. The page looks its parts up, puts its numbers into their polynomials, adds, and takes the largest moment.
 It knows no formula of ours. One script a model, under ``docs/assets/fit/``, made anew when the package has changed.

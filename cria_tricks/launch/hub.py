@@ -1,4 +1,4 @@
-"""A job shown, sent to Hugging Face, followed to its end, and what it made fetched: ``jobs.py`` says what is sent.
+"""A job shown, sent to Hugging Face, followed to its end, and its result fetched; ``job.py`` says what is sent.
 
 The requests, in their order, all with the login's token:
 

@@ -2,7 +2,7 @@
 
 A job is a command in a container on a rented machine. Nothing of this machine is there, and nothing of the job's
 machine is left when it has ended. So everything that decides the run travels in the command, and what it made is
-published to a private repository of the hub as its last act. ``jobs_hub.py`` sends it, follows it and fetches that.
+published to a private repository of the hub as its last act. ``launch/hub.py`` sends it, follows it and fetches that.
 """
 
 import importlib.metadata

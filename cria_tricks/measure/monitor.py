@@ -1,8 +1,8 @@
 """What the machine did while a run went on: samples of the cards and of this process, taken in a thread.
 
-The trainer's own peaks (``measure.py``) are bytes of tensors. These samples are what others see: the process's resident
-memory, the card's memory with everything that is on it, and how busy, warm and hungry it was. Reading them needs no
-synchronisation with the card, so the run does not wait for it.
+The trainer's own peaks (``measure/memory.py``) are bytes of tensors. These samples are what others see: the process's
+resident memory, the card's memory with everything that is on it, and how busy, warm and hungry it was. Reading them
+needs no synchronisation with the card, so the run does not wait for it.
 """
 
 import contextlib

@@ -53,7 +53,7 @@ def find(name: str) -> Weights:
     """Turn a model name into something that loads.
 
     Args:
-        name: an alias of ``catalogue.py``, a hub id, a folder, or ``random:SHAPE``.
+        name: an alias of ``models/catalogue.py``, a hub id, a folder, or ``random:SHAPE``.
 
     Raises:
         BadInput: if it is no such name, or the folder holds no model.

@@ -184,7 +184,7 @@ _HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 
 @contextlib.contextmanager
 def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
-    """The one that transformers makes by the name in ``arguments.py``, in its two groups: norms and biases apart."""
+    """The one that transformers makes by its name in ``trainer/arguments.py``; norms and biases in a group apart."""
     decayed = Trainer.get_decay_parameter_names(None, model)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
     for name, weight in model.named_parameters():

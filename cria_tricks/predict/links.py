@@ -5,8 +5,8 @@ sends 2 (N - 1) / N of the tensor; an all-gather and a reduce-scatter half of ei
 grows with N, the hops do, and what it computes shrinks: at some N a doubling buys next to nothing.
 
 The seconds of a collective are added to those of computing; what a strategy can hide behind the backward pass is given
-as ``overlap``. Computing is ``hardware/cost.py``'s estimate of what one process computes, right within a factor of two,
-and so is the N that comes out. One link stands for all: where a ring crosses several, take the slowest.
+as ``overlap``. Computing is ``bill/step_time.py``'s estimate of what one process computes, right within a factor of
+two, and so is the N that comes out. One link stands for all: where a ring crosses several, take the slowest.
 """
 
 from collections.abc import Callable, Iterable

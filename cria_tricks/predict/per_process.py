@@ -1,6 +1,6 @@
 r"""The bill by hand for one of N processes: what each strategy divides, and what it holds whole.
 
-The estimate of one process (``memory/estimate.py``) is taken for what a process computes, and its moments are changed:
+The estimate of one process (``bill/moments.py``) is taken for what a process computes, and its moments are changed:
 
 - **ddp**: the whole model, and gradients that lie in the buckets they travel in through the whole step;
 - **zero1**, **zero2**, on paper: of that, 1 / N of the optimizer states, then of the gradients too (Rajbhandari et al.

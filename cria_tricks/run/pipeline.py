@@ -1,7 +1,7 @@
 """Recipe -> Report + adapter, over a pipeline; ``cria_tricks.cli.pipeline_command`` is its command.
 
-The way of ``run.py`` with another loop in the middle: rows, their order, loading, report and adapter are the same. It
-has no checkpoints, and so nothing that rests on them: ``--resume`` and ``train.time_budget``.
+The way of ``run/run.py`` with another loop in the middle: rows, their order, loading, report and adapter are the same.
+It has no checkpoints, and so nothing that rests on them: ``--resume`` and ``train.time_budget``.
 """
 
 import statistics

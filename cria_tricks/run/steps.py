@@ -1,6 +1,6 @@
 """The heavy part of a run: rows as tokens, the model, the steps, the report, the adapter.
 
-Imported only when nothing of the recipe, the data and the folders can be refused any more; see ``run.py``.
+Imported only when nothing of the recipe, the data and the folders can be refused any more; see ``run/run.py``.
 """
 
 import contextlib

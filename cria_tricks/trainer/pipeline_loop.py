@@ -1,7 +1,7 @@
 """The loop beside the trainer: one stage of a model, torch's schedule over it, its optimizer.
 
 transformers' Trainer has no pipelining. What a step is stays the same here: a loss summed over the window's trained
-tokens and divided once, gradients clipped by the norm of all of them, the learning rates of ``arguments.py``.
+tokens and divided once, gradients clipped by the norm of all of them, the learning rates of ``trainer/arguments.py``.
 """
 
 import contextlib

@@ -9,11 +9,11 @@ What is ours, and why:
 - the loss scaler works on a CPU too, and its skipped steps are counted;
 - a second run in one process does not inherit bitsandbytes' settings from the first;
 - evaluating moves no random number, and an evaluation that a stop cut off is made up for; with the checkpoints of
-  ``resumable.py`` a resumed run is the uninterrupted one, bit for bit;
+  ``trainer/resumable.py`` a resumed run is the uninterrupted one, bit for bit;
 - bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
   reports the whole of it;
 - a run of several processes is the same run: windows of the same rows in the same order, sums over all of them, one
-  history. transformers and accelerate do not know of the others; see ``parallel/world.py``.
+  history. transformers and accelerate do not know of the others; see ``processes/world.py``.
 """
 
 import contextlib

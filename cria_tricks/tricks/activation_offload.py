@@ -99,7 +99,7 @@ def _copy(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool 
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Lay the context around every forward pass; ``trainer.py`` hands it the model's weights."""
+    """Lay the context around every forward pass; ``trainer/shared.py`` hands it the model's weights."""
     if not recipe.tricks.activation_offload:
         return plan
     plan = plan.around("activation_offload")

@@ -115,7 +115,7 @@ def chunked_cross_entropy(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Replace the loss by the chunked one; ``trainer.py`` calls it after the last block."""
+    """Replace the loss by the chunked one; ``trainer/shared.py`` calls it after the last block."""
     if not recipe.tricks.chunked_loss:
         return plan
     if recipe.tricks.peft == "prompt_tuning":

@@ -10,7 +10,7 @@ Breaks   nothing; without effect on padded rows, whose heads transformers repeat
          repeats them too, and on a torch that has pull request 191085 (2026, after 2.13): there the memory-efficient
          kernel takes groups
 Sources  Ainslie et al. 2023, arXiv:2305.13245, sec. 2.2 (grouped queries); transformers issues 48633 and 45776
-Ours     the repeat; torch's kernel attends. ``load.py`` hands both to transformers as one attention function
+Ours     the repeat; torch's kernel attends. ``load/model.py`` hands both to transformers as one attention function
 
 Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries share one.
 """

@@ -89,7 +89,7 @@ def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask the trainer for it; ``trainer.py`` knows this version's name of the argument."""
+    """Ask the trainer for it; ``trainer/shared.py`` knows this version's name of the argument."""
     if not recipe.tricks.gradient_checkpointing:
         return plan
     if recipe.tricks.peft == "head":

@@ -7,7 +7,7 @@ Claim    approximate: a sum between blocks is off by half a step of its 16-bit f
 Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
 Breaks   in fp16, models trained in bf16 whose activations exceed 65504: the usual preparation keeps norms in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
-Ours     two edits of the loaded model, in ``load.py``
+Ours     two edits of the loaded model, in ``load/model.py``
 
 Shapes: embedding (V, D); adapter inputs (B, T, D).
 """

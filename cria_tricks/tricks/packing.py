@@ -161,7 +161,7 @@ def by_document(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Name the length of a packed row; ``trainer.py`` packs the training rows, the evaluation's stay as they are."""
+    """Name the length of a packed row; ``trainer/shared.py`` packs the training rows only."""
     if not recipe.tricks.packing:
         return plan
     attention, batch = recipe.tricks.attention, recipe.train.batch_size

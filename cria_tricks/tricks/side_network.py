@@ -76,7 +76,7 @@ class SideBlock(nn.Module):
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Have the last blocks copied; ``load.py`` knows where a model keeps them."""
+    """Have the last blocks copied; ``load/model.py`` knows where a model keeps them."""
     if recipe.tricks.peft != "side_network":
         if recipe.side != Side():
             plan = plan.warn(f"the side.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
