@@ -46,6 +46,7 @@ check-all: check test-processors fuzz
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
 
 types: $(READY)
 	$(VENV)/bin/mypy

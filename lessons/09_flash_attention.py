@@ -631,5 +631,6 @@ course.check(3, lazy, of_lazy, "a function (m, total, out, s, v) -> the new m, t
 # - transformers 5.23: `integrations/sdpa_attention.py`, `masking_utils.py`, `modeling_flash_attention_utils.py`. Its
 #   issue 48633 and pull request 45776 have math on a T4 (answering became 1.62 to 1.84 times as fast with repeats).
 # - flash-attn: `csrc/flash_attn/flash_api.cpp` (the message), `flash_attn/cute/softmax.py` (`rescale_threshold`).
-# - Ours: `cria_tricks/tricks/flash_attention.py`, `expand_kv.py`, `attention.py` and `model.py` (Gemma 2) in `cria_tricks/load/`,
-#   `cria_tricks/hardware/attention_kernels.py`, `cost.py` (the estimate of section 4), and their tests.
+# - Ours: `flash_attention.py` and `expand_kv.py` in `cria_tricks/tricks/`, `attention.py` and `model.py` (Gemma 2) in
+#   `cria_tricks/load/`, `cria_tricks/hardware/attention_kernels.py`, `cria_tricks/bill/step_time.py` (the estimate of
+#   section 4), and their tests.
