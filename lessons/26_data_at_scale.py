@@ -141,7 +141,9 @@ for way in (lists, array, mapped, stream_of):
     bill[way] = large / len(text)
     sums.add(total)
     print(f"{way.__name__:9} a quarter {small:9,}, all {large:9,} bytes: {bill[way]:5.2f} a character")
-    assert large > 3 * small if way in (lists, array) else large < 1.5 * small
+    grows = way in (lists, array)
+    # A notebook's other threads allocate some kilobytes now and then, and tracemalloc counts them, too.
+    assert large > 3 * small if grows else large < small + 30_000
 print(f"200 MB as lists: {0.2 * bill[lists]:.1f} GB, as an array: {0.2 * bill[array]:.2f} GB")
 assert len(sums) == 1  # all four give the same tokens
 assert max(ids) < 2**16
