@@ -29,7 +29,7 @@ from cria_tricks.bench.case import settings_of, stamp
 from cria_tricks.bill.bill import WORKSPACE_CONFIG
 from cria_tricks.common.errors import OutOfMemory, is_out_of_memory
 from cria_tricks.common.units import human
-from cria_tricks.hardware import pretend_t4, this_device
+from cria_tricks.hardware import profile, this_device
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.dry_run import dry_run
@@ -144,7 +144,7 @@ def main() -> None:
     on_card = torch.cuda.is_available()
     if chosen.shape != "tiny" and not on_card:
         parser.error("a CUDA GPU is needed for this shape; --shape tiny runs anywhere")
-    with pretend_t4("t4") if on_card else contextlib.nullcontext():
+    with profile("t4") if on_card else contextlib.nullcontext():
         name = "gpu_error" if chosen.shape == "llama-3.2-1b" else f"gpu_error_{chosen.shape}"
         path, console = path_of(name, chosen.results), Console()
         console.width = max(console.width, 130)  # a table with broken cells cannot be read

@@ -15,6 +15,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.recipe import Parallel, Tricks
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
+from tools import tree
 
 PACKAGE = Path(tricks_package.__file__).parents[1]
 SPREAD = (*STRATEGIES.values(), *BESIDE)
@@ -23,7 +24,7 @@ all_by_name = pytest.mark.parametrize("trick", [*TRICKS, *INFERENCE, *SPREAD], i
 
 
 def test_every_module_in_tricks_is_listed_once():
-    files = {path.stem for path in (PACKAGE / "tricks").glob("*.py")} - {"__init__"}
+    files = {path.stem for path in (PACKAGE / "tricks").glob("*.py")} - {"__init__", "folds"}
     names = [trick_name(trick) for trick in TRICKS + INFERENCE]
     assert files == set(names)
     assert len(names) == len(set(names))
@@ -117,6 +118,22 @@ def test_scorers_read_text_and_import_nothing_heavy(name: str):
     assert own <= {"cria_tricks.data.rows", "cria_tricks.common.errors", "cria_tricks.recipe"} | {
         f"cria_tricks.kwanzaa{end}" for end in ("", ".contract", ".reply", ".prompt", ".scores")
     }
+
+
+def test_contributing_has_the_tree_of_today():
+    page = tree.PAGE.read_text(encoding="utf-8")
+    assert page == tree.written(page), "run python -m tools.tree"
+
+
+def test_the_package_is_a_few_folders_that_say_what_they_are():
+    loose = [path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]
+    folders = [path.parent for path in PACKAGE.glob("*/__init__.py")]
+    assert len(loose) <= 4
+    assert len(folders) <= 22
+    for folder in folders:
+        files = list(folder.glob("*.py"))
+        assert len(files) <= (30 if folder.name == "tricks" else 22), folder  # with its __init__
+        assert tree.first_line(folder.name).endswith("."), folder
 
 
 def test_a_plan_is_made_without_the_heavy_libraries():

@@ -1,4 +1,4 @@
-"""What the lessons share: the one job and its bill so far, figures for light and dark pages, checks of exercises."""
+"""What lessons share: the job and its bill so far, figures, checks of exercises."""
 
 import re
 from collections.abc import Callable

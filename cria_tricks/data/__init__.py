@@ -1,1 +1,1 @@
-"""Chat rows -> token rows with a mask of what is trained -> batches."""
+"""Rows -> tokens, with a mask of what is trained -> batches: lists and streams. It loads no model."""

@@ -1,1 +1,1 @@
-"""The answer contract, and what an answer is held against: format, citations, grounding, refusal."""
+"""The answer contract, the four scores, and the evaluation of answers."""

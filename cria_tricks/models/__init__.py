@@ -1,4 +1,4 @@
-"""Model names, and where the weights behind them come from.
+"""Names, weights and widths of base models: found, fetched, checked, identified.
 
 A name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weights of a known shape, for
 tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that ``from_pretrained`` takes.

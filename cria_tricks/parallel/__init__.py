@@ -1,4 +1,4 @@
-"""Beyond one card: how several processes share one run, a strategy per file, chosen by ``recipe.parallel.strategy``."""
+"""How several processes share one run: a strategy per file, with its from-scratch reference."""
 
 from typing import TYPE_CHECKING, Any
 

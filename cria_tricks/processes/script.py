@@ -1,13 +1,15 @@
 """A module as a command of its own, started by ``torchrun -m``: what goes wrong is said as ``cria`` says it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from cria_tricks.common.errors import BadInput, Diverged, Lost, Unfinished, is_out_of_memory
 from cria_tricks.processes.exit import leave, unforeseen
 
-USAGE_ERROR = typer.BadParameter.__base__  # of click, which newer versions of typer carry inside
+# Of click, which newer versions of typer carry inside.
+USAGE_ERROR: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 
 def run(function: Callable[..., None]) -> None:

@@ -1,1 +1,1 @@
-"""What lies on a disk for a run: its folder and its checkpoints. It knows nothing of models or rows."""
+"""What lies on a disk for a run: its folder and its checkpoints. It knows nothing of rows, and loads no model."""
