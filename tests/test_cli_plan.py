@@ -193,7 +193,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(run_cria, tmp_path, arguments
 PLAN = """
 import sys
 sys.argv = ["cria", "plan", "kwanzaa", "--gpu", "t4", "--json"]
-from cria_tricks import cli
+from cria_tricks.cli import main as cli
 cli.main()
 heavy = ("transformers", "peft", "bitsandbytes", "datasets", "accelerate")
 print([name for name in heavy if name in sys.modules], file=sys.stderr)

@@ -299,7 +299,7 @@ def test_all_files_of_a_result_have_the_mode_that_the_umask_gives(umask, file, f
 
 def test_only_one_process_writes_and_the_lock_goes_with_it(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from cria_tricks import durable\n"
+        "import sys, time; from pathlib import Path; from cria_tricks.common import atomic_files as durable\n"
         "with durable.only_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

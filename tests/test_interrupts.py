@@ -39,7 +39,7 @@ def load(name, *arguments, **options):
 builtins.__import__ = load
 """
 COMMAND = """
-from cria_tricks import cli, entry
+from cria_tricks.cli import entry, main as cli
 def command(arguments, standalone_mode):
 {body}
 cli.app = command
@@ -129,12 +129,12 @@ def test_a_second_signal_ends_it_at_once(more):
         ("try: press(1)", "except BaseException: raise ImportError('is numpy installed?')"),
         ("try: press(1)", "except BaseException: return 130"),
         ("class Dies:", "    def __del__(self): press(1)", "Dies()", "return 0"),
-        ("from cria_tricks import last_words", "last_words.leave(interrupted(), 130)"),
+        ("from cria_tricks.processes import exit as last_words", "last_words.leave(interrupted(), 130)"),
     ],
     ids=["another exception", "typer's exit code", "in a destructor", "while the line is written"],
 )
 def test_what_libraries_make_of_the_exception_does_not_matter(lines):
-    wrapped = ("from cria_tricks import interrupts, last_words",)
+    wrapped = ("from cria_tricks.common import interrupts; from cria_tricks.processes import exit as last_words",)
     wrapped += (
         "def interrupted():",
         "    honest = last_words.numbers.may_speak",
@@ -145,7 +145,7 @@ def test_what_libraries_make_of_the_exception_does_not_matter(lines):
 
 
 def test_the_line_says_what_was_saved_last():
-    lines = ("from cria_tricks import interrupts", "interrupts.now_saved('step 4 is saved')", "press(1)")
+    lines = ("from cria_tricks.common import interrupts", "interrupts.now_saved('step 4 is saved')", "press(1)")
     assert run_command(*lines) == (130, "interrupted; step 4 is saved\n")
 
 

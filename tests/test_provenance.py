@@ -174,7 +174,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 def told(folder: Path) -> dict:
     """The commit, of the package in this folder."""
-    code = "import json; from cria_tricks import provenance; print(json.dumps(provenance.commit()))"
+    code = "import json; from cria_tricks.adapter import provenance; print(json.dumps(provenance.commit()))"
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -271,7 +271,7 @@ NOTES = [
 ]
 EACH = """
 import json, sys
-from cria_tricks import provenance
+from cria_tricks.adapter import provenance
 
 for note in json.load(sys.stdin):
     open(sys.argv[1], "w").write(note)
@@ -294,7 +294,7 @@ def test_a_note_that_names_no_commit_gives_none(tmp_path):
 def test_the_note_of_another_copy_is_not_taken(tmp_path):
     """A copy beside an environment that holds an installed package, too."""
     installed, copied = install(tmp_path / "site", FROM_GIT), copy_package(tmp_path / "copy")
-    code = "import sys; sys.path.insert(1, sys.argv[1]); from cria_tricks import provenance; print(provenance.commit())"
+    code = "import sys; sys.path.insert(1, sys.argv[1]); from cria_tricks.adapter import provenance; print(provenance.commit())"
     command = [sys.executable, "-c", code, str(installed)]
     done = subprocess.run(command, cwd=copied, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
     assert done.stdout.strip() == str(UNKNOWN), done.stderr

@@ -55,7 +55,7 @@ def test_one_process_of_several_says_it(capsys, monkeypatch):
 
 def test_the_command_line_says_warnings_so():
     code = (
-        "import sys, typer, warnings; from cria_tricks import cli\n"
+        "import sys, typer, warnings; from cria_tricks.cli import main as cli\n"
         "cli.app.command('warn')(lambda: warnings.warn_explicit('a\\nb', UserWarning, '/site-packages/peft/x.py', 1))\n"
         "sys.argv = ['cria', 'warn']; cli.main()"
     )
