@@ -15,7 +15,7 @@ import typer
 
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.cli import main
+from cria_tricks.cli import app, main
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, JobFailed, Lost, OutOfMemory, Unfinished
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
@@ -302,7 +302,7 @@ def test_hardware(run_cria, estimator, monkeypatch):
     assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
     assert found["cheapest"] == {"full": None, "lora": "a100-large", "qlora": "t4-small"}
     assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
-    monkeypatch.setattr(main.screen, "_width", 120)
+    monkeypatch.setattr(app.screen, "_width", 120)
     code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
     assert code == 0
     assert "needs 149.6 GiB of 14.7 GiB" in stdout
@@ -544,7 +544,7 @@ def test_no_space_for_the_output_is_said_before_the_model_is_loaded(run_cria, fe
     ("error", "code", "said"),
     [
         (BadInput("lora.r = 0: must be at least 1"), 2, "error: lora.r = 0: must be at least 1\n"),
-        (main.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
+        (app.UsageError("No such option: --x."), 2, "error: No such option: --x; see cria --help\n"),
         (Diverged("the loss is nan"), 1, "error: the loss is nan\n"),
         (
             Unfinished(Path("run/adapter"), KeyError("x")),

@@ -294,7 +294,8 @@ def test_a_note_that_names_no_commit_gives_none(tmp_path):
 def test_the_note_of_another_copy_is_not_taken(tmp_path):
     """A copy beside an environment that holds an installed package, too."""
     installed, copied = install(tmp_path / "site", FROM_GIT), copy_package(tmp_path / "copy")
-    code = "import sys; sys.path.insert(1, sys.argv[1]); from cria_tricks.adapter import provenance; print(provenance.commit())"
+    code = "from cria_tricks.adapter.provenance import commit; print(commit())"
+    code = f"import sys; sys.path.insert(1, sys.argv[1])\n{code}"
     command = [sys.executable, "-c", code, str(installed)]
     done = subprocess.run(command, cwd=copied, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
     assert done.stdout.strip() == str(UNKNOWN), done.stderr

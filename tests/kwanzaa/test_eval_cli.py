@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from cria_tricks import models
-from cria_tricks.cli import main
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.device import pretend
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
@@ -156,7 +155,9 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
 def test_without_out_it_stands_beside_the_adapter_and_prints_a_table(adapter, run_cria, monkeypatch):
     from pathlib import Path
 
-    monkeypatch.setattr(main.screen, "_width", 160)
+    from cria_tricks.cli import app
+
+    monkeypatch.setattr(app.screen, "_width", 160)
     code, stdout, stderr = run_cria("eval", adapter, *SHORT)
     assert code == 0, stderr
     beside = Path(adapter).parent / "eval"

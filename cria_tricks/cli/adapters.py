@@ -1,0 +1,183 @@
+"""``cria eval``, ``chat``, ``verify``, ``merge`` and ``publish``: what is done with a trained adapter."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cria_tricks.cli.app import Base, Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.common import waiting
+from cria_tricks.common.startup import importing
+
+
+@app.command()
+def chat(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the text as it is, without a chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    base: Base = None,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+) -> None:
+    """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
+
+    from cria_tricks.adapter import folder as artifact
+
+    artifact.adapter(adapter, base, other_base=other_base)
+    with importing():
+        from transformers import TextStreamer
+
+        from cria_tricks.adapter.chat import answer, open_for_chat
+
+    with waiting.doing(f"loading {adapter}"):
+        model, tokenizer, form = open_for_chat(adapter, raw, system, base=base, other_base=other_base, say=aside.print)
+    if form.note:
+        aside.print(f"note: {form.note}")
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    messages = [{"role": "system", "content": system}] if system else []
+    while text := prompt or _ask():
+        messages.append({"role": "user", "content": prompt or text.strip()})
+        with waiting.doing("answering"):
+            reply = answer(model, tokenizer, messages if form.template else text, max_new_tokens, streamer)
+        messages.append({"role": "assistant", "content": reply})
+        if prompt:
+            return
+
+
+@app.command("eval")
+def evaluate(
+    adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
+    data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
+    with_base: Annotated[bool, typer.Option("--with-base", help="Also the model without the adapter.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Also score the data's own answers.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
+    base: Base = None,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Answer held-out rows; loss and perplexity for any data, scores where answers keep the contract."""
+    from cria_tricks.kwanzaa.evaluate import Settings
+    from cria_tricks.kwanzaa.evaluate import evaluate as run
+    from cria_tricks.kwanzaa.page import scores_table
+
+    settings = Settings(batch_size, max_new_tokens, base, other_base)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run(
+            adapter, data, base=with_base, reference=reference, out=out, limit=limit, settings=settings, console=aside
+        )
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    head, *rows = scores_table(found)
+    table = Table(title=f"{found['rows']} rows, mean and 95 % interval", title_justify="left")
+    for column in head:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table, highlight=False)
+    screen.print(f"to read: {Path(found['out']) / 'eval.md'}", markup=False, highlight=False)
+
+
+@app.command()
+def verify(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    as_json: Json = False,
+) -> None:
+    """Check that every file of an adapter folder is the one that was written."""
+    from cria_tricks.adapter import folder as artifact
+    from cria_tricks.common.units import human
+
+    found = artifact.verify(adapter)
+    if as_json:
+        print(json.dumps({"ok": True, "files": found.files, "bytes": found.bytes, "unlisted": found.unlisted}))
+        return
+    for name in found.unlisted:
+        screen.print(f"note: {name} is not in the manifest", highlight=False, markup=False)
+    screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
+    base: Base = None,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Merge a LoRA adapter into its base, in 16 bits, and hold the result against the unmerged model."""
+    from cria_tricks.adapter import folder as artifact
+    from cria_tricks.adapter.model_card import check_rows
+
+    artifact.adapter(adapter, base, other_base=other_base)
+    with importing():
+        from cria_tricks.adapter.merge import merge as run
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run(adapter, out, base=base, other_base=other_base, say=aside.print)
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    for name, value in check_rows(found):
+        screen.print(f"{name}: {value}", highlight=False, markup=False)
+    screen.print(f"merged into {found['base']}, {found['dtype']}: {found['merged']}", highlight=False, markup=False)
+
+
+@app.command()
+def publish(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter, or of a merged or trained model.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Where on the Hugging Face hub.")],
+    tag: Annotated[str, typer.Option(help="The version, vX.Y.Z; one that is there already is refused.")] = "v0.1.0",
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Really do it; without, it is only said.")] = False,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Say what would be published on the Hugging Face hub, and with --yes publish it, under a version tag."""
+    from cria_tricks.adapter.publish import prepare, push
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = prepare(adapter, repo, tag, private)
+        done = push(found, aside.print) if yes else {}
+    if as_json:
+        print(json.dumps({**found, "published": yes, **done}, indent=2))
+        return
+    _print_published(found, done)
+
+
+def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
+    from cria_tricks.common.units import human
+
+    def say(*lines: str) -> None:
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+
+    if done:
+        say(f"published: {done['url']} (commit {done['commit']})")
+        return
+    say(found["card"])
+    say(f"{found['repo']} {found['tag']}{', private if it is new' if found['private'] else ''}", "")
+    widest = max(len(f"{file['bytes']:,}") for file in found["files"])
+    say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
+    say(*(f"note: {note}" for note in found["notes"]))
+    say(f"{len(found['files'])} files, {human(found['bytes'])}. Nothing was sent, and the hub was not asked.")
+    say("To publish it: the same command with --yes. The same by hand:", *(f"  {line}" for line in found["commands"]))
+
+
+def _ask() -> str:
+    try:
+        with waiting.paused():
+            line = input("you> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return ""
+    return line if line.strip() else ""

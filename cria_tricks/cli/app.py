@@ -1,0 +1,62 @@
+"""What the commands of ``cria`` share. With ``--json`` stdout is one JSON document and nothing else."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cria_tricks.common.console import Aside
+
+screen, aside = Console(soft_wrap=True), Aside()
+app = typer.Typer(
+    name="cria",
+    help="Fit LLM fine-tuning into a small GPU, and see what every trick costs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+# Of click, which newer versions of typer carry inside: an unknown option or command, a missing argument.
+UsageError: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from cria_tricks.common.version import __version__
+
+        print(f"cria_tricks {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def cria(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+OtherBase = Annotated[
+    bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")
+]
+
+
+Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not where the adapter says.")]
+
+
+def _go_offline(wanted: bool) -> bool:
+    if wanted:
+        from cria_tricks.models.network import go_offline
+
+        go_offline()
+    return wanted  # else the command would be handed None
+
+
+Offline = Annotated[
+    bool, typer.Option("--offline", callback=_go_offline, help="Ask no network; take what is here and in the caches.")
+]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]

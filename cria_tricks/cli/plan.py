@@ -1,0 +1,114 @@
+"""``cria plan`` and ``cria hardware``: what a run would take, and where."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cria_tricks.cli.app import Json, Offline, app, screen
+from cria_tricks.common import interrupts
+from cria_tricks.common.startup import importing
+
+if TYPE_CHECKING:
+    from cria_tricks.predict.machines import Advice, Option
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="t4, l4, a10g or a100; this machine's card, or t4.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
+    advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
+    rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
+    rows_full: Annotated[
+        bool, typer.Option("--rows-full", help="Take every row as data.max_length tokens; else the data's are read.")
+    ] = False,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes, of one card each; ddp, or parallel.strategy.")] = 1,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a recipe needs on a card, and why, without loading a weight. Exit code 3 if it does not fit."""
+    from cria_tricks.run import api
+
+    with contextlib.redirect_stdout(sys.stderr), interrupts.AtOnce():  # it writes nothing
+        found = api.plan(
+            recipe,
+            gpu=gpu,
+            model=model,
+            settings=settings or (),
+            rows=rows,
+            nproc=nproc,
+            dry_run=dry_run,
+            advise=advise,
+            longest=longest,
+            rows_full=rows_full,
+        )
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        found.show(Console())
+    if not found.fits:
+        raise typer.Exit(3)
+
+
+@app.command()
+def hardware(
+    model: Annotated[str, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = "llama-3.2-1b",
+    tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
+    budget: Annotated[float | None, typer.Option(help="USD for the run.")] = None,
+    kind: Annotated[str, typer.Option(help="quick, development, production or research.")] = "development",
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Say which machine a model can be trained on, for how long and at what price; and what the usual guide says."""
+    from cria_tricks.models.shape import find_shape
+    from cria_tricks.predict.selection_guide import refuse_unknown
+
+    refuse_unknown(tokens, budget, kind)
+    shape = find_shape(model)
+    with importing():  # this imports torch, which takes seconds; a wrong name was told before
+        from cria_tricks.predict.machines import advise
+        from cria_tricks.tricks.folds import estimate
+    found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
+        return
+    _print_advice(found)
+
+
+def _print_advice(found: "Advice") -> None:
+    from cria_tricks.predict.machines import METHODS
+    from cria_tricks.predict.words import in_words
+
+    screen.print(
+        f"[bold]{found.model}[/]: {found.parameters / 1e9:.2f} billion parameters; {found.tokens:,} tokens in rows of "
+        f"{found.tokens_per_row:,} ({found.kind})\n",
+        highlight=False,
+    )
+    table = Table(title="What we estimate, on one machine each", title_justify="left")
+    for column in ("machine", *METHODS.values()):
+        table.add_column(column, no_wrap=True)
+    for flavor in dict.fromkeys(option.flavor for option in found.options):
+        table.add_row(flavor, *(_cell(option) for option in found.options if option.flavor == flavor))
+    screen.print(table)
+    for paragraph in in_words(found):
+        screen.print(f"\n{paragraph}", highlight=False, markup=False, soft_wrap=False)
+
+
+def _cell(option: "Option") -> str:
+    from cria_tricks.common.units import duration, human, money
+
+    if option.minutes is None or option.cost is None:
+        return f"[red]needs {human(option.needed_bytes)} of {human(option.capacity_bytes)}[/]"
+    colour = "yellow" if option.within_budget is False else "green"
+    return f"[{colour}]{duration(60 * option.minutes)}, {money(option.cost)}[/]"

@@ -1,0 +1,139 @@
+"""``cria train`` and ``cria launch``."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cria_tricks.cli.app import Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.common import interrupts, waiting
+from cria_tricks.common.errors import (
+    BadInput,
+)
+from cria_tricks.processes import numbers
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
+    from cria_tricks.run import api
+
+    with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
+        report = api.train(recipe, out, settings=settings or (), resume=resume, other_base=other_base, console=aside)
+    if numbers.rank():  # one process speaks for all
+        return
+    if as_json:
+        print(json.dumps(report, indent=2, allow_nan=False))
+        return
+    from cria_tricks.common.units import human
+
+    if report["eval_loss_before"] is not None:
+        screen.print(
+            f"evaluation loss {report['eval_loss_before']:.4f} -> {report['eval_loss_after']:.4f}",
+            highlight=False,
+        )
+    screen.print(
+        f"{report['steps']} steps in {report['seconds']:.0f} s, {report['tokens_per_second']:,.0f} tokens/s, "
+        f"peak {human(report['peak_bytes'])}",
+        highlight=False,
+    )
+    folder = Path(report["adapter"]).parent
+    screen.print(f"adapter: {report['adapter']}", f"report:  {folder / 'report.md'}", sep="\n", markup=False)
+
+
+@app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
+    on: Annotated[str, typer.Option(help="Who starts it: torchrun, accelerate, or hf-jobs on a rented machine.")],
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="torchrun: how often lost processes start again.")] = 0,
+    nodes: Annotated[str, typer.Option(metavar="MIN:MAX", help="torchrun: machines that may come and go.")] = "",
+    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.")] = "",
+    only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
+    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="hf-jobs: where the adapter goes, private.")] = "",
+    flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
+    timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
+    budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+) -> None:
+    """Train a recipe in several processes, or as a job on a rented machine: print what is run or sent, and do it."""
+    if on == "hf-jobs":
+        if nproc or resume or max_restarts or nodes or endpoint or other_base:
+            options = "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base"
+            raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
+        _job(recipe, repo, settings or [], flavor, timeout, budget, out, only_print)
+        return
+    if repo or flavor != "auto" or timeout or budget:
+        raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
+    from cria_tricks.launch import torchrun
+    from cria_tricks.run import given
+
+    elastic = torchrun.Elastic(max_restarts, nodes, endpoint)
+    words = torchrun.command(recipe, on, nproc, settings or [], out, resume, elastic)
+    words += ["--other-base"] * other_base + ["--offline"] * offline
+    if not only_print:  # what would end every process is said by one
+        given.training(given.recipe(recipe, settings or []), out, resume or elastic != torchrun.ONCE, other_base)
+    print(torchrun.shown(words), flush=True)
+    if only_print:
+        return
+    with waiting.paused():  # the processes speak
+        code = torchrun.run(words)
+    sys.exit(code)  # not typer.Exit, because interrupted processes have said so themselves
+
+
+def _job(
+    recipe: str,
+    repo: str,
+    settings: list[str],
+    flavor: str,
+    timeout: str,
+    budget: float | None,
+    out: Path | None,
+    only_print: bool,
+) -> None:
+    from cria_tricks.common.units import human
+    from cria_tricks.launch import hub as jobs_hub
+    from cria_tricks.launch import job as jobs
+
+    def say(*lines: str) -> None:
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+
+    def prepare(prices: dict[str, float] | None = None) -> jobs.Job:
+        return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices)
+
+    job = prepare()
+    if only_print:
+        say(*jobs_hub.shown(job), "nothing was sent; prices are those of the list kept here")
+        return
+    folder = jobs_hub.free_folder(out, job)
+    hub = jobs_hub.Hub()
+    job = prepare(hub.prices())
+    say(*jobs_hub.shown(job))
+    interrupts.now_saved("the job may have been sent; hf jobs ps lists the ones that run and cost")
+    started = hub.send(job)
+    interrupts.now_saved(f"the job goes on, and costs: {'; '.join(jobs_hub.ways_on(started, job))}")
+    say(f"job {started.id}: {started.url}")
+    hub.follow(started, job, say)
+    interrupts.now_saved(f"the job has ended; {jobs_hub.by_hand(job)}")
+    found = hub.fetch(job, folder)
+    interrupts.now_saved(f"the job has ended, and its result is in {folder}")
+    say(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", f"adapter: {folder}")
