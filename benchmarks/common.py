@@ -18,7 +18,7 @@ from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import fit
+from cria_tricks.trainer.fit import fit
 
 HERE = Path(__file__).parent
 

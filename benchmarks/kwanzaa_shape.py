@@ -25,7 +25,7 @@ from cria_tricks.report import summary
 from cria_tricks.resolve import resolve
 from cria_tricks.run.steps import count_parameters
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import fit
+from cria_tricks.trainer.fit import fit
 
 
 def measure(shape: str, settings: list[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from cria_tricks.measure.profiler import Profile
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import fit
+from cria_tricks.trainer.fit import fit
 
 BASE = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.chunked_loss=true", "train.save_minutes=0")
 VOCABULARY = 4_096

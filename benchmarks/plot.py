@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import figures, results, tables
-from cria_tricks.bench.figures import Drawing
+from cria_tricks.bench import figures, results, style, tables
 from cria_tricks.bench.results import Case, study
+from cria_tricks.bench.style import Drawing
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -69,10 +69,10 @@ def main() -> None:
     into = parser.parse_args().into
     cases = results.read(HERE / "results")
     for name, drawing in drawings(cases).items():
-        for theme in figures.THEMES:
+        for theme in style.THEMES:
             path = into / ASSETS / f"{name}-{theme}.svg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(figures.save(drawing, theme))
+            path.write_bytes(style.save(drawing, theme))
     found = blocks(cases)
     for page in PAGES:
         path = into / page

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_iter
 
 from cria_tricks import course
 from cria_tricks.bench import results
-from cria_tricks.bench.figures import Theme, capacity
+from cria_tricks.bench.figures import capacity
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import SavedBytes, peak_bytes
 from cria_tricks.measure.memory import LiveBytes

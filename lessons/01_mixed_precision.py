@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, linear, mse_loss, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.hardware import T4

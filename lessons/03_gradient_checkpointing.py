@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import SavedBytes, flops
 from cria_tricks.resolve import resolve

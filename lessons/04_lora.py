@@ -28,7 +28,8 @@ from torch import nn
 from cria_tricks import course
 from cria_tricks.bench import results, tables
 from cria_tricks.bench.case import settings_of
-from cria_tricks.bench.figures import Theme, capacity
+from cria_tricks.bench.figures import capacity
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.models.shape import find_shape

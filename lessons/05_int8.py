@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cria_tricks import course
 from cria_tricks.bench import results, tables
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes

@@ -24,7 +24,7 @@ from torch import nn
 
 from cria_tricks import course
 from cria_tricks.bench import results, tables
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.models.shape import find_shape

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill.step_time import step
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import cria_tricks.load.attention  # noqa: F401  transformers knows sdpa_expanded from here on
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bill.step_time import step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4

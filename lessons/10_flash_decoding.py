@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 import cria_tricks.load.attention  # noqa: F401 (names lesson 9's repeated heads to transformers)
 from cria_tricks import course
 from cria_tricks.bench import results, tables
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.cards import A100_40GB, CARDS
 from cria_tricks.measure.counting import flops, peak_bytes
-from cria_tricks.models.shape import find_config, find_shape
+from cria_tricks.models.configs import find_config
+from cria_tricks.models.shape import find_shape
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
 

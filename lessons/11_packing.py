@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlatt
 import cria_tricks.load.attention  # noqa: F401  registers sdpa_by_document, section 3
 from cria_tricks import course
 from cria_tricks.bench import results
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.hardware import T4

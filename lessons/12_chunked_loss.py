@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks import course
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS

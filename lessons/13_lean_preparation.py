@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from cria_tricks import course
 from cria_tricks.bench import results, tables
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.load import losses
 from cria_tricks.load.model import EDITS, forbid_cpu_repacking, quiet_libraries

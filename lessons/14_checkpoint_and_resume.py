@@ -43,7 +43,7 @@ from torch import nn
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.common.atomic_files import damage
 from cria_tricks.hardware.device import pretend, this_cpu
 from cria_tricks.models.shape import find_shape

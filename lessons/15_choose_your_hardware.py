@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 
 from cria_tricks import course, models, recipes
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill import moved_bytes
 from cria_tricks.bill.step_time import EFFICIENCY, run_cost, run_tokens, step
 from cria_tricks.common.errors import BadInput

@@ -34,7 +34,7 @@ from torch._inductor.utils import fresh_cache
 
 from cria_tricks import course, recipes
 from cria_tricks.bench import results
-from cria_tricks.bench.figures import Theme, readable
+from cria_tricks.bench.style import Theme, readable
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import SavedBytes

@@ -44,11 +44,11 @@ from transformers import (
 )
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.data import tokens
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import check_rows
-from cria_tricks.doctor import selftest
+from cria_tricks.doctor import selftest, selftest_runs
 from cria_tricks.hardware import T4
 from cria_tricks.load import model as load
 from cria_tricks.models.shape import find_shape
@@ -127,7 +127,7 @@ course.show(
 # model. Every check is one line, and is asked twice: of the healthy way, and of the other.
 
 # %%
-tiny = selftest.make(Path(folder.name), vocab_size=512).path
+tiny = selftest_runs.make(Path(folder.name), vocab_size=512).path
 tokenizer = AutoTokenizer.from_pretrained(tiny)
 tokenizer.pad_token = tokenizer.eos_token
 pad = DataCollatorForSeq2Seq(tokenizer)
@@ -232,7 +232,9 @@ def log(run):
     return [entry for entry in run.state.log_history if "loss" in entry]
 
 
-rows = selftest.random_rows((12, 2), (40, 4), (33, 5), (50, 1), (21, 10))  # lengths, and how much of each is prompt
+rows = selftest_runs.random_rows(
+    (12, 2), (40, 4), (33, 5), (50, 1), (21, 10)
+)  # lengths, and how much of each is prompt
 every_step, ended = log(doomed()), doomed(logging_steps=10)
 every_ten, good = log(ended), [entry["loss"] for entry in every_step[:3]]
 predicted = sum(good) * 11 / 4 / 10

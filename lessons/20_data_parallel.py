@@ -41,7 +41,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.errors import BadInput, Lost

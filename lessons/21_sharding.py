@@ -42,7 +42,7 @@ from torch import nn
 
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput

@@ -38,7 +38,7 @@ from transformers.distributed import DistributedConfig
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import CountCollectives, totals
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput

@@ -43,7 +43,7 @@ from torch import nn
 import cria_tricks
 from cria_tricks import course, recipes
 from cria_tricks.bench.case import TRAINED_SHARE
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.console import Aside

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cria_tricks
 from cria_tricks import course, recipes
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import Call, CountCollectives
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks import course, recipes
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import Call, CountCollectives, ring_share
 from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware.cards import CARDS

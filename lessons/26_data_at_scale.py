@@ -38,7 +38,7 @@ from datasets import IterableDataset
 from rich.console import Console
 
 from cria_tricks import course, models
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.data import duplicates, shards, sources
 from cria_tricks.data.duplicates import Guard, Repeats
 from cria_tricks.data.rows import Chat

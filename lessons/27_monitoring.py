@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from cria_tricks import course
-from cria_tricks.bench.figures import Theme, panels
+from cria_tricks.bench.style import Theme, panels
 from cria_tricks.bill.bill import CONTEXT
 from cria_tricks.hardware import T4
 from cria_tricks.measure.memory import LiveBytes

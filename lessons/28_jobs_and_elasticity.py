@@ -32,7 +32,7 @@ import torch
 from torch.distributed import HashStore
 
 from cria_tricks import course, recipes
-from cria_tricks.bench.figures import Theme
+from cria_tricks.bench.style import Theme
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.launch import hub

@@ -11,7 +11,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import Run, fit
+from cria_tricks.trainer.fit import Run, fit
 
 SMALL_LORA = ("lora.r=16",)
 

@@ -23,8 +23,8 @@ from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
+from cria_tricks.trainer.fit import fit
 from cria_tricks.trainer.resumable import ResumableTrainer
-from cria_tricks.trainer.shared import fit
 from tests.helpers import prepare, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
@@ -310,7 +310,7 @@ def test_a_pickle_with_a_forged_manifest_is_refused_and_never_run(name, halted, 
 
 
 def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_gone(whole, tiny_model, rows, tmp_path):
-    from cria_tricks.trainer.shared import fit
+    from cria_tricks.trainer.fit import fit
     from tests.helpers import prepare
 
     def run(folder, start=None, callbacks=()):
@@ -331,7 +331,7 @@ def test_the_mirror_has_each_checkpoint_and_is_resumed_from_when_the_machine_is_
 
 
 def test_a_mirror_that_fails_warns_and_the_run_goes_on(tiny_model, rows, tmp_path):
-    from cria_tricks.trainer.shared import fit
+    from cria_tricks.trainer.fit import fit
     from tests.helpers import prepare
 
     (tmp_path / "file").write_text("x")

@@ -9,7 +9,8 @@ import pytest
 from cria_tricks import models
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.models.shape import beyond_context, context_of, find_shape
+from cria_tricks.models.configs import beyond_context, context_of
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report import summary
 

@@ -17,7 +17,7 @@ from cria_tricks.adapter.publish import push
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import shards, sources
 from cria_tricks.models import network
-from cria_tricks.models.shape import find_config
+from cria_tricks.models.configs import find_config
 from tests.hub import TOKEN, Hub
 
 HUNG = "cannot be had from the hub: 127.0.0.1 does not answer"

@@ -17,10 +17,10 @@ import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import provenance
 from cria_tricks.adapter.model_card import model_card
+from cria_tricks.common import version
 from cria_tricks.data import sources
 from cria_tricks.models import identity
 from cria_tricks.recipe import Recipe, from_toml
-from cria_tricks.report import summary
 
 CHECKOUT = Path(cria_tricks.__file__).parents[1]
 
@@ -39,7 +39,7 @@ def test_everything_that_decided_the_numbers_is_in_it(made, written, trained):
     recipe = from_toml(trained / "adapter" / "recipe.toml")
     assert made["recipe"] == recipe.model_dump(mode="json")
     assert made["seed"] == recipe.train.seed
-    assert made["versions"] | {"cria_tricks": made["package"]["version"]} == summary.versions()
+    assert made["versions"] | {"cria_tricks": made["package"]["version"]} == version.versions()
     assert made["metrics"] == {name: written[name] for name in provenance.METRICS}
     assert made["metrics"]["eval_loss_after"] < made["metrics"]["eval_loss_before"]
     assert made["estimated_peak_bytes"] == written["estimated_peak_bytes"] > 0

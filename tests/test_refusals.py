@@ -20,7 +20,8 @@ from cria_tricks.load.adapters import add_adapter
 from cria_tricks.load.model import built_empty
 from cria_tricks.load.refusals import facts_of
 from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.models.shape import GENERATES, KINDS, shape_of
+from cria_tricks.models.configs import KINDS
+from cria_tricks.models.shape import GENERATES, shape_of
 from cria_tricks.predict.machines import recipe_for
 from cria_tricks.predict.toggles import Bench
 from cria_tricks.recipe import Recipe, with_settings

@@ -13,7 +13,7 @@ from cria_tricks.load.model import load_tokenizer
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.report.summary import compare
 from cria_tricks.run.run import train
-from cria_tricks.trainer.shared import Run
+from cria_tricks.trainer.fit import Run
 from tests.memory.cases import CPU, EVERYTHING, T4, bill
 
 

@@ -12,9 +12,10 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import resolve
-from cria_tricks.trainer.shared import Run
+from cria_tricks.trainer.fit import Run
 
 MIB = 2**20
 IGNORED = -100
@@ -312,11 +313,11 @@ def test_the_figure_of_a_run_without_evaluations_and_peaks(monkeypatch):
 
 
 def test_all_three_files_are_written(tmp_path):
-    report.write(tmp_path, made())
+    page.write(tmp_path, made())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md", "report.png"]
     assert (tmp_path / "report.md").read_text() == PAGE
     text = (tmp_path / "report.json").read_text()
     assert text.endswith("\n}\n")
     assert text.splitlines()[1].startswith('  "eval_loss_before": 3.5')
     with pytest.raises(Unfinished, match="not JSON compliant"):
-        report.write(tmp_path, made(seconds=math.inf))
+        page.write(tmp_path, made(seconds=math.inf))

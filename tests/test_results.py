@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench import figures, growth, results, tables
+from cria_tricks.bench import figures, growth, results, style, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
@@ -93,7 +93,7 @@ def test_a_frontier_that_was_stopped_early_can_be_drawn():
     text = tables.frontier({"points": points})
     assert "| TRL as small |  | 200 B |  | 0.50 |" in text
     assert "| fast | 6.0 (6.0 to 6.0) | as `small` |  |  |" in text
-    assert figures.save(figures.frontier({"points": points, "trl": "1.16.0"}), "light")
+    assert style.save(figures.frontier({"points": points, "trl": "1.16.0"}), "light")
 
 
 def test_a_field_that_nobody_knows_is_refused(tmp_path):
@@ -113,7 +113,7 @@ def test_a_readers_run_stands_beside_the_committed_ones(tmp_path, run_cria):
     assert "**NVIDIA H200 as T4 (yours)**" in text
     assert "| `nf4` on | 1.0 MiB | 0.25 | +25.00 % | 1.2 MiB | 94 | 2.00 |" in text
     for name in ("tricks", "errors"):
-        for theme in figures.THEMES:
+        for theme in style.THEMES:
             picture = (tmp_path / "out" / f"{name}-{theme}.svg").read_text()
             assert picture.startswith("<?xml")
     for device in results.by_device(COMMITTED):
@@ -158,10 +158,10 @@ def test_what_was_refused_or_ran_out_has_its_row():
     assert "| `nf4` on | refused: tricks.attention: no flash-attn |" in text
 
 
-@pytest.mark.parametrize("theme", figures.THEMES)
+@pytest.mark.parametrize("theme", style.THEMES)
 def test_a_figure_is_the_same_bytes_every_time(theme):
     drawing = figures.of_cases([OFF, case()], {})["tricks"]
-    assert figures.save(drawing, theme) == figures.save(drawing, theme)
+    assert style.save(drawing, theme) == style.save(drawing, theme)
 
 
 def test_every_trick_has_its_benchmark():

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from cria_tricks.common.errors import BadInput, OutOfMemory, Unwritten
 from cria_tricks.store.checkpoints import Checkpoint
+from cria_tricks.trainer.fit import Run
 from cria_tricks.trainer.resumable import KeepRandomState, ResumableTrainer, loading, position
-from cria_tricks.trainer.shared import Run, SharedTrainer
+from cria_tricks.trainer.shared import SharedTrainer
 from tests.helpers import is_frozen
 
 

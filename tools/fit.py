@@ -29,7 +29,8 @@ from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.models import catalogue
-from cria_tricks.models.shape import LONGER_THAN_CONTEXT, Shape, find_shape
+from cria_tricks.models.configs import LONGER_THAN_CONTEXT
+from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate, facts

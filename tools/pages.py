@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs loads thi
 
 from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.bench import figures, tables
+from cria_tricks.bench import style, tables
 from cria_tricks.bill.bill import Bill
 from cria_tricks.course import DARK, LIGHT
 from cria_tricks.hardware import T4
@@ -75,7 +75,7 @@ class ForTheSite(Preprocessor):
         for mime, mode in ((LIGHT, "light"), (DARK, "dark")):
             resources.setdefault("outputs", {})[f"{name}-{mode}.svg"] = data[mime].encode()
         says = html.escape(data["text/plain"])
-        return f"<figure>{figures.picture(name, says)}<figcaption>{says}</figcaption></figure>"
+        return f"<figure>{style.picture(name, says)}<figcaption>{says}</figcaption></figure>"
 
 
 def page(lesson: Path, book: nbformat.NotebookNode) -> tuple[str, dict[str, bytes]]:

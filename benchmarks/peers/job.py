@@ -21,7 +21,7 @@ from cria_tricks.measure.memory import LiveBytes, Meter, every_tensor
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import fit
+from cria_tricks.trainer.fit import fit
 
 Rows = list[dict[str, list[int]]]
 SHORT = 48

@@ -23,6 +23,7 @@ from cria_tricks import models
 from cria_tricks.bench.results import Case
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, first_line, is_out_of_memory
+from cria_tricks.common.version import versions
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.model import load
@@ -31,11 +32,10 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import best_precision
-from cria_tricks.report.summary import versions
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import Run, fit
+from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.tricks.folds import estimate
 
 WARM_UP = 2

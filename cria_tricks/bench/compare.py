@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cria_tricks.bench import figures, results, tables
+from cria_tricks.bench import figures, results, style, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common import atomic_files, interrupts
 from cria_tricks.common.errors import BadInput
@@ -31,9 +31,9 @@ def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[C
     drawings = figures.of_cases(cases, counted)
     interrupts.now_saved(f"{out} may hold a part of the files; the same command writes all of them")
     for name, drawing in drawings.items():
-        for theme in figures.THEMES:
-            atomic_files.write_file(out / f"{name}-{theme}.svg", figures.save(drawing, theme))
-    text = ["# Your run beside the committed ones", *(figures.picture(name, figures.SAYS[name]) for name in drawings)]
+        for theme in style.THEMES:
+            atomic_files.write_file(out / f"{name}-{theme}.svg", style.save(drawing, theme))
+    text = ["# Your run beside the committed ones", *(style.picture(name, style.SAYS[name]) for name in drawings)]
     for name, block in tables.of_cases(cases, counted).items():
         text += [f"## {tables.TITLES[name]}", block]
     atomic_files.write_file(out / "report.md", "\n\n".join(text) + "\n")

@@ -4,86 +4,20 @@ Bytes and speeds are drawn as they were measured or counted; nothing here measur
 computed. ``save`` makes an SVG whose letters are paths, so that it looks alike everywhere.
 """
 
-import io
-import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from cria_tricks.bench import growth
 from cria_tricks.bench.growth import Curve
 from cria_tricks.bench.results import Case, by_device
+from cria_tricks.bench.style import GIB, MARKERS, Drawing, Theme, marked, panels, readable, short
 from cria_tricks.hardware.device import T4
-
-GIB = 2**30
-
-
-class Theme(NamedTuple):
-    """Colours of one mode; those of the series are told apart with any kind of colour vision."""
-
-    ink: str
-    quiet: str
-    grid: str
-    series: tuple[str, ...]
-    alarm: str
-
-
-THEMES = {
-    "light": Theme("#1f2328", "#57606a", "#d8dee4", ("#0b62a8", "#c2510c", "#1a7f37", "#8250df"), "#b3261e"),
-    "dark": Theme("#e6edf3", "#9aa4ae", "#30363d", ("#58a6ff", "#f0883e", "#56d364", "#bc8cff"), "#ff7b72"),
-}
-SAYS = {
-    "ladder": "Peak bytes of Llama-3.2-1B by dry run, one switch after the other, beside what a T4 has",
-    "frontier": "Trained tokens a second against peak bytes, our switches beside TRL's flags",
-    "tricks": "Every trick against the same step without it: bytes, and seconds of a token",
-    "together": "Every switch of the capstone, alone and beside all others: bytes, and seconds of a token",
-    "errors": "The bill by hand against the measured peak, in per cent, case by case",
-    "growth_tokens": "Bytes and seconds of a step against the length of a row",
-    "growth_rows": "Bytes and seconds of a step against the rows of a micro-batch",
-    "growth_model": "Bytes and seconds of a step against the weights of the model",
-}
-"""Each figure's name, and what it shows in words."""
-MARKERS = ("o", "s", "D", "^")
-
-
-def _style(theme: Theme, number: int) -> dict[str, Any]:
-    """A colour and a marker, 16 series apart."""
-    return {"color": theme.series[number % 4], "marker": MARKERS[(number + number // 4) % 4]}
-
-
-Drawing = Callable[[Theme], Figure]
-
-
-def save(drawing: Drawing, theme: str) -> bytes:
-    """Draw an SVG without a background, for a page of that theme."""
-    chosen = THEMES[theme]
-    style = {
-        "svg.hashsalt": "cria_tricks",  # names inside the file do not change from run to run
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "text.color": chosen.ink,
-        "axes.labelcolor": chosen.ink,
-        "axes.edgecolor": chosen.quiet,
-        "xtick.color": chosen.quiet,
-        "ytick.color": chosen.quiet,
-        "xtick.labelcolor": chosen.ink,
-        "ytick.labelcolor": chosen.ink,
-        "grid.color": chosen.grid,
-        "legend.frameon": False,
-    }
-    with rc_context(style):
-        figure = drawing(chosen)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return picture.getvalue()
 
 
 def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
@@ -205,7 +139,7 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
                     if pair.series == name and (on := measure(pair.on)) and (off := measure(pair.off))
                 ]
                 xs, ys = zip(*points, strict=True) if points else ((), ())
-                axes.scatter(xs, ys, s=26, **_style(theme, number), label=name, zorder=3)
+                axes.scatter(xs, ys, s=26, **marked(theme, number), label=name, zorder=3)
             axes.axvline(1, color=theme.quiet, linewidth=1)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -291,7 +225,7 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
             for x in sorted({x for curve in curves for x in curve.xs}):
                 if not ticks or x > 1.5 * ticks[-1]:  # others would be written over each other
                     ticks.append(x)
-            axes.set_xticks(ticks, [_short(x) for x in ticks])
+            axes.set_xticks(ticks, [short(x) for x in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.set(xlabel=what, ylabel=label)
@@ -318,7 +252,7 @@ def errors(cases: Iterable[Case]) -> Drawing:
         for number, (device, values) in enumerate(found.items()):
             shares = [100 * (n + 0.5) / len(values) for n in range(len(values))]
             axes.plot(
-                values, shares, **_style(theme, number), markersize=3.5,
+                values, shares, **marked(theme, number), markersize=3.5,
                 linewidth=0, label=f"{device}: {len(values)} cases",
             )  # fmt: skip
         axes.axvline(0, color=theme.quiet, linewidth=1)
@@ -328,33 +262,3 @@ def errors(cases: Iterable[Case]) -> Drawing:
         return figure
 
     return draw
-
-
-def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
-    """An empty figure of so many panels beside each other; inches."""
-    figure = Figure(figsize=(8.2, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no screen, and no global state, needed
-    axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.set_axisbelow(True)
-    return figure, axes
-
-
-def readable(labels: Iterable[str]) -> list[str]:
-    """Labels of a ladder: what is switched on has a plus before it."""
-    return [label if "=" not in label else f"+ {label}" for label in labels]
-
-
-def _short(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e9:.2g}B" if value >= 1e9 else f"{value / 1e6:.0f}M"
-    return f"{int(value) // 1024}k" if value >= 1024 and math.log2(value).is_integer() else f"{value:g}"
-
-
-def picture(name: str, sentence: str) -> str:
-    """HTML of a figure in the page's own mode, with what it shows in words."""
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
-        f'<img alt="{sentence}" src="{name}-light.svg"></picture>'
-    )

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from cria_tricks.bill import block
 from cria_tricks.bill.bill import Moment, Row
+from cria_tricks.bill.block_operations import learning, walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import at_most, largest
+from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, Operation
 
 IDS = 8
 """Bytes of a token's number, a label and a position."""
@@ -38,7 +40,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
         memory: what is known about the step.
         every_point: of a block all points, and not its deepest only.
     """
-    operations = block.learning(memory)
+    operations = learning(memory)
     fixed, gradients = _fixed(memory, masked=True), _gradients(memory)
     over = _fixed(memory, masked=memory.checkpointed)  # only blocks that are made again need the mask afterwards
     waiting = _waiting(memory, operations)
@@ -55,12 +57,13 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     pick = _all_of if every_point else _deepest
     if memory.learns_beside:  # the frozen blocks below, where no gradient goes and no copy has run
         below = replace(memory, checkpointed=False, learning_blocks=0)
-        for point in pick([point for point in block.points(below, block.operations(below)) if not point.backward]):
+        points = block.points(below, walk(below))
+        for point in pick([point for point in points if not point.backward]):
             found.append(Moment("forward", (*fixed, before, *_inside(point))))
     # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
     once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
     copies = _copies(memory, kept=once.offloaded)
-    for point in pick([point for point in block.points(once, block.learning(once)) if not point.backward]):
+    for point in pick([point for point in block.points(once, learning(once)) if not point.backward]):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     points = block.points(memory, operations, learns=not memory.accumulates)
     if not memory.checkpointed:
@@ -75,9 +78,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
         found.append(Moment("first block", (*over, nearly, waiting.one, *_inside(lowest))))
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         waits = _block_input(memory)  # the gradient that the copy gave for the input of both
-        frozen = [
-            replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in block.operations(memory)
-        ]
+        frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in walk(memory)]
         # The lowest of them, when all copies above have learnt, if inputs are all that waits, or all else is on the
         # host; else the highest, when its own copy is the only one that has learnt.
         blocks = memory.learning_blocks
@@ -164,14 +165,14 @@ class _Waiting(NamedTuple):
     frozen: Row
 
 
-def _waiting(memory: StepFacts, operations: list[block.Operation]) -> _Waiting:
+def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
     tensors, pinned = block.kept(operations), block.pinned_bytes(operations)
     each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
     if memory.checkpointed:
-        joined = sum(tensors.get(name, 0) for name in block.JOINED)  # the join is outside of what is made again
+        joined = sum(tensors.get(name, 0) for name in JOINED)  # the join is outside of what is made again
         each, why = _block_input(memory) + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
         # What is made again comes on top. The input is among it, if a matrix keeps it, or a norm does and it is fp32.
-        again = block.INPUT in tensors or (memory.stream == FP32 and block.FIRST_NORM in tensors)
+        again = INPUT in tensors or (memory.stream == FP32 and FIRST_NORM in tensors)
         open_too = pinned + (0 if again else _block_input(memory))
     if memory.offloaded:
         each, why = pinned, "what int8 keeps; the rest is on the host"
@@ -184,7 +185,7 @@ def _waiting(memory: StepFacts, operations: list[block.Operation]) -> _Waiting:
     if memory.adapted and not memory.checkpointed:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
-        through -= tensors.get(block.FIRST_NORM, 0)  # nor to what the first copy is given
+        through -= tensors.get(FIRST_NORM, 0)  # nor to what the first copy is given
     why += frozen.why
     everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
@@ -217,7 +218,7 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
     """A side network's. The gradient goes through a frozen block only if something learns below it."""
     if not memory.learns_beside:
         return _Frozen()
-    operations = block.operations(memory)
+    operations = walk(memory)
     if memory.checkpointed:
         # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
         held, below = block.pinned_bytes(operations), memory.shape.layers - memory.learning_blocks

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cria_tricks import recipes, tricks
-from cria_tricks.bench import figures, results, tables
-from cria_tricks.bench.figures import Drawing, Theme
+from cria_tricks.bench import figures, results, style, tables
+from cria_tricks.bench.style import Drawing, Theme
 from cria_tricks.bill.bill import Bill
 from cria_tricks.hardware import T4
 from cria_tricks.models.shape import find_shape
@@ -75,7 +75,7 @@ def staircase(lesson: str) -> Drawing:
         for place, peak in enumerate(peaks):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink)
         figures.capacity(axes, theme)
-        axes.set_yticks(range(len(names)), figures.readable(names))
+        axes.set_yticks(range(len(names)), style.readable(names))
         axes.set(xlabel="needed for a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
         axes.set_ylim(len(names) - 0.4, -1.2)
         axes.grid(axis="x")
@@ -86,7 +86,7 @@ def staircase(lesson: str) -> Drawing:
 
 def figure(height: float = 3.0) -> tuple[Figure, Axes]:
     """An empty figure of the course, inches."""
-    drawn, (axes,) = figures.panels(1, height)
+    drawn, (axes,) = style.panels(1, height)
     return drawn, axes
 
 
@@ -97,7 +97,7 @@ def show(drawing: Drawing, says: str) -> None:
         drawing: theme -> figure; called once for a light page and once for a dark one.
         says: the sentence; it is the picture's text for those who do not see it.
     """
-    light, dark = (figures.save(drawing, theme).decode() for theme in ("light", "dark"))
+    light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     try:
         from IPython.core.getipython import get_ipython
         from IPython.display import display

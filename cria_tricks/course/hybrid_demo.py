@@ -24,8 +24,8 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.pipeline import find_blocks, refuse
 from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.fit import Run
 from cria_tricks.trainer.pipeline_loop import CubeLoop, Loop
-from cria_tricks.trainer.shared import Run
 
 TINY = (
     "model=random:tiny", "tricks.peft=lora", "lora.r=4", "tricks.gradient_accumulation=4", "train.learning_rate=0.005",
@@ -65,7 +65,7 @@ def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: M
 def alone(recipe: Recipe, rows: Sequence[dict[str, list[int]]]) -> Run:
     """Train on the same rows in this process, by the shared trainer."""
     from cria_tricks.store.checkpoints import Checkpoints
-    from cria_tricks.trainer.shared import fit
+    from cria_tricks.trainer.fit import fit
 
     plan, loaded = _loaded(recipe)
     with tempfile.TemporaryDirectory() as folder:

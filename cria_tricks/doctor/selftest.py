@@ -7,35 +7,27 @@ one looks at, so a failure is named once; they stand in the order in which a run
 failure with the plain libraries.
 """
 
-import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from cria_tricks.common.errors import BadInput, Diverged, Interrupted, first_line, is_out_of_memory
+from cria_tricks.common.version import versions
 from cria_tricks.data.rows import check_rows
 from cria_tricks.data.tokens import IGNORED, tokenize
+from cria_tricks.doctor.selftest_runs import Poison, apart, fitted, gradient_of, make, random_rows, token_mean
 from cria_tricks.hardware import this_device
-from cria_tricks.load.model import Loaded, load, load_tokenizer, quiet_libraries
+from cria_tricks.load.model import load, load_tokenizer, quiet_libraries
 from cria_tricks.models import Weights
-from cria_tricks.models.catalogue import CONFIGS
-from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report.summary import versions
+from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
-from cria_tricks.store.checkpoints import Checkpoints
-from cria_tricks.trainer.shared import Run, fit
-
-Row = dict[str, list[int]]
 
 SAME_GRADIENT = 1e-3
 """How far two gradients of the same thing may lie apart, over their length: on a CPU not at all, on a card, whose sums
@@ -47,11 +39,6 @@ SAME_LOSS = 1e-4
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"
 """Of a base, the tensor that the first check takes away."""
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""A template as most models have it: nothing in it says which tokens are the assistant's."""
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -94,7 +81,7 @@ def packed_documents(weights: Weights) -> tuple[bool, str]:
     """Change a document and look at the gradient of its neighbour in the packed row."""
     before, other, trained = random_rows((24, 24), (24, 24), (16, 4))  # only the shorter document has labels
     packed = ("tricks.packing=true", "data.max_length=64")
-    moved = _apart(*(_gradient(weights, [first, trained], *packed) for first in (before, other)))
+    moved = apart(*(gradient_of(weights, [first, trained], *packed) for first in (before, other)))
     return moved <= SAME_GRADIENT, f"a document's gradient moves by {moved:.1e} of itself when its neighbour changes"
 
 
@@ -106,9 +93,9 @@ def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
     rows, still = random_rows((48, 5), (40, 3), (31, 2), (23, 4)), ("train.max_steps=4", "train.learning_rate=1e-9")
     off = {}
     for name, chunked in (("whole", "false"), ("chunked", "true")):
-        run, loaded = _fit(weights, rows, *still, f"tricks.precision={half}", f"tricks.chunked_loss={chunked}")
+        run, loaded = fitted(weights, rows, *still, f"tricks.precision={half}", f"tricks.chunked_loss={chunked}")
         found = torch.tensor(sorted(entry["loss"] for entry in run.training))
-        expected = torch.tensor(sorted(_token_mean(loaded.model, [row]) for row in rows))
+        expected = torch.tensor(sorted(token_mean(loaded.model, [row]) for row in rows))
         off[name] = (found / expected - 1).abs().max().item()  # torch's max, which lets NaN through
     said = ", ".join(f"the {name} loss by {share:.1e}" for name, share in off.items())
     return all(share <= SAME_LOSS for share in off.values()), f"in {half} is off: {said} of itself"
@@ -116,9 +103,9 @@ def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
 
 def nan_stops(weights: Weights) -> tuple[bool, str]:
     """Let the frozen weights become NaN in the midst of a run."""
-    poison = _Poison()
+    poison = Poison()
     try:
-        run, loaded = _fit(weights, random_rows((24, 4)), "train.max_steps=4", callbacks=[poison])
+        run, loaded = fitted(weights, random_rows((24, 4)), "train.max_steps=4", callbacks=[poison])
     except Diverged as stopped:
         if poison.filtered:
             return False, "the run stopped, but its log would hide a NaN: logging_nan_inf_filter is on"
@@ -133,8 +120,8 @@ def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
     """Learn a short row by heart and evaluate it in batches among long ones."""
     short, *long = random_rows((12, 2), (40, 36), (33, 5), (50, 1), (21, 10))  # beside it a long one, hardly trained
     settings = ("train.batch_size=2", "train.max_steps=6", "train.eval_steps=6", "train.learning_rate=0.02")
-    run, loaded = _fit(weights, [short], *settings, "tricks.chunked_loss=true", eval_rows=[short, *long])
-    found, expected = run.evaluations[-1]["eval_loss"], _token_mean(loaded.model, [short, *long])
+    run, loaded = fitted(weights, [short], *settings, "tricks.chunked_loss=true", eval_rows=[short, *long])
+    found, expected = run.evaluations[-1]["eval_loss"], token_mean(loaded.model, [short, *long])
     return (
         abs(found / expected - 1) <= SAME_LOSS,
         f"the evaluation says {found:.4f}; over all trained tokens it is {expected:.4f}",
@@ -144,8 +131,8 @@ def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
 def gradients_after_evaluation(weights: Weights) -> tuple[bool, str]:
     """Compare the gradients of two runs over a 4-bit base, of which one has evaluated first."""
     rows = random_rows((32, 6))
-    never, after = (_gradient(weights, rows, "tricks.quantization=nf4", eval_rows=some) for some in ([], rows))
-    moved = _apart(never, after)
+    never, after = (gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=some) for some in ([], rows))
+    moved = apart(never, after)
     return moved <= SAME_GRADIENT, f"an evaluation moves the next gradient by {moved:.1e} of itself"
 
 
@@ -254,45 +241,6 @@ def examine() -> dict[str, Any]:
     }
 
 
-def make(folder: Path, **changes: Any) -> Weights:
-    """Write a model of ``random:tiny``'s shape, and a tokenizer of single bytes with a chat template.
-
-    Args:
-        folder: where; it exists.
-        **changes: fields of its config that are to differ, such as a smaller ``vocab_size``.
-
-    Returns:
-        What :func:`cria_tricks.load.model.load` and plain ``from_pretrained`` take.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"] | changes))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    text = Tokenizer(BPE(letters, []))
-    text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    text.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=text, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=CHATML
-    )
-    tokenizer.save_pretrained(folder)
-    return Weights("random:tiny", str(folder), str(folder))
-
-
-def random_rows(*lengths: tuple[int, int]) -> list[Row]:
-    """Rows of random bytes, the same ones every time.
-
-    Args:
-        lengths: of each row, and how many of its tokens, from the first on, are not trained.
-    """
-    draw = torch.Generator().manual_seed(0)
-    made = []
-    for length, prompt in lengths:
-        ids = torch.randint(1, 256, (length,), generator=draw).tolist()
-        made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
-    return made
-
-
 def _made(check: Check, weights: Weights) -> dict[str, Any]:
     try:
         holds, found = check.look(weights)
@@ -304,61 +252,3 @@ def _made(check: Check, weights: Weights) -> dict[str, Any]:
         holds, found = False, f"{type(error).__name__}: {first_line(error)}"
     about = {"name": check.name, "asks": check.asks, "holds": bool(holds), "found": found}
     return about | {"cause": check.cause, "cure": check.cure}
-
-
-class _Gradient(TrainerCallback):
-    """Keeps the gradient of the step, all in one vector; what got none has zeros."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        of_each = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
-        self.found = torch.cat([grad.flatten().double().cpu() for grad in of_each])
-
-
-class _Poison(TrainerCallback):
-    """Makes a frozen matrix NaN after the first step, and notes whether the log would hide it."""
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.filtered = args.logging_nan_inf_filter
-        if state.global_step == 1:
-            next(p for p in model.parameters() if not p.requires_grad).data.fill_(math.nan)
-
-
-def _fit(
-    weights: Weights,
-    rows: Sequence[Row],
-    *settings: str,
-    eval_rows: Sequence[Row] = (),
-    callbacks: Sequence[TrainerCallback] = (),
-) -> tuple[Run, Loaded]:
-    """Train LoRA for a step, or as many as the settings say, from the same adapter every time."""
-    usual = ("tricks.peft=lora", "lora.r=4", "tricks.attention=sdpa", "train.max_steps=1", "train.warmup_ratio=0")
-    recipe = with_settings(Recipe(), [*usual, *settings])
-    plan = resolve(recipe)
-    torch.manual_seed(0)
-    loaded = load(plan, weights)
-    with tempfile.TemporaryDirectory() as folder:
-        job = (loaded, plan, recipe.train, rows, eval_rows, Checkpoints(Path(folder)))
-        return fit(*job, pad_id=0, callbacks=callbacks), loaded
-
-
-def _gradient(weights: Weights, rows: Sequence[Row], *settings: str, eval_rows: Sequence[Row] = ()) -> torch.Tensor:
-    kept = _Gradient()
-    _fit(weights, rows, "train.max_grad_norm=1e9", *settings, eval_rows=eval_rows, callbacks=[kept])
-    return kept.found
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The length of the difference, over that of the first; NaN where there is none to compare."""
-    return ((one - other).norm() / one.norm()).item()
-
-
-def _token_mean(model: Any, rows: Sequence[Row]) -> float:
-    """The loss by its definition: row by row, every trained token counts once, in float64."""
-    losses = []
-    for row in rows:
-        ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1].double()
-        losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")[labels[1:] != IGNORED])
-    return torch.cat(losses).mean().item()

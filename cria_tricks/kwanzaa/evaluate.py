@@ -164,9 +164,9 @@ def _answers(
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """The answers of the adapter, and of its base if asked for; and what they were made with."""
     from cria_tricks.adapter.chat import open_folder, quantization_of
+    from cria_tricks.common.version import versions
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
     from cria_tricks.models import identity
-    from cria_tricks.report.summary import versions
 
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []

@@ -4,69 +4,13 @@ A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mist
 SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cria_tricks import models
-from cria_tricks.common.errors import BadInput, first_line, usable_path
-from cria_tricks.models import network
-from cria_tricks.models.catalogue import ALIASES, CONFIGS, short_name
-
-_QWEN = {
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "max_position_embeddings": 32_768,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 131_072,
-    },
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128},
-    "gemma": {
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
-    "gemma2": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "max_position_embeddings": 8192,
-    },
-    "gemma3_text": {
-        "num_attention_heads": 8,  # Gemma-3-4B's config says neither this nor its vocabulary
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262_208,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131_072,
-    },
-    # Some of its blocks turn no positions, at no byte less; Granite scales its hidden states and logits, at none more.
-    "smollm3": {
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "max_position_embeddings": 32_768,
-    },
-    "granite": {"max_position_embeddings": 2048},
-    "phi3": {"max_position_embeddings": 4096},
-    "olmo2": {"max_position_embeddings": 2048},
-}
-"""Model types that are read, and what a field is in transformers' code when their config leaves it out."""
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.catalogue import short_name
+from cria_tricks.models.configs import KINDS, find_config
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -233,28 +177,6 @@ class Shape:
         return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
 
 
-def find_config(model: str) -> dict[str, Any]:
-    """Get a model's ``config.json``.
-
-    Args:
-        model: a short name of the catalogue, a hub id, ``random:NAME``, a folder, or the file itself.
-
-    Raises:
-        BadInput: if there is none, or it cannot be had.
-    """
-    by_hub_id = {hub: name for name, hub in ALIASES.items()}
-    name = by_hub_id.get(model, model.removeprefix("random:"))
-    if name in CONFIGS:
-        return CONFIGS[name]
-    path = usable_path("model", model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        return _read(path)
-    models.refuse_unknown(model)
-    return _read(network.config_of(model))
-
-
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     """Read the widths.
 
@@ -359,46 +281,10 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     return attention + mlp
 
 
-LONGER_THAN_CONTEXT = (
-    "rows of up to {tokens} tokens are longer than the model's context of {context} (max_position_embeddings in its "
-    "config), and a model does badly on positions that it was not trained for: set data.max_length={context}, or take "
-    "a model with a longer context"
-)
-"""What is said of rows that are longer than the model's context, before anything is known of the data."""
-
-
-def beyond_context(context: int, tokens: int) -> list[str]:
-    """Warn if rows of this many tokens are longer than the model's context; 0 stands for a context that is unknown."""
-    return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)] if 0 < context < tokens else []
-
-
-def context_of(model: str) -> int:
-    """Find the context of a model of any kind, in tokens; 0 if no config says it."""
-    try:
-        config = find_config(model)
-    except BadInput:
-        return 0
-    config = config.get("text_config") or config
-    found = config.get("max_position_embeddings")
-    if found is None:
-        found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else 0
-
-
 def find_shape(model: str) -> Shape:
     """Find a model's config and read its widths."""
     model = short_name(model)
     return shape_of(find_config(model), model)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise BadInput(f"model {path}: cannot be read as JSON: {first_line(error)}") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"model {path}: is no JSON object, so no config")
-    return config
 
 
 def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:

@@ -14,7 +14,8 @@ from cria_tricks.common.units import duration, human, money
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Flavor
-from cria_tricks.models.shape import Shape, beyond_context, find_config
+from cria_tricks.models.configs import beyond_context, find_config
+from cria_tricks.models.shape import Shape
 from cria_tricks.predict import toggles
 from cria_tricks.predict.toggles import Bench, Change, Setting
 from cria_tricks.recipe import Recipe, with_settings

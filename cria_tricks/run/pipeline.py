@@ -14,7 +14,7 @@ import typer
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
-from cria_tricks.models.shape import context_of
+from cria_tricks.models.configs import context_of
 from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.processes import numbers
 from cria_tricks.processes import world as processes
@@ -237,7 +237,7 @@ def _write(
     recipe: Recipe,
 ) -> None:
     from cria_tricks.adapter import folder, model_card, provenance
-    from cria_tricks.report import summary as report
+    from cria_tricks.report import page
 
     made = provenance.describe(summary, weights, found) | {"pipeline": summary["pipeline"]}
     text = model_card.model_card(summary, made, weights.name, weights.note, recipe)
@@ -247,7 +247,7 @@ def _write(
 
     def write() -> None:
         folder.save(Path(summary["adapter"]), loop.part.model, tokenizer, weights.name, text, recipe, made, learnt)
-        report.write(folders.folder, summary)
+        page.write(folders.folder, summary)
         folders.mirror_results()
 
     world.first(write)

@@ -28,17 +28,19 @@ from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
 from cria_tricks.models import Weights, identity
-from cria_tricks.models.shape import Shape, context_of, find_shape
+from cria_tricks.models.configs import context_of
+from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel import dtensor
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggles import Bench, in_words
 from cria_tricks.recipe import Recipe
+from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
-from cria_tricks.trainer.shared import Run, fit
 from cria_tricks.trainer.trackers import trackers
 from cria_tricks.tricks import lora
 from cria_tricks.tricks.folds import estimate
@@ -174,7 +176,7 @@ def _written(
 
     def write() -> None:
         artifact.save(folder, model, tokenizer, weights.name, text, recipe, made, in_one)
-        report.write(job.folders.folder, summary)
+        page.write(job.folders.folder, summary)
         job.folders.mirror_results()
 
     world.first(write)

@@ -16,9 +16,9 @@ from cria_tricks.processes.world import World, grid
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.arguments import training_arguments
+from cria_tricks.trainer.fit import Run
 from cria_tricks.trainer.pipeline_loop import Loop
 from cria_tricks.trainer.pipeline_part import Window, cut_windows
-from cria_tricks.trainer.shared import Run
 from cria_tricks.tricks.packing import pack
 
 Rows = Sequence[dict[str, list[int]]]

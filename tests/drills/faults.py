@@ -515,12 +515,12 @@ class Place:
     """
 
     def __init__(self, folder: Path):
-        from cria_tricks.doctor import selftest
+        from cria_tricks.doctor import selftest_runs
 
         self.folder, self.kept = folder / "place", folder / "kept"
         base = self.folder / "base"
         base.mkdir(parents=True)
-        selftest.make(base, vocab_size=512)
+        selftest_runs.make(base, vocab_size=512)
         (self.folder / "rows.jsonl").write_text(ROWS)
         (self.folder / "job.toml").write_text(JOB)
         code, said = self.run("train job.toml --out run")

@@ -7,7 +7,8 @@ import transformers.integrations.moe  # noqa: F401 (it registers the operation a
 from cria_tricks.bill.bill import Bill
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.models.shape import find_config, shape_of
+from cria_tricks.models.configs import find_config
+from cria_tricks.models.shape import shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate

@@ -16,7 +16,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.models.shape import find_config, shape_of
+from cria_tricks.models.configs import find_config
+from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks.estimate_error import outside
-from cria_tricks.bill import block
+from cria_tricks.bill import block, block_operations
 from cria_tricks.bill.bill import CONTEXT, WORKSPACES, Bill
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
@@ -188,9 +188,9 @@ def test_nf4_takes_four_bits_and_its_scales():
 def test_int8_takes_a_byte_and_a_scale_a_row_and_holds_inputs():
     rows = 16 * (2048 + 512 + 512 + 2048 + 8192 + 8192 + 2048)
     assert bill("lora int8").matrices == MATRICES + 4 * rows
-    pinned = block.pinned_bytes(block.operations(bill("lora int8 fp16 sdpa")))
+    pinned = block.pinned_bytes(block_operations.walk(bill("lora int8 fp16 sdpa").facts))
     assert pinned == N * (4 * 2048 + 2 * 2048 + 4 * 2048 + 4 * 8192), "two norms', attention's, the gated product"
-    assert block.pinned_bytes(block.operations(bill("lora nf4 fp16 sdpa"))) == 0
+    assert block.pinned_bytes(block_operations.walk(bill("lora nf4 fp16 sdpa").facts)) == 0
 
 
 def test_lora_trains_two_thin_matrices_for_each():
@@ -250,7 +250,7 @@ def test_paged_states_are_off_the_bill_from_a_hundred_thousand_elements():
 def test_the_math_kernel_holds_every_score_and_expanded_keys_leave_it():
     grouped, expanded = bill("lora fp16 sdpa"), bill("lora fp16 sdpa expand")
     assert (grouped.kernel, expanded.kernel) == ("math", "memory-efficient")
-    kept = [block.kept(block.operations(memory)) for memory in (grouped, expanded)]
+    kept = [block.kept(block_operations.walk(memory.facts)) for memory in (grouped, expanded)]
     assert kept[0]["probabilities"] == 32 * N * N * 4
     assert "probabilities in 16 bits" not in kept[0], "it computes in fp32"
     assert kept[0]["queries"] == N * 2048 * 4
@@ -265,7 +265,7 @@ def test_eager_attention_holds_every_score_on_every_device():
     for device in (T4, A100, CPU):
         memory = bill("lora", batch=3, device=device)
         assert memory.facts.kernel == "eager"
-        assert block.kept(block.operations(memory))["probabilities"] == 3 * 32 * N * N * 4
+        assert block.kept(block_operations.walk(memory.facts))["probabilities"] == 3 * 32 * N * N * 4
 
 
 def test_a_mask_is_there_with_several_rows_unless_they_are_packed():

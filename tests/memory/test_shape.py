@@ -8,7 +8,8 @@ import pytest
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
-from cria_tricks.models.shape import KINDS, REQUIRED, find_shape, shape_of
+from cria_tricks.models.configs import KINDS
+from cria_tricks.models.shape import REQUIRED, find_shape, shape_of
 
 PUBLISHED = {
     "smollm2": 134_515_008,

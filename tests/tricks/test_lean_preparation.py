@@ -9,8 +9,8 @@ import torch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.fit import fit
 from cria_tricks.trainer.headroom import LargestActivation
-from cria_tricks.trainer.shared import fit
 from tests.helpers import prepare, train, trained_weights
 from tests.tolerances import LEAN_LOSS
 
