@@ -15,7 +15,7 @@ test: $(READY)
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # The tests that compare numbers, as older processors would compute them. LEVELS=--lowest takes the oldest only, and
-# LEVELS="--lowest --one-in 3" a third of the tests; the highest is what `make test` runs under.
+# LEVELS="--lowest --one-in 6" a sixth of the tests; the highest is what `make test` runs under.
 test-processors: $(READY)
 	$(VENV)/bin/python -m tools.processors $(LEVELS)
 

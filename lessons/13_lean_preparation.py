@@ -367,7 +367,7 @@ for when in ("before", "after"):
 
 # %% [markdown]
 # In bf16 lean is as good before the first step, and 0.017 to 0.019 behind after 20. So bf16 does not harm the answers
-# but the learning. The loss is half of what another seed changes, but it has the same sign each time. (Our gradients
+# but the learning. That is half of what another seed changes, but it has the same sign each time. (Our gradients
 # were 0.7 % apart with four blocks; SmolLM2 has thirty.) In fp16, in which a T4 computes, the rounding is an eighth as
 # large, and lean is 0.0001 behind. A CPU has measured that, with fp16 products computed in fp32 and rounded; a T4 has
 # not. In bf16 lean preparation lowered the peak from 1.7 GiB to 1.2.

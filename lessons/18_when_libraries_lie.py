@@ -408,8 +408,8 @@ course.show(
 # %% [markdown]
 # **7. A base that is half random.** The file of a base lacks one tensor, for example because a script saved only a part
 # of the model. transformers loads the base all the same: it fills the gap with random numbers and logs a warning. The
-# first cell of this lesson silences the libraries, as many scripts do, so you do not see the warning. The lost tensor
-# has 131,072 weights. Predict how many of them are right after the load.
+# first cell of this lesson silences the libraries, as many scripts do, so you do not see it. The lost tensor has
+# 131,072 weights. Predict how many are right.
 
 # %%
 tensors = load_file(Path(tiny) / "model.safetensors")
@@ -426,8 +426,8 @@ assert not (filled == lost).any()
 ask("whole base", lambda info: not (info["missing_keys"] or info["unexpected_keys"]), whole, info)
 
 # %% [markdown]
-# Not one weight of that tensor is right, so the base is broken. Fine-tuning repairs a part of the damage. Therefore the
-# loss falls, and the run looks as if it were learning.
+# Not one weight of that tensor is right, so the base is broken. Fine-tuning repairs a part of the damage, so the loss
+# falls, and the run looks as if it were learning.
 #
 # ## 3. Prove it
 # A check that cannot fail proves nothing. One that fails on a healthy run is switched off within a week. So each line

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,12 +203,20 @@ def test_a_file_of_weights_that_nobody_reads_makes_no_other_base(place, run_cria
     assert code == 0, stderr
 
 
-def test_a_resumed_run_takes_the_commit_that_it_began_over():
-    folders = Folders.__new__(Folders)
-    folders.start = None
-    assert folders.revision == ""
-    folders.start = SimpleNamespace(about={"base": {"revision": "c" * 40}})
-    assert folders.revision == "c" * 40
+def test_a_resumed_run_takes_the_commit_that_it_began_over(place, run_cria, monkeypatch):
+    asked, fetch, over = [], models.fetch, Folders.revision.fget
+
+    def with_commit(folders):
+        assert over(folders) == "", "a folder has none"
+        folders.start.about["base"]["revision"] = "c" * 40
+        return over(folders)
+
+    monkeypatch.setattr(Folders, "revision", property(with_commit))
+    monkeypatch.setattr(models, "fetch", lambda found, commit="": asked.append(commit) or fetch(found, commit))
+    stopped = place / "stopped"
+    code, _, stderr = run_cria("train", stopped / "recipe.toml", "--resume", "--out", stopped)
+    assert code == 0, stderr
+    assert asked[0] == "c" * 40
 
 
 def test_a_whole_model_has_no_base_to_name(trained, tmp_path):

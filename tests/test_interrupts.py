@@ -106,10 +106,29 @@ def test_a_signal_while_a_command_imports_ends_it_at_once(tmp_path):
     assert run_command(*lines) == (130, NOTHING)
 
 
+def test_a_signal_before_a_model_is_made_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("import builtins\nbuiltins.press(1)\n")
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path / "cache"))
+    lines = (
+        "import builtins",
+        "builtins.press = press",
+        f"sys.path.insert(0, {str(tmp_path)!r})",
+        "from cria_tricks import models",
+        "models._cached('model', lambda into: __import__('transformers'))",
+    )
+    assert run_command(*lines) == (130, NOTHING)
+    assert not list(tmp_path.glob("cache/*"))
+
+
 def test_a_signal_in_a_command_unwinds_it():
     """A half-written folder is removed before the line is written."""
     lines = ("try: press(1)", "finally: print('removed', file=sys.stderr)")
     assert run_command(*lines) == (130, "removed\n" + NOTHING)
+
+
+def test_an_empty_rank_is_that_of_a_process_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "")
+    assert run_command("try: press(1)", "finally: press(1)") == (130, NOTHING)
 
 
 @pytest.mark.parametrize("more", [1, 2])

@@ -12,7 +12,7 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from cria_tricks import recipes
 from cria_tricks.bill.bill import Moment
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import RULES, Formula
+from cria_tricks.bill.formula import RULES, Formula, Polynomial
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.step_time import EFFICIENCY, attention_kernel, work
 from cria_tricks.common.errors import BadInput
@@ -219,20 +219,16 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
 
 def _rows(memory: StepFacts, names: Iterable[str], moment: str = "optimizer step") -> Part | None:
     """Some rows of a moment, as often as there is such a moment, and once more for each size a row may have."""
-    found: Part = []
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for one in _moments(memory):
         if one.name == moment:
             rows = [(row.name, row.bytes) for row in one.rows if row.name in names and row.bytes]
             sizes = [_formula(size).polynomials for _, size in rows]
             for chosen in itertools.product(*sizes):
-                part = [(name, Formula([size], 0)) for (name, _), size in zip(rows, chosen, strict=True)]
-                if not any(_same(part, other) for other in found):
-                    found.append(part)
-    return found or None
-
-
-def _same(one: list[Row], other: list[Row]) -> bool:
-    return [(name, size.polynomials) for name, size in one] == [(name, size.polynomials) for name, size in other]
+                same = tuple((name, frozenset(size.items())) for (name, _), size in zip(rows, chosen, strict=True))
+                if same not in found:
+                    found[same] = [(name, Formula([size], 0)) for (name, _), size in zip(rows, chosen, strict=True)]
+    return list(found.values()) or None
 
 
 @lru_cache(1)  # the same estimate is asked for several of its rows
@@ -257,13 +253,20 @@ def _that_can_be_largest(part: Part) -> Part:
 def _shifted(size: Formula) -> dict[str, float]:
     """The polynomial in what batch and length have above their least: all of its letters are from 0 on."""
     (polynomial,) = size.polynomials
-    found = Formula([{}], 0)
+    found: dict[str, float] = {}
     for name, number in polynomial.items():
-        term = Formula([{"": number}], 0)
-        for letter in name:
-            term = term * (Formula.letter(letter, 0) + LEAST[letter])
-        found = found + term
-    return dict(found.polynomials[0])
+        for each, times in _expanded(name).items():
+            found[each] = found.get(each, 0) + number * times
+    return found
+
+
+@cache
+def _expanded(name: str) -> Polynomial:
+    """A product of letters, each as its least plus what is above that."""
+    term = Formula([{"": 1}], 0)
+    for letter in name:
+        term = term * (Formula.letter(letter, 0) + LEAST[letter])
+    return term.polynomials[0]
 
 
 def _at_least(one: dict[str, float], other: dict[str, float]) -> bool:

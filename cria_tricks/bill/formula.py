@@ -41,13 +41,18 @@ class Formula:
         return cls([{name: 1}], sample)
 
     def __add__(self, other: Any) -> "Formula":
+        if not isinstance(other, Formula) and not other:
+            return self  # as each sum begins
         other = _formula(other)
         pairs = itertools.product(self.polynomials, other.polynomials)
         sums = [{name: one.get(name, 0) + two.get(name, 0) for name in {**one, **two}} for one, two in pairs]
         return Formula(sums, self.sample + other.sample)
 
     def __mul__(self, other: Any) -> "Formula":
-        other = _formula(other)
+        if not isinstance(other, Formula):  # the quick way, because most factors are numbers
+            return Formula(
+                [{name: x * other for name, x in one.items()} for one in self.polynomials], self.sample * other
+            )
         products = []
         for one, two in itertools.product(self.polynomials, other.polynomials):
             products.append(dict[str, float]())

@@ -51,7 +51,7 @@ def listen() -> None:
     """Handle the signals from now on, while imports run. Only a command calls this; importing the package does not."""
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable  # first: the import below can be interrupted, too
     _state.hasty, _state.listening = 1, True
-    _state.first = os.environ.get("RANK", "0") == "0"  # now, as the number is taken out of there later
+    _state.first = (os.environ.get("RANK") or "0") == "0"  # now, as the number is taken out of there later
     _install()
     atexit.register(_be_deaf)  # registered first, so it runs last
 

@@ -73,7 +73,7 @@ def start(what: str, streams: Iterable[TextIO]) -> None:
         streams: where else is printed.
     """
     global _waiting
-    if os.environ.get("RANK", "0") != "0":
+    if (os.environ.get("RANK") or "0") != "0":
         return
     _waiting = Waiting(_to_stderr)
     _waiting.phases.append(what)

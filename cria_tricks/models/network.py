@@ -3,6 +3,7 @@
 ``huggingface_hub`` asks five times more when nobody answers, with pauses of up to 8 s, and each library above it asks
 again. So every request of its client passes through here. Once nobody has answered for as long as we wait, each further
 request fails at once, as when offline: then the libraries take what is in their cache, or say that it is not there.
+Only silence is bounded: an answer that comes byte by byte is waited for, and Ctrl-C ends it.
 """
 
 import logging

@@ -405,6 +405,7 @@ def catalogue() -> list[Fault]:
         for name, (damage, says) in BASE.items()
     ]
     uses = {"chat": CHAT, "merge": MERGE, "eval": EVAL, "resume": RESUME}
+    allowed = [("no tokenizer", use) for use in ("chat", "merge", "eval")]  # an adapter has a tokenizer of its own
     found += [
         Fault(
             f"other base: {name}: {use}",
@@ -416,12 +417,12 @@ def catalogue() -> list[Fault]:
         for use, command in uses.items()
     ]
     found += [
-        Fault(
-            f"base: {name}: {use}", uses[use], "is not the one that it was trained over|" + BASE[name][1], BASE[name][0]
-        )
-        for name in ("a tensor missing", "NaN", "cut off", "no weights", "no config")
-        for use in ("chat", "resume")
+        Fault(f"base: {name}: {use}", command, f"is not the one that it was trained over|{says}", damage)
+        for name, (damage, says) in BASE.items()
+        for use, command in uses.items()
+        if (name, use) not in allowed
     ]
+    found += [Fault(f"base: {name}: {use}", uses[use], "", BASE[name][0], code=0) for name, use in allowed]
     by_command = {"verify": VERIFY, "chat": CHAT, "publish": PUBLISH}
     found += [
         Fault(f"adapter: {name}: {use}", command, says, damage)

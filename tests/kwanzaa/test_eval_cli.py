@@ -184,9 +184,11 @@ def test_a_whole_model_may_be_told_where_that_lies(run_cria, tokenizer, tmp_path
     base = tmp_path / "base"
     shutil.copytree(models.find("random:tiny").path, base)
     tokenizer.save_pretrained(base)
-    code, _, stderr = run_cria("eval", base, "--base", tmp_path, *SHORT, "--out", "eval")
+    code, _, stderr = run_cria("eval", base, "--base", tmp_path, *SHORT, "--out", tmp_path / "eval")
     assert (code, f"--base {tmp_path}: {base} is a whole model and has no base" in stderr) == (2, True)
-    code, stdout, stderr = run_cria("eval", base, "--with-base", "--base", base, *SHORT, "--out", "eval", "--json")
+    code, stdout, stderr = run_cria(
+        "eval", base, "--with-base", "--base", base, *SHORT, "--out", tmp_path / "eval", "--json"
+    )
     assert code == 0, stderr
     assert json.loads(stdout)["differences"]["loss"]["value"] == 0
 

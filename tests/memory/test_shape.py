@@ -225,5 +225,5 @@ def test_a_hub_id_that_cannot_be_had_says_what_to_give_instead():
     said = refusal(lambda: find_shape("nobody/nothing"))
     assert said.startswith("model nobody/nothing: its config.json cannot be had from the hub: ")
     assert "it is not in the cache of this machine, and the network is switched off" in said
-    cure = "run it once without, or give a local folder: --set model=DIR, or --base DIR for an adapter's base"
-    assert said.endswith(cure)
+    folder = "--set model=DIR or --model DIR, or --base DIR for an adapter's base"
+    assert said.endswith(f"run it once without, or give a local folder: {folder}")

@@ -1,11 +1,13 @@
 """The ring against torch's all-reduce and the formula of its bytes; timings, their line, and who measures."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput, Lost
@@ -144,6 +146,15 @@ def test_a_process_that_dies_ends_all_and_is_named_in_one_line():
     with pytest.raises(Lost, match="of 2 died while collectives were measured: TypeError") as caught:
         collectives.examine(2, sizes=("no size",))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_a_signal_that_the_launcher_hears_is_one_line(monkeypatch, run_cria):
+    def ended(*config):
+        raise SignalException("15", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.launcher.elastic_launch", lambda *config, **more: ended)
+    code, _, stderr = run_cria("doctor", "--collectives", "--nproc", 2)
+    assert (code, stderr) == (130, "interrupted; nothing was written\n")
 
 
 def test_one_process_has_nothing_to_measure():
