@@ -373,7 +373,7 @@ course.show(ledger, "Figure 3. Autocast shrinks what products take and give, and
 # %%
 counts = [flops(lambda way=way: way(block, x).sum().backward()) for way in (plain, of_torch)]
 assert counts[0] == counts[1] == 6 * T * sum(w.numel() for w in block.w.values()) + 12 * T * T * D
-step = 6 * 2048 * course.bill(before).shape.weights
+step = 6 * 2048 * course.bill(before).facts.shape.weights
 for card in ("t4", "l4"):
     print(card.upper(), *(f"{name} {step / CARDS[card].flops(name):.2f} s" for name in FORMATS))
 
@@ -427,7 +427,7 @@ for name, attention, card in (
     ("sdpa on an L4", "sdpa", "l4"),
 ):
     recipes = [with_settings(one, f"tricks.attention={attention}".split()) for one in (before, after)]
-    fp32, fp16 = (estimate(one, course.bill(before).shape, CARDS[card].device) for one in recipes)
+    fp32, fp16 = (estimate(one, course.bill(before).facts.shape, CARDS[card].device) for one in recipes)
     changes.append(round((fp16.peak_bytes - fp32.peak_bytes) / MIB))
     print(f"{name:38} fp32 {fp32.kernel:16} -> fp16 {fp16.kernel:16} {changes[-1]:+6,} MiB")
 assert changes == [4013, 301, -83, -8463]

@@ -235,7 +235,7 @@ def test_a_mirror_that_fails_at_the_end_is_a_warning(tmp_path, monkeypatch):
     def fail(*arguments):
         raise Unwritten("drive", "the drive is full")
 
-    monkeypatch.setattr(run_folder.durable, "copy_folder", fail)
+    monkeypatch.setattr(run_folder.atomic_files, "copy_folder", fail)
     monkeypatch.setattr(run_folder, "Unwritten", Unwritten)
     found.mirror_results()
     assert len(said) == 1

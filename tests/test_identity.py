@@ -273,7 +273,7 @@ def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "LARGE", 4)
     monkeypatch.setenv("CRIA_CACHE", str(tmp_path / "cache"))
     file, hashed, entry = tmp_path / "model.safetensors", [], atomic_files.entry
-    monkeypatch.setattr(weight_files.durable, "entry", lambda path: hashed.append(path) or entry(path))
+    monkeypatch.setattr(weight_files.atomic_files, "entry", lambda path: hashed.append(path) or entry(path))
     file.write_bytes(b"first")
     first = weight_files.sha256(file)
     assert weight_files.sha256(file) == first == entry(file)["sha256"]

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import nearest
-from cria_tricks.models import network
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 
@@ -101,6 +100,8 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
     Raises:
         BadInput: if the hub does not have it, or does not give it.
     """
+    from cria_tricks.models import network  # rich is behind it, and who reads a recipe needs none
+
     if Path(weights.path).is_dir():
         return weights
     from huggingface_hub import snapshot_download
@@ -195,6 +196,8 @@ def refuse_out_of_reach(name: str) -> None:
     Raises:
         BadInput: saying why.
     """
+    from cria_tricks.models import network  # rich is behind it, and who reads a recipe needs none
+
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
     made_here = name.startswith("random:") or (name == SMOLLM2 and _wheel_folder())

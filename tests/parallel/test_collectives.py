@@ -14,7 +14,7 @@ from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.doctor import collectives
 from cria_tricks.parallel import ring_collectives
 from cria_tricks.predict.links import Line, Timing, fit
-from cria_tricks.processes import world
+from cria_tricks.processes import numbers
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
 
@@ -163,7 +163,7 @@ def test_one_process_has_nothing_to_measure():
 
 
 def test_a_launchers_number_is_not_changed(monkeypatch):
-    monkeypatch.setattr(world, "processes", lambda: 4)
+    monkeypatch.setattr(numbers, "processes", lambda: 4)
     with pytest.raises(BadInput, match="--nproc 2: a launcher has started 4 processes"):
         collectives.examine(2)
 

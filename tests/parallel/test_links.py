@@ -191,10 +191,10 @@ def test_what_is_timed_and_what_is_made_of_it(monkeypatch):
             turn()
         return seconds
 
-    monkeypatch.setattr(links, "timed", timed)
-    monkeypatch.setattr(links.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(links.dist, "all_reduce", lambda tensor: ran.append(("all_reduce", tensor.nbytes)))
-    monkeypatch.setattr(links.torch, "mm", lambda a, b: ran.append(("mm", a.nbytes + b.nbytes)))
+    monkeypatch.setattr(collectives, "timed", timed)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda tensor: ran.append(("all_reduce", tensor.nbytes)))
+    monkeypatch.setattr(collectives.torch, "mm", lambda a, b: ran.append(("mm", a.nbytes + b.nbytes)))
     one, two = collectives.predicted_and_measured((80_000_000, 4000))
     products = [("mm", 2 * 4 * 512 * 512)] * 4
     assert ran == [("all_reduce", size) for size in SIZES] + [
