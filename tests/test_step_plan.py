@@ -11,7 +11,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve, still_off
-from cria_tricks.step_plan import Plan, diff
+from cria_tricks.step_plan import NAMES, Plan, diff
 from cria_tricks.tricks import (
     CARD,
     INFERENCE,
@@ -272,16 +272,18 @@ def test_two_plans_differ_in_these_lines():
 
 
 def test_edits_are_appended_and_dropped_by_name():
-    found = Plan(CPU).then("a").then("b").then("a").around("x").around("y").warn("one").warn("two")
-    assert (found.after_load, found.step_context, found.warnings) == (("a", "b", "a"), ("x", "y"), ("one", "two"))
-    assert found.without("a").after_load == ("b",)
-    assert found.without("c") == found
+    a, b, c = NAMES["after_load"][:3]
+    [x] = NAMES["step_context"]
+    found = Plan(CPU).then(a).then(b).then(a).around(x).around(x).warn("one").warn("two")
+    assert (found.after_load, found.step_context, found.warnings) == ((a, b, a), (x, x), ("one", "two"))
+    assert found.without(a).after_load == (b,)
+    assert found.without(c) == found
 
 
 def test_a_finer_choice_replaces_only_what_it_names():
     first = replace(Plan(CPU), _trick="one").with_("model", dtype="float16", attn_implementation="sdpa")
-    other = replace(first, _trick="another").refine("model", attn_implementation="finer")
-    assert other.model == {"dtype": "float16", "attn_implementation": "finer"}
+    other = replace(first, _trick="another").refine("model", attn_implementation="sdpa_expanded")
+    assert other.model == {"dtype": "float16", "attn_implementation": "sdpa_expanded"}
     with pytest.raises(
         BadInput, match="one and third cannot be combined: model.dtype would have to be both 'float16' and"
     ):

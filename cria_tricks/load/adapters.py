@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,23 +24,39 @@ def add_adapter(model: Any, plan: Plan) -> Any:
         BadInput: if the model has no place for it.
     """
     arguments = dict(plan.peft)
-    kind = arguments.pop("kind")
-    if kind == "side_network":
-        return add_side_network(model, **arguments)
-    if kind == "prompt_tuning":
-        return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
-    if kind == "head":
-        # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
-        head = _name_of(model, model.get_output_embeddings())
-        arguments = {"target_modules": DUMMY_TARGET_MODULES, "modules_to_save": [head]}
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
-    elif arguments["target_modules"] == [ALL_LINEAR]:
+    return ADAPTERS[arguments.pop("kind")](model, **arguments)
+
+
+def add_lora(model: Any, **arguments: Any) -> Any:
+    """Add LoRA to a model.
+
+    Args:
+        model: of transformers, quantised or not.
+        **arguments: of ``LoraConfig``.
+
+    Raises:
+        BadInput: if the model has no module of a target's name, or none that LoRA can adapt.
+    """
+    if arguments["target_modules"] == [ALL_LINEAR]:
         arguments["target_modules"] = ALL_LINEAR  # peft's word, which it takes only outside of a list
     try:
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
     except ValueError as error:
         raise BadInput(f"lora.target_modules: {first_line(error)}") from None
     return _trained_in_fp32(adapted)
+
+
+def add_trained_head(model: Any) -> Any:
+    """Freeze a model but for a copy of its head."""
+    # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
+    head = _name_of(model, model.get_output_embeddings())
+    return add_lora(model, target_modules=DUMMY_TARGET_MODULES, modules_to_save=[head])
+
+
+def add_prompt(model: Any, **arguments: Any) -> Any:
+    """Freeze a model and put learnt vectors before each row; the arguments are those of ``PromptTuningConfig``."""
+    return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
 
 
 def add_side_network(model: Any, blocks: int) -> Any:
@@ -59,7 +75,9 @@ def add_side_network(model: Any, blocks: int) -> Any:
     model._hf_peft_config_loaded = True  # or transformers refuses to train beside quantised blocks
     layers = getattr(model.base_model, "layers", None)
     if layers is None or len(layers) < blocks:
-        found = "no list of them" if layers is None else f"{len(layers)}"
+        found = "no list of them"
+        if layers is not None:
+            found = str(len(layers))
         raise BadInput(f"side.blocks={blocks}: {type(model).__name__} has {found}")
     for number in range(len(layers) - blocks, len(layers)):
         beside = _unquantised_copy(layers[number]).float()
@@ -122,3 +140,12 @@ def modules_named(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
 
 def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted).rsplit(".", 1)[-1]
+
+
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "lora": add_lora,
+    "head": add_trained_head,
+    "prompt_tuning": add_prompt,
+    "side_network": add_side_network,
+}
+"""What a ``kind`` in ``Plan.peft`` lays over a model."""

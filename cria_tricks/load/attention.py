@@ -31,7 +31,8 @@ def sdpa_expanded(
         Shape (B, T, H, D), and no attention weights.
     """
     groups = getattr(module, "num_key_value_groups", 1)
-    key, value = expand_kv.expand_kv(key_BKSD, groups), expand_kv.expand_kv(value_BKSD, groups)
+    key = expand_kv.expand_kv(key_BKSD, groups)
+    value = expand_kv.expand_kv(value_BKSD, groups)
     # sdpa reads the groups off the module, and would leave them to torch or repeat once more.
     ungrouped: Any = types.SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(ungrouped, query_BHTD, key, value, *arguments, **named)
@@ -109,7 +110,12 @@ def lengths_or_mask(
     )
 
 
-AttentionInterface.register(expand_kv.IMPLEMENTATION, sdpa_expanded)
-AttentionMaskInterface.register(expand_kv.IMPLEMENTATION, sdpa_mask)
-AttentionInterface.register(packing.IMPLEMENTATION, sdpa_by_document)
-AttentionMaskInterface.register(packing.IMPLEMENTATION, lengths_or_mask)
+ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    expand_kv.IMPLEMENTATION: (sdpa_expanded, sdpa_mask),
+    packing.IMPLEMENTATION: (sdpa_by_document, lengths_or_mask),
+}
+"""Name -> the function that attends, and the one that makes its mask."""
+
+for name, (attend, make_mask) in ATTENTION.items():
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)

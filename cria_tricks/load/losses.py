@@ -23,14 +23,25 @@ def find(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     Returns:
         From a model and a batch to the sum, fp32, not divided by anything.
     """
-    if plan.loss["kind"] == "full":
-        return full_loss_sum
+    return LOSSES[plan.loss["kind"]](plan, autocast)
 
-    def chunked(model: Any, batch: Batch) -> torch.Tensor:
+
+def _full(plan: Plan, autocast: Callable[[], Any]) -> Loss:
+    # The model's own forward runs in autocast already.
+    return full_loss_sum
+
+
+def _chunked(plan: Plan, autocast: Callable[[], Any]) -> Loss:
+    def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+        # It calls modules below the model's forward, around which accelerate lays autocast.
         with autocast():
             return chunked_loss_sum(model, batch, plan.loss["tokens_per_chunk"])
 
-    return chunked
+    return loss_sum
+
+
+LOSSES: dict[str, Callable[[Plan, Callable[[], Any]], Loss]] = {"full": _full, "chunked": _chunked}
+"""What a ``kind`` in ``Plan.loss`` means."""
 
 
 class LossSum(torch.nn.Module):
@@ -45,7 +56,8 @@ class LossSum(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, loss_sum: Loss):
         super().__init__()
-        self.model, self.loss_sum = model, loss_sum
+        self.model = model
+        self.loss_sum = loss_sum
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The batch's losses, summed over its trained tokens."""
@@ -67,10 +79,15 @@ def chunked_loss_sum(model: Any, batch: Batch, tokens_per_chunk: int) -> torch.T
             tokens' predecessors and their labels, three tensors of shape (N,).
         tokens_per_chunk: logits that are alive at once.
     """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = model
+    if hasattr(model, "get_base_model"):
+        causal_lm = model.get_base_model()
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "trained")}
     hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
-    row_N, column_N, label_N = batch["trained"] if "trained" in batch else trained_places(batch["labels"])
+    if "trained" in batch:
+        row_N, column_N, label_N = batch["trained"]
+    else:
+        row_N, column_N, label_N = trained_places(batch["labels"])
     head_VD = causal_lm.get_output_embeddings().weight
     hidden_ND = hidden_BTD.to(head_VD.device)[row_N, column_N]  # with blocks on several cards it is elsewhere
     return chunked_cross_entropy(hidden_ND, head_VD, label_N, tokens_per_chunk)
