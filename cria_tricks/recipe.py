@@ -176,6 +176,11 @@ class Recipe(_Frozen):
     train: Train = Train()
     parallel: Parallel = Parallel()
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step: those of all its micro-batches."""
+        return self.train.batch_size * self.tricks.gradient_accumulation
+
     def to_toml(self) -> str:
         """The recipe as TOML text that :func:`from_toml` reads back to an equal recipe."""
         return tomli_w.dumps(self.model_dump(mode="json"))

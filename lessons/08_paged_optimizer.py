@@ -29,7 +29,6 @@ from torch import nn
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
-from cria_tricks.bill.step_time import step
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
@@ -38,7 +37,7 @@ from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks import paged_optimizer as reference
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, step
 
 torch.manual_seed(0)
 MIB = 2**20

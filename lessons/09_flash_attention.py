@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import cria_tricks.load.attention  # noqa: F401  transformers knows sdpa_expanded from here on
 from cria_tricks import course
 from cria_tricks.bench.style import Theme, panels
-from cria_tricks.bill.step_time import step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.attention_kernels import attention_kernel, kernel_for
@@ -41,6 +40,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_attention import flash_attention
+from cria_tricks.tricks.folds import step
 
 torch.manual_seed(0)
 KIB, MIB = 1024, 2**20

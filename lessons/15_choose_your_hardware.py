@@ -32,8 +32,8 @@ import torch
 
 from cria_tricks import course, models, recipes
 from cria_tricks.bench.style import Theme
-from cria_tricks.bill import moved_bytes
-from cria_tricks.bill.step_time import EFFICIENCY, run_cost, run_tokens, step
+from cria_tricks.bill.moved_bytes import one_by_one
+from cria_tricks.bill.step_time import EFFICIENCY, run_cost, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS
@@ -45,7 +45,7 @@ from cria_tricks.predict.machines import METHODS, advise, recipe_for
 from cria_tricks.predict.selection_guide import MACHINES
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, step, work
 
 torch.manual_seed(0)
 GB, GIB = 10**9, 2**30
@@ -148,7 +148,7 @@ assert 36 <= moved.others / x.numel() < 36.3
 
 # %% [markdown]
 # Two norms are 72 of the 84 bytes that a forward pass of a block moves for each number of the hidden states.
-# `traffic.between` holds such counts for all that lies between products, forward and backward.
+# `bill/moved_bytes.py` holds such counts for all that lies between products, forward and backward.
 #
 # **Write a step as parts**, each with its operations and its bytes. $L$ blocks have $W$ weights each in matrices whose
 # widths add up to $S$, in and out. $D$ is the model's width, $Q$ and $K$ those of queries and keys, $V$ the vocabulary,
@@ -164,7 +164,7 @@ def parts(recipe, shape, T=2048):
     W, S = sum(i * o for i, o in shape.linears.values()), sum(i + o for i, o in shape.linears.values())
     packed, unpacked = 0.5 + (1 + 4 / 256) / 64, 2  # bytes of a weight: lesson 6
     frozen = 2 * T * L * W, L * (2 * T * S + (packed + unpacked + unpacked) * W)  # unpack, write, read
-    forward, backward = moved_bytes.between(recipe, shape)
+    forward, backward = one_by_one(work(recipe, shape, T4))
     micro_batch = {
         "blocks forward": frozen,
         "blocks again": frozen,
@@ -432,8 +432,8 @@ def run(model, method, flavor, rows=1000, more=()):
     machine = FLAVORS[flavor]
     card = CARDS[machine.card]
     recipe = with_settings(recipe_for(method, card.device), more)
-    work = step(recipe, find_shape(model), card, cards=machine.cards)
-    found, guide = run_cost(work, rows * recipe.data.max_length, machine), MACHINES[flavor]
+    timed = step(recipe, find_shape(model), card, cards=machine.cards)
+    found, guide = run_cost(timed, rows * recipe.data.max_length, machine), MACHINES[flavor]
     hours = found.minutes / 60
     return SimpleNamespace(minutes=found.minutes, low=hours * guide.low, high=hours * guide.high)
 

@@ -42,7 +42,6 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme
-from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.course.kwanzaa_lengths import row_lengths
@@ -57,6 +56,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.trainer.shares import Share
+from cria_tricks.tricks import folds
 
 MIB = 2**20
 # Tokens and trained tokens of each of the 107 rows, as SmolLM2 cuts them, at most 2,048 a row; in the file's order.
@@ -76,7 +76,7 @@ shape = find_shape(whole.model)
 
 def of_a_step(cards):
     mine = with_settings(whole, [f"tricks.gradient_accumulation={8 // cards}"])
-    return step_time.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards)
+    return folds.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE, cards=cards)
 
 
 steps = {cards: of_a_step(cards) for cards in (1, 2, 4, 8)}

@@ -43,8 +43,8 @@ from torch import nn
 from cria_tricks import course, parallel
 from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme, panels
-from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives, ring_share
+from cria_tricks.bill.step_time import EFFICIENCY
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
@@ -56,6 +56,7 @@ from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
+from cria_tricks.tricks import folds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -376,10 +377,10 @@ assert with_fsdp == 1.5 * with_ddp
 # %%
 shape = find_shape(job.model)
 mine = with_settings(job, ["tricks.gradient_accumulation=4"])
-work = step_time.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
+work = folds.step(mine, shape, CARDS["t4"], trained_share=TRAINED_SHARE).seconds
 by = {name: sum(call.sent for call in way.traffic(job, shape, 2)) for name, way in (("ddp", ddp), ("fsdp", fsdp))}
 for name, size in by.items():
-    wire = size / CARDS["t4"].link_rate / step_time.EFFICIENCY
+    wire = size / CARDS["t4"].link_rate / EFFICIENCY
     print(f"{name:5}{size / 1e6:6,.0f} MB a step, {wire:.3f} s on PCIe at half its rate, beside {work:.1f} s of work")
 assert by["fsdp"] > 50 * by["ddp"]
 

@@ -44,7 +44,6 @@ import cria_tricks
 from cria_tricks import course, recipes
 from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme
-from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput
@@ -63,6 +62,7 @@ from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.pipeline import find_blocks, refuse
 from cria_tricks.run.run import train
+from cria_tricks.tricks import folds
 
 ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
@@ -460,7 +460,7 @@ print(f"the pipeline's of QLoRA over 10 Gbit Ethernet: {seconds:.2f} s a step")
 # %%
 def seconds_of(blocks, head):
     """Of one stage and all micro-batches, by lesson 15's reckoning."""
-    parts = step_time.step(job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE).parts
+    parts = folds.step(job, replace(shape, layers=blocks), CARDS["t4"], trained_share=TRAINED_SHARE).parts
     return sum(part.seconds for part in parts if head or part.name != "head and loss")
 
 

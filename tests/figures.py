@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bill import step_time
 from cria_tricks.bill.fsdp_bytes import gathered
 from cria_tricks.hardware.cards import CARDS, FLAVORS
 from cria_tricks.models.shape import find_shape
@@ -26,6 +25,7 @@ from cria_tricks.predict.links import LINKS, when_it_stops
 from cria_tricks.predict.machines import advise
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks import folds
 from tests.memory import cases
 
 FOLDER = Path(__file__).parent / "golden"
@@ -141,7 +141,7 @@ def of_step(case: str) -> dict[str, Any]:
     recipe, options = read(case)
     if "share" in options:
         options["trained_share"] = options.pop("share")
-    found = step_time.step(recipe, find_shape(model), CARDS[card], **options)
+    found = folds.step(recipe, find_shape(model), CARDS[card], **options)
     parts = {p.name: [p.flops, p.bytes, p.link_bytes, rounded(p.seconds), p.why] for p in found.parts}
     return {"tokens": found.tokens, "flops": found.flops, "seconds": rounded(found.seconds), **parts}
 
@@ -156,7 +156,7 @@ def of_process(case: str) -> dict[str, Any]:
     figures |= {f"peak: {row.name}": [row.bytes, row.why] for row in found.rows}
     figures |= {f"state: {row.name}": row.bytes for row in found.state}
     if strategy == "fsdp":
-        figures["gathered"] = list(gathered(found.memory, int(processes)))
+        figures["gathered"] = list(gathered(found.facts, int(processes)))
     return figures | {"state": found.state_bytes, "allocated": found.allocated_bytes, "needed": found.needed_bytes}
 
 

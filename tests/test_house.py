@@ -120,6 +120,60 @@ def test_scorers_read_text_and_import_nothing_heavy(name: str):
     }
 
 
+SAYS = "it says in words what a recipe asked for"
+TOGGLES_ARE_READ = {
+    "adapter/chat.py": (2, "it rounds a base as it was rounded when the adapter learnt"),
+    "adapter/model_card.py": (7, SAYS),
+    "data/lengths.py": (2, "packed rows are full; data/ lies below the plan's tricks and is read without a plan"),
+    "data/rules.py": (1, "it refuses a recipe"),
+    "launch/job.py": (1, "it names the folder of a run on another machine, for which there is no plan"),
+    "predict/links.py": (1, "it doubles the processes that share a window of micro-batches"),
+    "predict/per_process.py": (3, "it shares a window of micro-batches out among the processes of a strategy"),
+    "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
+    "predict/toggles.py": (3, "it tries toggles"),
+    "recipe.py": (1, "rows of a step are a fact of the recipe"),
+    "trainer/what_ran.py": (7, SAYS),
+    # The strategy is chosen where processes start.
+    "launch/torchrun.py": (3, "it starts as many processes as the strategy needs"),
+    "run/api.py": (1, "several processes without a strategy are ddp"),
+    "run/pipeline.py": (6, "the second trainer, which takes LoRA only"),
+    "run/steps.py": (1, "it estimates one of several processes"),
+    "trainer/pipeline_fit.py": (1, "the second trainer"),
+}
+"""How many lines of a file outside tricks/ and parallel/ may read a toggle, and why."""
+
+
+def test_toggles_are_read_by_the_tricks_and_hardly_anywhere_else():
+    found = dict[str, int]()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if lines := _lines_that_read_a_toggle(path):
+            found[name] = len(lines)
+    outside = {name: lines for name, lines in found.items() if not name.startswith(("tricks/", "parallel/"))}
+    print(f"{sum(outside.values())} lines outside read a toggle, {sum(found.values())} in all")
+    more = {name: lines for name, lines in outside.items() if lines > TOGGLES_ARE_READ.get(name, (0, ""))[0]}
+    assert not more, "let the trick do it, or read the plan"
+    assert len(found) > len(outside), "the tricks read theirs"
+
+
+def _lines_that_read_a_toggle(path: Path) -> set[int]:
+    """Lines with ``tricks.FIELD``, of whatever is called tricks, or with a recipe's strategy or its tensor size."""
+    fields = {"tricks": set(Tricks.model_fields), "parallel": {"strategy", "tensor_size"}}
+    lines = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Attribute):
+            continue
+        of = node.value
+        owner = ""
+        if isinstance(of, ast.Attribute):
+            owner = of.attr
+        elif isinstance(of, ast.Name) and of.id == "tricks":
+            owner = of.id
+        if node.attr in fields.get(owner, ()):
+            lines.add(node.lineno)
+    return lines
+
+
 def test_contributing_has_the_tree_of_today():
     page = tree.PAGE.read_text(encoding="utf-8")
     assert page == tree.written(page), "run python -m tools.tree"

@@ -22,7 +22,7 @@ from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import RULES, Formula, Polynomial
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.step_time import EFFICIENCY, attention_kernel, work
+from cria_tricks.bill.step_time import EFFICIENCY, counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
 from cria_tricks.course.kwanzaa_lengths import row_lengths
@@ -33,7 +33,7 @@ from cria_tricks.models.configs import LONGER_THAN_CONTEXT
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, facts
+from cria_tricks.tricks.folds import estimate, facts, work
 from tools import notebooks
 
 HERE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "fit"
@@ -178,10 +178,10 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         switches = {name: value for name, value in chosen.items() if name != "new"}
         recipe = plain(shape, **switches, peft="lora")
         memory = facts(recipe, shape, card.device)
-        kernel, masked = attention_kernel(recipe, shape, card, recipe.train.batch_size, recipe.data.max_length)
+        timed = work(recipe, shape, card.device)
         name = "/".join([memory.kernel, *(word for word, holds in (
             ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
-            ("joined", memory.joins_documents), (kernel, True), ("masked", masked),
+            ("joined", memory.joins_documents), (timed.kernel, True), ("masked", timed.masked),
             ("new", shape.experts > 1 and chosen["new"]),
         ) if holds)])  # fmt: skip
         classes[key(chosen.values())] = name
@@ -313,7 +313,7 @@ def times_of(shape: Shape) -> dict[str, Any]:
 
 def _work(shape: Shape, name: str, card: Any, **tricks: Any) -> list[Formula]:
     recipe = plain(shape, **tricks, accumulates=True)
-    for part in work(recipe, shape, card, recipe.data.max_length):
+    for part in counts(work(recipe, shape, card.device)):
         if part.name == name:
             return [_formula(part.flops), _formula(part.bytes), _formula(part.link)]
     return [_formula(0)] * 3

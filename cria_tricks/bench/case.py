@@ -110,7 +110,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
     recipe = with_settings(
         Recipe(), [f"model=random:{setup.shape}", f"data.max_length={setup.tokens}", "train.save_minutes=0", *settings]
     )
-    lengths = lengths or setup.ragged(recipe.train.batch_size * recipe.tricks.gradient_accumulation)
+    lengths = lengths or setup.ragged(recipe.rows_per_step)
     about: dict[str, Any] = {
         "bench": bench,
         "name": name,
@@ -125,7 +125,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
     try:
         plan = resolve(recipe)
         rows = setup.documents(lengths)
-        about |= {"warnings": plan.warnings, "estimated_bytes": _estimated(recipe, plan.device, rows)}
+        about |= {"warnings": plan.warnings, "estimated_bytes": _estimated(recipe, plan, rows)}
         return Case(**about, **_measured(recipe, plan, rows, setup.rounds), status="ok")
     except BadInput as refused:
         return Case(**about, status="refused", why=str(refused))
@@ -194,12 +194,13 @@ def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) ->
             raise KeyboardInterrupt from None
 
 
-def _estimated(recipe: Recipe, device: Device, rows: Rows) -> int:
+def _estimated(recipe: Recipe, plan: Plan, rows: Rows) -> int:
     """The bill of the largest micro-batch that may come; of packed rows, all that can be trained is."""
     most = sorted(sum(label != IGNORED for label in row["labels"][1:]) for row in rows)[-recipe.train.batch_size :]
-    longest = recipe.data.max_length if recipe.tricks.packing else max(len(row["input_ids"]) for row in rows)
-    trained = None if recipe.tricks.packing else sum(most)
-    return estimate(recipe, find_shape(recipe.model), device, longest, trained).allocated_bytes
+    packed = "packed_length" in plan.collator
+    longest = recipe.data.max_length if packed else max(len(row["input_ids"]) for row in rows)
+    trained = None if packed else sum(most)
+    return estimate(recipe, find_shape(recipe.model), plan.device, longest, trained).allocated_bytes
 
 
 def settings_of(words: str, device: Device | None = None) -> list[str]:

@@ -9,8 +9,8 @@ when its block is checkpointed.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Recipe
 
 
 @dataclass
@@ -59,48 +59,39 @@ class Blocks:
     learns: bool = False
 
 
-def adapted(recipe: Recipe, shape: Shape) -> set[str]:
-    """The matrices of a block that LoRA adapts."""
-    if recipe.tricks.peft != "lora":
-        return set()
-    names = {target.rsplit(".", 1)[-1] for target in recipe.lora.target_modules}
-    return set(shape.linears) if "all-linear" in names else names & set(shape.linears)
-
-
-def checkpoints(recipe: Recipe) -> bool:
-    """Whether blocks run twice: with a trained head alone there is nothing to come back to."""
-    return recipe.tricks.gradient_checkpointing and recipe.tricks.peft != "head"
-
-
-def blocks(recipe: Recipe, shape: Shape) -> Blocks:
+def blocks(work: Work) -> Blocks:
     """Walk through the blocks, once forward, and see what each owes the way back."""
-    peft, found = recipe.tricks.peft, Blocks()
-    # transformers has the embedded tokens ask for a gradient as soon as blocks are checkpointed.
-    found.learns = peft in ("none", "prompt_tuning") or checkpoints(recipe)
-    beside_from = shape.layers - recipe.side.blocks if peft == "side_network" else shape.layers
+    shape, found = work.shape, Blocks()
+    found.learns = work.gradient_reaches_embedding
     for number in range(shape.layers):
         before = found.learns
-        found.learns = _block(found, recipe, shape, before, adapted(recipe, shape), trained=peft == "none")
-        if number >= beside_from:  # its trained copy, and the matrix that joins the two
-            _block(found, recipe, shape, before, (), trained=True)
+        found.learns = _block(found, work, before, work.adapted, trained=work.trains_blocks)
+        if number >= shape.layers - work.copied_blocks:  # its trained copy, and the matrix that joins the two
+            _block(found, work, before, (), trained=True)
             found.forward.add(shape.width, shape.width)
             found.backward.add(shape.width, shape.width, 2)
             found.learns = True
     return found
 
 
-def _block(found: Blocks, recipe: Recipe, shape: Shape, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
+def passes_of_a_token(shape: Shape, name: str) -> int:
+    """How many matrices of this name one token goes through: one, or one for each of its experts."""
+    if shape.copies(name) == 1:
+        return 1
+    return shape.experts_per_token
+
+
+def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
     """Add one block; returns whether what it hands on needs a gradient, given whether what it was handed does."""
-    own, thin, r, norms = Products(), Products(), recipe.lora.r, 0
-    for number, stage in enumerate(shape.stages):
+    own, thin = Products(), Products()
+    r, norms = work.rank, 0
+    for number, stage in enumerate(work.shape.stages):
         input_learns = learns or trained  # the norm in front trains too
         if number == 0:
-            asked = [input_learns or name in adapts for name in stage]
-            q, k, v = asked if len(asked) == 3 else asked * 3  # or one matrix gives all of them
-            found.attention_grads += (q or k) + q + k + v  # of the weights, the queries, the keys and the values
-            found.attended_back += q or k or v
+            _attention_grads(found, [input_learns or name in adapts for name in stage])
         for name in stage:
-            (d_in, d_out), times = shape.linears[name], 1 if shape.copies(name) == 1 else shape.experts_per_token
+            d_in, d_out = work.shape.linears[name]
+            times = passes_of_a_token(work.shape, name)
             own.add(d_in, d_out, times)
             found.backward.add(d_in, d_out, times * (input_learns + trained))
             learns |= trained
@@ -109,30 +100,36 @@ def _block(found: Blocks, recipe: Recipe, shape: Shape, learns: bool, adapts: It
                 thin.add(r, d_out, times)
                 found.adapter.add(d_in, r, times * (input_learns + 1))
                 found.adapter.add(r, d_out, times * 2)
-                norms += 2 * r * d_in * (d_in + d_out) * times * recipe.lora.dora
+                norms += 2 * r * d_in * (d_in + d_out) * times * work.dora
                 learns = True
-    runs = ["forward"]
-    if learns:
-        runs += ["again", "backward"] if checkpoints(recipe) else ["backward"]
-    for name in runs:
-        found.passes[name] += 1
+    forward_passes = 1 + learns * work.forward_repeats
+    found.passes["forward"] += 1
+    found.passes["again"] += forward_passes - 1
+    found.passes["backward"] += learns
     _add(found.forward, own)
     _add(found.adapter, thin)
-    found.norms += norms * (len(runs) - learns)
-    if "again" in runs:
-        _skip_last(own, thin, shape, recipe, "down_proj" in adapts)
+    found.norms += norms * forward_passes
+    if forward_passes > 1:
+        _skip_last(own, thin, work, "down_proj" in adapts)
         _add(found.again, own)
         _add(found.adapter, thin)
     return learns
 
 
-def _skip_last(own: Products, thin: Products, shape: Shape, recipe: Recipe, down_adapted: bool) -> None:
+def _attention_grads(found: Blocks, asked: list[bool]) -> None:
+    """Attention's gradients in one block, given which of q, k and v learn or have an input that does."""
+    q, k, v = asked if len(asked) == 3 else asked * 3  # or one matrix gives all of them
+    found.attention_grads += (q or k) + q + k + v  # of the weights, the queries, the keys and the values
+    found.attended_back += q or k or v
+
+
+def _skip_last(own: Products, thin: Products, work: Work, down_adapted: bool) -> None:
     """torch's checkpoint stops as soon as it has again what was kept, so the last product is not repeated."""
-    d_in, d_out = shape.linears["down_proj"]
+    d_in, d_out = work.shape.linears["down_proj"]
     if not down_adapted:
-        own.add(d_in, d_out, -shape.experts_per_token)
-    elif not recipe.lora.dora:
-        thin.add(recipe.lora.r, d_out, -shape.experts_per_token)
+        own.add(d_in, d_out, -work.shape.experts_per_token)
+    elif not work.dora:
+        thin.add(work.rank, d_out, -work.shape.experts_per_token)
 
 
 def _add(total: Products, more: Products) -> None:
@@ -140,57 +137,35 @@ def _add(total: Products, more: Products) -> None:
     total.elements += more.elements
 
 
-def head(recipe: Recipe, shape: Shape, learns: bool) -> Products:
+def head(work: Work, learns: bool) -> Products:
     """The head's products for a position whose logits are made.
 
     The chunked loss makes its gradient while the logits are there, so it repeats nothing.
 
     Args:
-        recipe: decides what trains.
-        shape: the model's.
+        work: decides what trains.
         learns: whether anything below the head does.
     """
-    found, d_in, d_out = Products(), shape.width, shape.vocabulary
-    found.add(d_in, d_out, 1 + learns + (recipe.tricks.peft in ("none", "head")))
-    if recipe.tricks.peft == "lora" and any(t.endswith("lm_head") for t in recipe.lora.target_modules):
-        found.add(d_in, recipe.lora.r, 2 + learns)
-        found.add(recipe.lora.r, d_out, 3)
+    found = Products()
+    d_in, d_out = work.shape.width, work.shape.vocabulary
+    found.add(d_in, d_out, 1 + learns + work.trains_head)
+    if work.head_rank:
+        found.add(d_in, work.head_rank, 2 + learns)
+        found.add(work.head_rank, d_out, 3)
     return found
 
 
-def attention(blocks: Blocks, shape: Shape, rows: int, tokens: int, *, fused: bool) -> int:
+def attention(work: Work, blocks: Blocks, *, fused: bool) -> int:
     """Operations of all attention, when no token pair is left out.
 
     Forward two products: queries with keys, weights with values. Backward four; a fused kernel makes a fifth, the
     scores once more, which it has not kept, and always all of them.
 
     Args:
+        work: rows and their length.
         blocks: how often attention runs.
-        shape: the model's.
-        rows: of a micro-batch.
-        tokens: of a row.
         fused: whether a kernel does it all (flash, memory-efficient) or one operation after the other.
     """
     runs = blocks.passes["forward"] + blocks.passes["again"]
     back = 5 * blocks.attended_back if fused else blocks.attention_grads
-    return (2 * runs + back) * 2 * rows * shape.query_width * tokens**2
-
-
-def trained_weights(recipe: Recipe, shape: Shape) -> int:
-    """Weights that have a gradient and optimizer states."""
-    peft = recipe.tricks.peft
-    if peft == "head":
-        return shape.embedding_weights
-    if peft == "prompt_tuning":
-        return recipe.prompt.tokens * shape.width
-    if peft == "side_network":
-        return recipe.side.blocks * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
-    if peft == "none":
-        return shape.weights
-    r, dora, total = recipe.lora.r, recipe.lora.dora, 0
-    for name in adapted(recipe, shape):
-        d_in, d_out = shape.linears[name]
-        total += shape.layers * shape.copies(name) * (r * (d_in + d_out) + d_out * dora)
-    if any(target.endswith("lm_head") for target in recipe.lora.target_modules):
-        total += r * (shape.width + shape.vocabulary)
-    return total
+    return (2 * runs + back) * 2 * work.batch * work.shape.query_width * work.row_positions**2

@@ -14,15 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from cria_tricks.bill import moved_bytes, products
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
-from cria_tricks.bill.formula import chunks
-from cria_tricks.common.units import DTYPE
-from cria_tricks.hardware.attention_kernels import kernel_for
+from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card, Flavor
-from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 
 EFFICIENCY = 0.5
@@ -106,32 +100,7 @@ class Run:
         return self.minutes / 60 * self.flavor.price
 
 
-def step(
-    recipe: Recipe,
-    shape: Shape,
-    card: Card,
-    tokens: int | None = None,
-    trained_share: float = 1.0,
-    cards: int = 1,
-) -> Step:
-    """Estimate one optimizer step.
-
-    Args:
-        recipe: what is trained; ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` of them.
-        shape: the model's.
-        card: the GPU.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_share: of the tokens, how many are trained: the chunked loss makes logits for those only.
-        cards: how many work side by side and add up their gradients over PCIe at the end.
-    """
-    rows, k = recipe.train.batch_size, recipe.tricks.gradient_accumulation
-    tokens = tokens or recipe.data.max_length
-    counted = work(recipe, shape, card, tokens, trained_share, cards)
-    precision = recipe.tricks.precision
-    return Step(tuple(_part(each, card, precision) for each in counted if any(each[1:4])), k * rows * tokens)
-
-
-class Work(NamedTuple):
+class PartCounts(NamedTuple):
     """What one part of a step has to do: operations, and bytes over memory and link."""
 
     name: str
@@ -141,55 +110,93 @@ class Work(NamedTuple):
     why: str
 
 
-def work(
-    recipe: Recipe, shape: Shape, card: Card, tokens: int, trained_share: float = 1.0, cards: int = 1
-) -> list[Work]:
+def step(work: Work, card: Card, cards: int = 1) -> Step:
+    """Estimate one optimizer step.
+
+    Args:
+        work: what the step has to do, as ``tricks/folds.py`` makes it from a recipe.
+        card: the GPU.
+        cards: how many work side by side and add up their gradients over PCIe at the end.
+    """
+    parts = tuple(_part(each, card, work.precision) for each in counts(work, cards) if any(each[1:4]))
+    return Step(parts, work.micro_batches * work.batch * work.tokens)
+
+
+def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     """Count what the parts of one optimizer step have to do; arguments as for :func:`step`."""
-    k = recipe.tricks.gradient_accumulation
+    k = work.micro_batches
     found = [
-        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link)
-        for each in _micro_batch(recipe, shape, card, recipe.train.batch_size, tokens, trained_share)
+        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link) for each in _micro_batch(work)
     ]
-    return [*found, *_once_a_step(recipe, shape, cards)]
+    return [*found, *_once_a_step(work, cards)]
 
 
-def _part(work: Work, card: Card, precision: str) -> Part:
-    ideal = max(work.flops / card.flops(precision), work.bytes / card.memory_rate) + work.link / card.link_rate
-    return Part(work.name, round(work.flops), round(work.bytes), round(work.link), ideal / EFFICIENCY, work.why)
+def _part(counted: PartCounts, card: Card, precision: str) -> Part:
+    of_products, of_memory = counted.flops / card.flops(precision), counted.bytes / card.memory_rate
+    ideal = max(of_products, of_memory) + counted.link / card.link_rate
+    flops, moved, link = (round(number) for number in counted[1:4])
+    return Part(counted.name, flops, moved, link, ideal / EFFICIENCY, counted.why)
 
 
-def _micro_batch(
-    recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int, trained_share: float
-) -> Iterator[Work]:
-    length = tokens + (recipe.prompt.tokens if recipe.tricks.peft == "prompt_tuning" else 0)
-    n, blocks, wide = rows * length, products.blocks(recipe, shape), moved_bytes.element_bytes(recipe)
-    read = moved_bytes.weights(recipe, shape, blocks)
+def _micro_batch(work: Work) -> Iterator[PartCounts]:
+    n, wide = work.positions, work.compute_itemsize
+    blocks = products.blocks(work)
+    read = moved_bytes.weights(work, blocks)
     for name, counted, weights, why in (
         ("blocks forward", blocks.forward, read[0], "2 operations a weight and position"),
         ("blocks again", blocks.again, read[1], "checkpointing repeats the forward pass"),
         ("blocks backward", blocks.backward, read[2], "2 for a frozen weight, 4 for a trained one"),
     ):
-        yield Work(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
+        yield PartCounts(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
     thin = blocks.adapter
     why = "thin products, which mostly wait for memory"
-    yield Work("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
-    yield _attention(recipe, shape, card, blocks, rows, length)
-    forward, backward = moved_bytes.between(recipe, shape)
+    yield PartCounts("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
+    yield _attention(work, blocks)
+    forward, backward = work.between(work)
     runs = blocks.passes
     moved = (runs["forward"] + runs["again"]) * forward + runs["backward"] * backward
-    yield Work("between products", 0, n * moved, 0, "norms, rotary, activation, residual sums, casts: all of it memory")
-    yield _head(recipe, shape, blocks, n, rows * tokens * trained_share)
-    if recipe.tricks.activation_offload:
-        kept = runs["forward"] * moved_bytes.saved(recipe, shape, checkpointed=products.checkpoints(recipe))
-        kept += 0 if recipe.tricks.chunked_loss else moved_bytes.LOGIT_SAVED * shape.vocabulary
-        yield Work("offload", 0, 0, 2 * n * kept, "what the way back needs goes to the host and comes back")
+    why = "norms, rotary, activation, residual sums, casts: all of it memory"
+    yield PartCounts("between products", 0, n * moved, 0, why)
+    yield _head(work, blocks)
+    if work.link_trips:
+        kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
+        why = "what the way back needs goes to the host and comes back"
+        yield PartCounts("offload", 0, 0, work.link_trips * n * kept, why)
 
 
-def _once_a_step(recipe: Recipe, shape: Shape, cards: int) -> Iterator[Work]:
-    trained, each = products.trained_weights(recipe, shape), moved_bytes.optimizer(recipe)
-    yield Work("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
+def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
+    trained, each = work.trained_weights, work.optimizer_bytes + work.gradient_bytes
+    yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
     ring = 2 * (cards - 1) / cards * 4 * trained
-    yield Work("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
+    yield PartCounts("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
+
+
+def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
+    fused = work.kernel in ("flash", "memory-efficient")
+    flops = products.attention(work, blocks, fused=fused)
+    forward, backward = blocks.passes["forward"] + blocks.passes["again"], blocks.attended_back
+    if not fused:
+        scores = work.batch * work.shape.heads * work.row_positions**2
+        moved = scores * (forward * moved_bytes.SCORE[0] + backward * moved_bytes.SCORE[1])
+        why = f"{work.kernel} attention holds all T x T scores, and passes over them"
+        return PartCounts("attention", flops, moved, 0, why)
+    wide = work.compute_itemsize * 2 * (work.shape.query_width + work.shape.kv_width)
+    moved = work.positions * wide * (forward + 2 * backward)
+    if work.masked:
+        return PartCounts("attention", flops * 1, moved, 0, f"the {work.kernel} kernel, with a mask")
+    why = f"the {work.kernel} kernel, which leaves out what a token may not see"
+    return PartCounts("attention", flops * 0.5, moved, 0, why)
+
+
+def _head(work: Work, blocks: products.Blocks) -> PartCounts:
+    counted = products.head(work, blocks.learns)
+    each = counted.elements * work.compute_itemsize + work.logit_bytes * work.shape.vocabulary
+    n: float = work.positions
+    why = "logits of every position"
+    if work.logit_positions is not None:
+        n = work.logit_positions
+        why = "logits of trained tokens only"
+    return PartCounts("head and loss", n * counted.flops, n * each + moved_bytes.head_weights(work), 0, why)
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
@@ -201,7 +208,7 @@ def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
         tokens: of a row, in the mean.
     """
     train = recipe.train
-    steps_rows = train.max_steps * train.batch_size * recipe.tricks.gradient_accumulation
+    steps_rows = train.max_steps * recipe.rows_per_step
     return (steps_rows or math.ceil(rows * train.epochs)) * tokens
 
 
@@ -214,46 +221,3 @@ def run_cost(step: Step, tokens: float, flavor: Flavor) -> Run:
         flavor: the machine. Its cards share the rows; that each needs the whole model does not change.
     """
     return Run(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)
-
-
-def _attention(recipe: Recipe, shape: Shape, card: Card, blocks: products.Blocks, rows: int, tokens: int) -> Work:
-    kernel, masked = attention_kernel(recipe, shape, card, rows, tokens)
-    fused = kernel in ("flash", "memory-efficient")
-    flops = products.attention(blocks, shape, rows, tokens, fused=fused)
-    forward, backward = blocks.passes["forward"] + blocks.passes["again"], blocks.attended_back
-    if fused:
-        wide = moved_bytes.element_bytes(recipe) * 2 * (shape.query_width + shape.kv_width)
-        moved = rows * tokens * wide * (forward + 2 * backward)
-        why = f"the {kernel} kernel" + (", with a mask" if masked else ", which leaves out what a token may not see")
-        return Work("attention", flops * (1 if masked else 0.5), moved, 0, why)
-    moved = rows * shape.heads * tokens**2 * (forward * moved_bytes.SCORE[0] + backward * moved_bytes.SCORE[1])
-    return Work("attention", flops, moved, 0, f"{kernel} attention holds all T x T scores, and passes over them")
-
-
-def attention_kernel(recipe: Recipe, shape: Shape, card: Card, rows: int, tokens: int) -> tuple[str, bool]:
-    """The kernel that attention gets on a card, and whether a mask comes with it.
-
-    Rows of several lengths have a mask, and so has a window; a single row and packed ones have none. Packed rows are
-    taken as one document each, the dearest case.
-    """
-    tricks = recipe.tricks
-    masked = (rows > 1 and not tricks.packing) or 0 < shape.window < tokens
-    if tricks.attention == "eager":
-        return "eager", masked
-    if tricks.attention == "flash_attention_2":
-        return "flash", False
-    repeated = masked or tricks.expand_kv or tricks.packing
-    grouped = shape.heads != shape.kv_heads and not repeated
-    dtype = getattr(torch, DTYPE[tricks.precision])
-    return kernel_for(card.device, dtype, masked=masked, grouped=grouped), masked
-
-
-def _head(recipe: Recipe, shape: Shape, blocks: products.Blocks, positions: int, trained: float) -> Work:
-    counted, wide = products.head(recipe, shape, blocks.learns), moved_bytes.element_bytes(recipe)
-    chunked = recipe.tricks.chunked_loss
-    n = trained if chunked else positions
-    many = chunks(trained, TOKENS_PER_CHUNK) if chunked else 0
-    each = counted.elements * wide + moved_bytes.LOGIT["chunked" if chunked else "full"] * shape.vocabulary
-    moved = n * each + moved_bytes.head_weights(recipe, shape, many)
-    why = "logits of trained tokens only" if chunked else "logits of every position"
-    return Work("head and loss", n * counted.flops, moved, 0, why)

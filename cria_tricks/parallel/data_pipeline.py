@@ -19,11 +19,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill import products
 from cria_tricks.bill.calls import Call
+from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import pipeline
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks import folds
 
 COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.cli.pipeline_command RECIPE --data 2"
 CLAIM = "exact"
@@ -102,6 +103,6 @@ def traffic(
         tokens: of a row; ``data.max_length`` when left out.
     """
     stages = processes // data
-    trained = products.trained_weights(recipe, shape) // stages
+    trained = folds.work(recipe, shape, T4).trained_weights // stages
     gradients = Call("all_reduce", 4 * trained + 4, 1, data, "fp32 gradients of the stage, and the loss")
     return [*pipeline.traffic(recipe, shape, stages, stage, tokens, shares=data), gradients]

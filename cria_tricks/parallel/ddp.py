@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cria_tricks.bill import products
 from cria_tricks.bill.calls import Call
+from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.rules import several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=ddp",)
 CLAIM = "exact"
@@ -127,5 +128,5 @@ def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.Abstr
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends: the gradients, once, whatever the number of micro-batches."""
-    trained = products.trained_weights(recipe, shape)
+    trained = folds.work(recipe, shape, T4).trained_weights  # the same on any card
     return [Call("all_reduce", 4 * trained, 1, processes, "fp32 gradients of what trains")]

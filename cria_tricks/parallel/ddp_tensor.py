@@ -20,9 +20,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill import products
 from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import tensor
 from cria_tricks.parallel.data_pipeline import add_up
@@ -30,6 +30,7 @@ from cria_tricks.parallel.rules import several, share_window
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=ddp_tensor",)
 CLAIM = "exact"
@@ -102,11 +103,12 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
 
 def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
     """Trained weights of one process: of LoRA's two, the one that is cut and the other, which is whole."""
-    if recipe.tricks.peft == "none":
+    whole = folds.work(recipe, shape, T4)  # the same on any card
+    if whole.trains_blocks:
         cut = shape.layers * sum(d_in * d_out for d_in, d_out in shape.linears.values())
-        return products.trained_weights(recipe, shape) - cut + cut // size
+        return whole.trained_weights - cut + cut // size
     total = 0
-    for name in products.adapted(recipe, shape):
+    for name in whole.adapted:
         d_in, d_out = shape.linears[name]
         in_cut = name in tensor.ROWS
         total += d_in // (size if in_cut else 1) + d_out // (1 if in_cut else size)

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from cria_tricks.bill.calls import Call
-from cria_tricks.bill.moved_bytes import stream
+from cria_tricks.hardware import T4
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
+from cria_tricks.tricks import folds
 
 COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command RECIPE"
 CLAIM = "exact"
@@ -198,4 +199,4 @@ def traffic(
 
 def hidden_bytes(recipe: Recipe, shape: Shape, tokens: int) -> int:
     """Of a micro-batch's hidden states between two blocks, B T D numbers."""
-    return recipe.train.batch_size * tokens * shape.width * (2 if stream(recipe) == "half" else 4)
+    return recipe.train.batch_size * tokens * shape.width * folds.work(recipe, shape, T4).hidden_itemsize

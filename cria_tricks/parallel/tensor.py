@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill import products
 from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
@@ -29,7 +28,7 @@ from cria_tricks.parallel.rules import refuse, several
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.folds import facts
+from cria_tricks.tricks.folds import facts, work
 
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
@@ -175,7 +174,7 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
     tricks, n = recipe.tricks, recipe.train.batch_size * recipe.data.max_length
     memory = facts(recipe, shape, T4)  # the same bytes an element on any card
-    adapted = products.adapted(recipe, shape)
+    adapted = work(recipe, shape, T4).adapted
     thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
     again = 1 + tricks.gradient_checkpointing
     # What makes the last matrix again may stop before its sum, unless an adapter beside it is still to be made.

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import Call, ring_share
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import folds
 
 Traffic = Callable[[Recipe, Shape, int], list[Call]]
 """A strategy's ``traffic``."""
@@ -188,7 +188,7 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     Raises:
         BadInput: if the model's heads do not divide.
     """
-    parts = step_time.step(*local(recipe, shape, strategy, processes), card).parts
+    parts = folds.step(*local(recipe, shape, strategy, processes), card).parts
     pieces = processes if strategy == "fsdp" else 1  # in which the optimizer has its states
     return sum(part.seconds / (pieces if part.name == "optimizer" else 1) for part in parts)
 

@@ -7,7 +7,7 @@ model whose ``config.json`` is at hand.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.step_time import run_cost, step
+from cria_tricks.bill.step_time import run_cost
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
 from cria_tricks.hardware.device import Device
@@ -22,6 +22,7 @@ from cria_tricks.predict.selection_guide import (
     row_for,
 )
 from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
+from cria_tricks.tricks.folds import step
 
 Needed = Callable[[Recipe, Shape, Device], int]
 """From a recipe, a model and a card to the bytes that must be free on the card."""

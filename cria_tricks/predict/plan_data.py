@@ -51,7 +51,7 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False, lengths: Lengths | 
     needed = peak + sum(row.bytes for row in around)
     capacity = bench.device.memory_bytes
     lengths = lengths or full(recipe, "all that data.max_length allows")
-    mean = recipe.data.max_length if recipe.tricks.packing else lengths.mean
+    mean = plan.collator.get("packed_length", lengths.mean)  # packed rows are full
     tokens = recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation
     return {
         "model": bench.shape.name,
@@ -103,10 +103,12 @@ def front(bench: Bench, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
     """Warn of what may go wrong although no toggle is refused: the context, the margin, the host's memory."""
     # A packed row holds several documents, and positions start again in each; only the data show how long they are.
-    found = [] if recipe.tricks.packing else beyond_context(bench.shape.context, recipe.data.max_length)
+    plan = bench.resolve(recipe)
+    packed = "packed_length" in plan.collator
+    found = [] if packed else beyond_context(bench.shape.context, recipe.data.max_length)
     if narrow := trust.may_not_fit(needed, bench.device.memory_bytes):
         found.append(narrow)
-    if recipe.tricks.activation_offload:
+    if "activation_offload" in plan.step_context:
         found.append(trust.HOST)
     return found
 

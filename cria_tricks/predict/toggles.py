@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cria_tricks.bill.bill import Bill
-from cria_tricks.bill.step_time import step
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware.cards import CARDS, Card
@@ -23,7 +22,7 @@ from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import lora
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, step
 
 LADDER = (
     "precision",

@@ -62,7 +62,7 @@ def checked(
 ) -> Job:
     """Find what can be wrong with the rows and the folders."""
     console.quiet = console.quiet or not world.is_first
-    lanes = recipe.tricks.gradient_accumulation
+    lanes = plan.training["gradient_accumulation_steps"]
     with doing("reading the rows"):
         train_rows = (
             open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")

@@ -161,7 +161,7 @@ def _written(
 ) -> dict[str, Any]:
     """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
     recipe, world, model = job.recipe, job.world, trained.loaded.model
-    folder = job.folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
+    folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
     descriptions = {part: source.description for part, source in job.sources.items()}
     parameters, context = count_parameters(model), context_of(weights.path)
     summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
@@ -228,7 +228,7 @@ def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int
     """The bill of the largest micro-batch that may come, in the process that needs most."""
     if shape is None:
         return None
-    trained_tokens = None if recipe.tricks.packing else most_trained
+    trained_tokens = None if "packed_length" in plan.collator else most_trained
     if processes == 1:
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
     strategy = recipe.parallel.strategy

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -113,3 +114,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """What blocks keep waits on the host; the one that is open has it back. On a CPU its copies are not billed."""
     return replace(memory, offloaded=recipe.tricks.activation_offload and memory.device.kind == "cuda")
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """All that autograd saves goes over the link, to the host and back."""
+    return replace(work, link_trips=2 if recipe.tricks.activation_offload else 0)

@@ -20,6 +20,8 @@ import torch
 
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.formula import chunks
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -140,3 +142,20 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Logits of one chunk at a time."""
     return replace(memory, chunk=TOKENS_PER_CHUNK if recipe.tricks.chunked_loss else 0)
+
+
+LOGIT_BYTES = 52
+"""Moved for one logit, forward and backward together, fp32 from the product on."""
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Logits of trained tokens only; each chunk reads the whole head twice, and no logit waits for the way back."""
+    if not recipe.tricks.chunked_loss:
+        return work
+    return replace(
+        work,
+        logit_positions=work.trained_tokens,
+        logit_bytes=LOGIT_BYTES,
+        logit_saved_bytes=0,
+        head_reads=2 * chunks(work.trained_tokens, TOKENS_PER_CHUNK) or 2,
+    )

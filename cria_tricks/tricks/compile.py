@@ -19,11 +19,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from cria_tricks.bill import moved_bytes
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -123,3 +126,20 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Unchanged: which results a fused kernel no longer writes is the compiler's choice, so this is an upper bound."""
     return memory
+
+
+FUSED: moved_bytes.Each = ((16, 32), (6, 10), (4, 4))
+"""Bytes moved between products. A chain of operations reads its inputs once and writes its result once: reasoned from
+this, not counted."""
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Between two products little is moved; the products stay."""
+    if not recipe.tricks.compile:
+        return work
+    return replace(work, between=in_few_kernels)
+
+
+def in_few_kernels(work: Work) -> tuple[int, int]:
+    """Bytes moved between a block's products, for one position: forward, backward; an adapter's casts are fused too."""
+    return moved_bytes.over_widths(work.shape, FUSED)

@@ -18,10 +18,11 @@ Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries sh
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.flash_attention import with_kernel
+from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
 
 SWITCHES = ("expand_kv=true",)
 CLAIM = "exact within rounding"
@@ -89,3 +90,10 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
         return memory
     return with_kernel(memory, masked=not memory.maskless, repeats=True)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """The kernel for keys of as many heads as the queries have; repeating them is little beside it, and not counted."""
+    if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
+        return work
+    return in_kernel(work, masked=work.masked, repeats=True)

@@ -21,7 +21,9 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import this_device
 from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.models.shape import Shape
@@ -178,3 +180,22 @@ def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
         dtype = torch.float32 if memory.operand == 4 else torch.float16
         kernel = kernel_for(memory.device, dtype, masked=masked, grouped=not repeats)
     return replace(memory, kernel=kernel, repeats_keys=repeats, maskless=not masked)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """A fused kernel keeps the scores on the chip; without a mask it also leaves out what a token may not see."""
+    attention = recipe.tricks.attention
+    if attention == "flash_attention_2":
+        return replace(work, kernel="flash", masked=False)
+    # Rows of several lengths have a mask, and so has a window shorter than a row.
+    masked = work.batch > 1 or 0 < shape.window < work.row_positions
+    if attention == "eager":
+        return replace(work, masked=masked)
+    return in_kernel(work, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
+
+
+def in_kernel(work: Work, *, masked: bool, repeats: bool) -> Work:
+    """Count torch's attention as the kernel that the card has for it; emulated bf16 has none."""
+    dtype = getattr(torch, DTYPE[work.precision])
+    kernel = kernel_for(work.device, dtype, masked=masked, grouped=not repeats)
+    return replace(work, kernel=kernel, masked=masked)

@@ -1,9 +1,12 @@
-"""The bill of a recipe: plain fp32 full fine-tuning, folded over the same tricks that switch a recipe on."""
+"""Bytes and seconds of a recipe: plain fp32 full fine-tuning, folded over the same tricks that switch a recipe on."""
 
+from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.work import Work
+from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -43,3 +46,55 @@ def estimate(
     """Estimate what a step needs in one process; the arguments are those of :func:`facts`."""
     found = facts(recipe, shape, device, tokens, trained_tokens)
     return Bill(found, tuple(moments(found)))
+
+
+def work(recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_share: float = 1.0) -> Work:
+    """Fold a recipe over what the tricks do to a step's time, from plain fp32 full fine-tuning on.
+
+    Args:
+        recipe: what is wanted.
+        shape: of the model.
+        device: the card that it is meant for.
+        tokens: of a row; ``data.max_length`` when left out.
+        trained_share: of the tokens, how many are trained.
+    """
+    batch = recipe.train.batch_size
+    tokens = tokens or recipe.data.max_length
+    found = Work(
+        shape=shape,
+        device=device,
+        batch=batch,
+        tokens=tokens,
+        trained_tokens=batch * tokens * trained_share,
+        trained_weights=shape.weights,
+        between=moved_bytes.one_by_one,
+        saved=moved_bytes.saved_one_by_one,
+        optimizer_bytes=moved_bytes.ADAMW,
+        gradient_bytes=moved_bytes.CLIP,
+        logit_bytes=moved_bytes.LOGIT,
+        logit_saved_bytes=moved_bytes.LOGIT_SAVED,
+    )
+    for trick in TRICKS:
+        found = trick.seconds(found, shape, recipe)
+    return found
+
+
+def step(
+    recipe: Recipe,
+    shape: Shape,
+    card: Card,
+    tokens: int | None = None,
+    trained_share: float = 1.0,
+    cards: int = 1,
+) -> step_time.Step:
+    """Estimate the time of one optimizer step.
+
+    Args:
+        recipe: what is trained; ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` of them.
+        shape: the model's.
+        card: the GPU.
+        tokens: of a row; ``data.max_length`` when left out.
+        trained_share: of the tokens, how many are trained: the chunked loss makes logits for those only.
+        cards: how many work side by side and add up their gradients over PCIe at the end.
+    """
+    return step_time.step(work(recipe, shape, card.device, tokens, trained_share), card, cards)

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -80,3 +81,13 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """From the second micro-batch on the gradients of the first ones wait."""
     return replace(memory, accumulates=recipe.tricks.gradient_accumulation > 1)
+
+
+ACCUMULATE = 12
+"""Bytes moved for one trained weight when a micro-batch's gradient is added to those before: two read, one written."""
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """All of it k times, but for the optimizer's step; and k - 1 times a gradient is added to the sum."""
+    k = recipe.tricks.gradient_accumulation
+    return replace(work, micro_batches=k, gradient_bytes=work.gradient_bytes + ACCUMULATE * (k - 1))

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -102,3 +103,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """A block keeps its input; the insides of one at a time are made again."""
     return replace(memory, checkpointed=recipe.tricks.gradient_checkpointing and recipe.tricks.peft != "head")
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Each block runs forward once more; transformers has the embedded tokens ask for a gradient, so all blocks do."""
+    if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":
+        return work
+    return replace(work, forward_repeats=1, gradient_reaches_embedding=True, saved=block_input)
+
+
+def block_input(work: Work) -> int:
+    """What a block saves for one position [bytes]: s, its input."""
+    return work.shape.width * work.hidden_itemsize

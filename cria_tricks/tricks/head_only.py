@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -66,3 +67,11 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     if recipe.tricks.peft != "head":
         return memory
     return replace(memory, trains_all=False, added=((1, shape.embedding_weights),), learning_blocks=0)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Of the backward pass only the gradient of the head is left."""
+    if recipe.tricks.peft != "head":
+        return work
+    trained = shape.embedding_weights
+    return replace(work, trained_weights=trained, trains_blocks=False, gradient_reaches_embedding=False)

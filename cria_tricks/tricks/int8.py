@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -98,3 +99,10 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
     product = 4 if memory.device.kind == "cuda" else memory.product
     return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=product, pins_inputs=True)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """A weight is read as a byte and unpacked to be multiplied, once more for the backward pass; all else is fp32."""
+    if recipe.tricks.quantization != "int8":
+        return work
+    return replace(work, stored_itemsize=1, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

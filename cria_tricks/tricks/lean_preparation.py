@@ -15,6 +15,7 @@ Shapes: embedding (V, D); adapter inputs (B, T, D).
 from dataclasses import replace
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -55,3 +56,10 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return memory
     return replace(memory, others=2, stream=2, product=2, raises_inputs=False)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Hidden states and the head stay in 16 bits, so less is moved between products, and adapters cast no input."""
+    if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
+        return work
+    return replace(work, hidden_itemsize=2, head_itemsize=2, adapter_casts=False)

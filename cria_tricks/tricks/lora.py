@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Lora, Recipe
@@ -162,4 +163,30 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         rank=lora.r,
         dora=lora.dora,
         dropout=lora.dropout > 0,
+    )
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Two thin products beside each adapted matrix; only they train, and no gradient is asked for below the first."""
+    if recipe.tricks.peft != "lora":
+        return work
+    lora = recipe.lora
+    names = {target.rsplit(".", 1)[-1] for target in lora.target_modules}
+    adapted = tuple(name for name in shape.linears if name in names or ALL_LINEAR in names)
+    widths = [shape.linears[name] for name in adapted for _ in range(shape.copies(name))]
+    trained = shape.layers * trained_weights(widths, lora.r, lora.dora)
+    head_rank = 0
+    if "lm_head" in names:
+        head_rank = lora.r
+        trained += trained_weights([(shape.width, shape.vocabulary)], lora.r)
+    return replace(
+        work,
+        trained_weights=trained,
+        trains_blocks=False,
+        trains_head=False,
+        gradient_reaches_embedding=False,
+        adapted=adapted,
+        rank=lora.r,
+        dora=lora.dora,
+        head_rank=head_rank,
     )

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.models.shape import Shape
@@ -129,3 +130,21 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory
     return replace(memory, matrices=memory.matrices // 2, others=2, stream=2)
+
+
+UNSCALE = 8
+"""Bytes moved for one trained weight when its gradient is divided by fp16's loss scale: read and written."""
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Products run at the card's 16-bit rate, and numbers of two bytes are moved; fp16 also unscales its gradients."""
+    precision = recipe.tricks.precision
+    if precision == "fp32":
+        return work
+    unscaling = UNSCALE if precision == "fp16" else 0
+    work = replace(work, precision=precision, compute_itemsize=2, gradient_bytes=work.gradient_bytes + unscaling)
+    if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
+        return work
+    # A head that trains alone is an fp32 copy of the stored one.
+    head_itemsize = 4 if recipe.tricks.peft == "head" else 2
+    return replace(work, stored_itemsize=2, hidden_itemsize=2, head_itemsize=head_itemsize)

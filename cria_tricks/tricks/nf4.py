@@ -20,6 +20,7 @@ import torch
 
 from cria_tricks.bill.constants import BLOCK
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
 from cria_tricks.models.shape import Shape
@@ -158,3 +159,13 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     a_block = sum(stored_bytes(d_in * d_out, tricks.double_quantization) for d_in, d_out in shape.packable.values())
     # bitsandbytes gives a product back in the dtype of its input.
     return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=4, unpacks=True)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """A weight is read as half a byte and its share of a scale, and unpacked twice; all else is fp32."""
+    tricks = recipe.tricks
+    if tricks.quantization not in ("nf4", "fp4"):
+        return work
+    # Double quantisation keeps a scale in one byte, and an fp32 scale of 256 of these.
+    scale = 1 + 4 / 256 if tricks.double_quantization else 4
+    return replace(work, stored_itemsize=0.5 + scale / BLOCK, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

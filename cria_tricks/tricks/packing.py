@@ -22,12 +22,13 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks.flash_attention import with_kernel
+from cria_tricks.tricks.flash_attention import in_kernel, with_kernel
 
 SWITCHES = ("packing=true",)
 CLAIM = "exact per document"
@@ -182,3 +183,14 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     if recipe.tricks.attention == "sdpa":
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Full rows need no mask but that of a window. A row is taken as one document, the dearest case."""
+    tricks = recipe.tricks
+    if not tricks.packing or tricks.attention == "flash_attention_2":
+        return work
+    masked = 0 < shape.window < work.row_positions
+    if tricks.attention == "eager":
+        return replace(work, masked=masked)
+    return in_kernel(work, masked=masked, repeats=True)

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -144,3 +145,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Large states live in managed memory: on the card while in use, unseen by its allocator."""
     return replace(memory, paged=recipe.tricks.paged_optimizer and memory.device.kind == "cuda")
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Unchanged: while the card has room no page moves, and an estimate of time is for what fits."""
+    return work

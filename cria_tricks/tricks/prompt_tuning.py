@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Prompt, Recipe
@@ -72,3 +73,12 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     tokens = recipe.prompt.tokens
     added = ((1, tokens * shape.width),)
     return replace(memory, trains_all=False, trains_head=False, added=added, tokens=memory.tokens + tokens)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Every row is P positions longer, and the gradient goes through all blocks down to the prompt."""
+    if recipe.tricks.peft != "prompt_tuning":
+        return work
+    tokens = recipe.prompt.tokens
+    trained = tokens * shape.width
+    return replace(work, trained_weights=trained, trains_blocks=False, trains_head=False, prompt_tokens=tokens)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe, Side
@@ -96,3 +97,19 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
     added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
     return replace(memory, trains_all=False, trains_head=False, added=added, learning_blocks=blocks, learns_beside=True)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """The last blocks run twice, themselves and as a copy that trains; the gradient goes no further down."""
+    if recipe.tricks.peft != "side_network":
+        return work
+    blocks = recipe.side.blocks
+    a_copy = shape.block_linear_weights + shape.block_other_weights
+    return replace(
+        work,
+        trained_weights=blocks * (a_copy + shape.width**2),
+        trains_blocks=False,
+        trains_head=False,
+        gradient_reaches_embedding=False,
+        copied_blocks=blocks,
+    )

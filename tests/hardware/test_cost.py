@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cria_tricks.bill import moved_bytes, products, step_time
+from cria_tricks.bill import moved_bytes, step_time
+from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS, find_card
 from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
+from cria_tricks.tricks import adamw_8bit, chunked_loss, folds
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from tests.hardware import models
@@ -51,7 +53,8 @@ def moved(way: str):
 @pytest.mark.parametrize("settings", MODES.values(), ids=MODES.keys())
 def test_what_lies_between_products_moves_so_many_bytes(settings, way):
     recipe = with_settings(Recipe(), settings)
-    forward, backward = moved_bytes.between(recipe, models.shape(**WIDE))
+    work = folds.work(recipe, models.shape(**WIDE), T4)
+    forward, backward = work.between(work)
     counted = in_one_block(recipe, moved(way), 64)
     # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
     near = 0.06 if settings == MODES["fp32"] else 0.01
@@ -70,8 +73,8 @@ def test_activation_offload_carries_so_many_bytes(settings, checkpointed):
         loss.backward()
         return offloaded.bytes_to_host
 
-    found = moved_bytes.saved(recipe, models.shape(**WIDE), checkpointed=checkpointed)
-    assert found == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
+    work = folds.work(recipe, models.shape(**WIDE), T4)
+    assert work.saved(work) == pytest.approx(in_one_block(recipe, count, 64), rel=0 if checkpointed else 0.15)
 
 
 @pytest.mark.parametrize("kind", ["full", "chunked"])
@@ -89,7 +92,7 @@ def test_a_logit_moves_so_many_bytes(kind):
 
     counted = (count(4000) - count(2000)) / 2000 / 256
     # The counter takes a gather or a scatter of one label for a pass over all logits, and logsumexp's three for one.
-    assert moved_bytes.LOGIT[kind] == pytest.approx(counted, abs=8)
+    assert {"full": moved_bytes.LOGIT, "chunked": chunked_loss.LOGIT_BYTES}[kind] == pytest.approx(counted, abs=8)
 
 
 @pytest.mark.parametrize("settings", [["tricks.precision=bf16"], []], ids=["16 bits", "fp32"])
@@ -121,7 +124,7 @@ def test_a_trained_weight_moves_so_many_bytes_in_a_step_of_adamw():
     # One kernel over lists: it returns nothing, so what it has written is what has changed.
     written = sum(tensor.nbytes for tensor, old in before.items() if not torch.equal(tensor, old))
     assert clipping.others / weight.numel() == pytest.approx(moved_bytes.CLIP, abs=0.1)
-    assert (stepping.others + written) / weight.numel() == pytest.approx(moved_bytes.STATES["adamw"], abs=0.1)
+    assert (stepping.others + written) / weight.numel() == pytest.approx(moved_bytes.ADAMW, abs=0.1)
 
 
 def test_stored_bytes_are_those_of_the_cards():
@@ -133,12 +136,12 @@ def test_stored_bytes_are_those_of_the_cards():
         ([], 32),
     ):
         recipe = with_settings(Recipe(), ["tricks.peft=lora", *(f"tricks.{setting}" for setting in settings)])
-        assert 8 * moved_bytes.stored_bytes(recipe) == pytest.approx(bits, abs=5e-4)
+        assert 8 * folds.work(recipe, find_shape("llama-3.2-1b"), T4).stored_itemsize == pytest.approx(bits, abs=5e-4)
 
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
     card = find_card("t4")
-    found = step_time.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
+    found = folds.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
     for part in found.parts:
         ideal = max(part.flops / 65e12, part.bytes / 320e9) + part.link_bytes / 16e9
         assert part.seconds == pytest.approx(ideal / step_time.EFFICIENCY)
@@ -153,7 +156,7 @@ USUAL = ["expand_kv=false", "lean_preparation=false"]
 
 def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.Part:
     recipe = with_settings(kwanzaa(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
-    found = step_time.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
+    found = folds.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
     return next(part for part in found.parts if part.name == name)
 
 
@@ -165,7 +168,7 @@ def test_what_toggles_do_to_a_step():
     assert part("blocks forward", ["quantization=none"]).bytes < part("blocks forward", []).bytes, "nothing to unpack"
     assert part("between products", ["compile=true"]).bytes < part("between products", []).bytes / 3
     saved = part("optimizer", ["optimizer=adamw"]).bytes - part("optimizer", []).bytes
-    assert saved == (moved_bytes.STATES["adamw"] - moved_bytes.STATES["adamw_8bit"]) * 11_272_192
+    assert saved == (moved_bytes.ADAMW - adamw_8bit.STEP_BYTES) * 11_272_192
     with pytest.raises(StopIteration):
         part("blocks again", ["gradient_checkpointing=false"])
     together = part("gradients of the other cards", [], cards=4)
@@ -185,12 +188,17 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
     one, two = (
         next(
             part.flops
-            for part in step_time.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
+            for part in folds.step(with_settings(recipe, [f"train.batch_size={rows}"]), shape, card).parts
             if part.name == "attention"
         )
         for rows in (1, 2)
     )
     assert two == 4 * one, "twice the rows, which have a mask"
+
+
+def kernel_of(recipe: Recipe, shape) -> tuple[str, bool]:
+    work = folds.work(recipe, shape, T4, 512)
+    return work.kernel, work.masked
 
 
 @pytest.mark.parametrize(
@@ -205,8 +213,7 @@ def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_ma
 )
 def test_the_kernel_follows_the_rows(settings, kernel, masked):
     recipe = with_settings(Recipe(), [s if s.startswith("train") else f"tricks.{s}" for s in settings])
-    found = step_time.attention_kernel(recipe, find_shape("llama-3.2-1b"), CARDS["t4"], recipe.train.batch_size, 512)
-    assert found == (kernel, masked)
+    assert kernel_of(recipe, find_shape("llama-3.2-1b")) == (kernel, masked)
 
 
 @pytest.mark.parametrize(("window", "masked"), [(0, False), (1, True), (511, True), (512, False), (513, False)])
@@ -218,23 +225,24 @@ def test_a_window_is_a_mask_if_a_row_is_longer(window, masked):
         ("flash_attention_2", "flash", False),
     ):
         recipe = with_settings(Recipe(), [f"tricks.attention={attention}"])
-        assert step_time.attention_kernel(recipe, shape, CARDS["t4"], 1, 512) == (kernel, has)
+        assert kernel_of(recipe, shape) == (kernel, has)
 
 
 @pytest.mark.parametrize(("settings", "kernel"), [([], "math"), (["tricks.expand_kv=true"], "memory-efficient")])
 def test_keys_of_as_many_heads_need_not_be_repeated(settings, kernel):
     recipe = with_settings(Recipe(), ["tricks.attention=sdpa", *settings])
     grouped = find_shape("llama-3.2-1b")
-    assert step_time.attention_kernel(recipe, grouped, CARDS["t4"], 1, 512) == (kernel, False)
+    assert kernel_of(recipe, grouped) == (kernel, False)
     alike = replace(grouped, kv_heads=grouped.heads)
-    assert step_time.attention_kernel(recipe, alike, CARDS["t4"], 1, 512) == ("memory-efficient", False)
+    assert kernel_of(recipe, alike) == ("memory-efficient", False)
 
 
 def test_one_card_and_tokens_that_are_all_trained_are_what_is_meant_when_nothing_is_said():
     card, shape = CARDS["t4"], find_shape("smollm2")
     recipe = with_settings(kwanzaa(card.device), ["tricks.chunked_loss=true"])
-    assert step_time.work(recipe, shape, card, 512) == step_time.work(recipe, shape, card, 512, 1.0, 1)
-    assert step_time.work(recipe, shape, card, 512) != step_time.work(recipe, shape, card, 512, 0.9, 2)
+    assert folds.step(recipe, shape, card, 512) == folds.step(recipe, shape, card, 512, 1.0, 1)
+    assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 0.9, 1)
+    assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 1.0, 2)
 
 
 def test_emulated_bf16_is_computed_in_fp32():
@@ -271,14 +279,14 @@ def test_emulated_bf16_is_computed_in_fp32():
 def test_two_public_runs_come_out_as_far_off_as_the_efficiency_says(model, card, tokens, measured, ratio, settings):
     usual = [f"tricks.{setting}" for setting in USUAL]
     recipe = with_settings(kwanzaa(CARDS[card].device), [*usual, *settings])
-    found = step_time.step(recipe, find_shape(model), CARDS[card], tokens).tokens_per_second
+    found = folds.step(recipe, find_shape(model), CARDS[card], tokens).tokens_per_second
     print(f"{model} on {card}: {found:,.0f} tokens/s, measured {measured:,}")
     assert found / measured == pytest.approx(ratio, abs=0.05)
 
 
 def test_minutes_and_price_of_a_run():
     flavor, card = FLAVORS["l4x4"], CARDS["l4"]
-    step = step_time.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card, cards=4)
+    step = folds.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card, cards=4)
     run = step_time.run_cost(step, 1_000_000, flavor)
     hours = 1_000_000 / step.tokens / 4 * step.seconds / 3600
     assert (run.minutes, run.cost) == pytest.approx((hours * 60, hours * flavor.price))
@@ -293,7 +301,7 @@ def test_tokens_of_a_run():
 def test_seconds_grow_with_every_toggle_that_only_adds_work():
     shape, card = find_shape("llama-3.2-1b"), CARDS["l4"]
     plain = Recipe(tricks={"peft": "lora", "precision": "bf16", "attention": "sdpa"})
-    base = step_time.step(plain, shape, card).seconds
+    base = folds.step(plain, shape, card).seconds
     for setting in ("gradient_checkpointing=true", "activation_offload=true", "quantization=nf4"):
-        assert step_time.step(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
-    assert products.checkpoints(plain) is False
+        assert folds.step(with_settings(plain, [f"tricks.{setting}"]), shape, card).seconds > base, setting
+    assert folds.work(plain, shape, T4).forward_repeats == 0

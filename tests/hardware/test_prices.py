@@ -90,14 +90,11 @@ def test_what_does_not_fit_has_no_price():
 
 def test_only_the_lesson_about_the_guide_knows_its_prices():
     pages = [path for folder in ("cria_tricks", "lessons", "tools") for path in (ROOT / folder).rglob("*.py")]
-    users = {
-        path.name
-        for path in pages
-        if re.search(r"guide import (\([^)]*|.*)\bMACHINES\b", path.read_text(encoding="utf-8"))
-    }
+    imports = re.compile(r"guide import (\([^)]*|.*)\bMACHINES\b")  # in parentheses, or on one line
+    users = {path.name for path in pages if imports.search(path.read_text(encoding="utf-8"))}
     assert users == {"machines.py", "15_choose_your_hardware.py"}
-    rules = (ROOT / "cria_tricks/predict/machines.py").read_text(encoding="utf-8")
-    assert re.findall(r"MACHINES\[name\]\.(\w+)", rules) == ["gb"], "its memory, for its own rules of thumb"
+    advice = (ROOT / "cria_tricks/predict/machines.py").read_text(encoding="utf-8")
+    assert re.findall(r"MACHINES\[name\]\.(\w+)", advice) == ["gb"], "its memory, for its own rules of thumb"
     ranges = [f"${m.low:g}-{m.high:g}" for m in MACHINES.values()]
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         if path.parent.name != "lessons":  # those are made of the lessons

@@ -1,12 +1,16 @@
 """The closed form of a step's products is the number that torch's counter counts in a real one: no tolerance."""
 
+from dataclasses import replace
+
 import pytest
 
 from cria_tricks.bill import products
+from cria_tricks.hardware import T4
 from cria_tricks.measure.counting import flops
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks.folds import work
 from tests.hardware import models
 
 ROWS, TOKENS, MASKED = 2, 24, 6
@@ -39,17 +43,13 @@ RECIPES = {
 
 
 def counted_by_hand(recipe: Recipe) -> int:
-    shape = models.shape()
-    found = products.blocks(recipe, shape)
+    folded = replace(work(recipe, models.shape(), T4, TOKENS), batch=ROWS)
+    found = products.blocks(folded)
     length = TOKENS + (recipe.prompt.tokens if recipe.tricks.peft == "prompt_tuning" else 0)
     logits = TOKENS - MASKED if recipe.tricks.chunked_loss else length
     in_blocks = sum(part.flops for part in (found.forward, found.again, found.backward, found.adapter))
-    attention = products.attention(found, shape, ROWS, length, fused=False)
-    return (
-        ROWS * (length * in_blocks + logits * products.head(recipe, shape, found.learns).flops)
-        + found.norms
-        + attention
-    )
+    attention = products.attention(folded, found, fused=False)
+    return ROWS * (length * in_blocks + logits * products.head(folded, found.learns).flops) + found.norms + attention
 
 
 @pytest.mark.parametrize("settings", RECIPES.values(), ids=RECIPES.keys())
@@ -65,9 +65,8 @@ def test_a_real_step_does_exactly_these_products(settings):
 def test_a_real_model_trains_exactly_these_weights(settings):
     recipe = with_settings(Recipe(), [*settings, *ALWAYS])
     model, _ = models.model(recipe)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == products.trained_weights(
-        recipe, models.shape()
-    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == work(recipe, models.shape(), T4).trained_weights
 
 
 def test_a_fused_kernel_makes_the_scores_once_more():
@@ -76,15 +75,16 @@ def test_a_fused_kernel_makes_the_scores_once_more():
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
     shape, q = models.shape(), torch.Size([ROWS, 4, TOKENS, 16])
-    found = products.blocks(Recipe(), shape)
+    folded = replace(work(Recipe(), shape, T4, TOKENS), batch=ROWS)
+    found = products.blocks(folded)
     of_torch = shape.layers * (sdpa_flop_count(q, q, q) + sdpa_backward_flop_count(q, q, q, q))
-    assert products.attention(found, shape, ROWS, TOKENS, fused=True) == of_torch
+    assert products.attention(folded, found, fused=True) == of_torch
 
 
 def test_a_mixture_sends_a_token_through_two_of_its_eight_experts():
     mixtral, dense = find_shape("mixtral-8x7b"), find_shape("mistral-7b")
     assert CONFIGS["mixtral-8x7b"]["num_experts_per_tok"] == 2
-    of = {shape.name: products.blocks(Recipe(), shape).forward.flops for shape in (mixtral, dense)}
+    of = {shape.name: products.blocks(work(Recipe(), shape, T4)).forward.flops for shape in (mixtral, dense)}
     mlp = 2 * dense.layers * 3 * dense.width * dense.inner
     assert of["mixtral-8x7b"] == of["mistral-7b"] + mlp
 
@@ -92,6 +92,7 @@ def test_a_mixture_sends_a_token_through_two_of_its_eight_experts():
 def test_the_rule_of_six_operations_a_weight_and_token():
     """Kaplan et al. 2020, arXiv:2001.08361, sec. 2.1, for full training without attention."""
     shape = find_shape("llama-3.2-1b")
-    found = products.blocks(Recipe(), shape)
-    in_all = found.forward.flops + found.backward.flops + products.head(Recipe(), shape, found.learns).flops
+    folded = work(Recipe(), shape, T4)
+    found = products.blocks(folded)
+    in_all = found.forward.flops + found.backward.flops + products.head(folded, found.learns).flops
     assert in_all == 6 * shape.active_weights

@@ -7,13 +7,13 @@ import pytest
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.formula import Formula, at_most, chunks, largest
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.step_time import work
+from cria_tricks.bill.step_time import counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate, facts
+from cria_tricks.tricks.folds import estimate, facts, work
 from tools import fit
 
 
@@ -77,8 +77,8 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
         for moment in estimate(recipe, shape, card.device).moments:
             wanted[moment.name] = max(moment.bytes, wanted.get(moment.name, 0))
         assert largest_of == wanted
-        pairs = zip(work(letters, shape, card, letters.data.max_length), work(recipe, shape, card, tokens), strict=True)
-        for ours, theirs in pairs:
+        both = (counts(work(one, shape, card.device)) for one in (letters, recipe))
+        for ours, theirs in zip(*both, strict=True):
             assert ours.name == theirs.name
             assert [value(size, batch, tokens, k) for size in ours[1:4]] == pytest.approx(list(theirs[1:4]), rel=1e-12)
         tried += 1
@@ -89,7 +89,7 @@ def test_what_is_left_out_can_never_be_the_largest():
     shape = find_shape("llama-3.2-1b")
     checkpointed = {"gradient_checkpointing": True, "several": True}
     letters = fit.plain(shape, precision="fp16", peft="lora", quantization="nf4", **checkpointed)
-    memory = estimate(letters, shape, fit.OLD.device)
+    memory = facts(letters, shape, fit.OLD.device)
     whole = fit._rows(memory, fit.INSIDE, "last block")
     stays = fit._that_can_be_largest(whole)
     assert 1 < len(stays) < len(whole)

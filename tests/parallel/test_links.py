@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 
-from cria_tricks.bill import step_time
 from cria_tricks.bill.calls import Call
 from cria_tricks.doctor import collectives
 from cria_tricks.doctor.collectives import SIZES
@@ -16,6 +15,7 @@ from cria_tricks.predict.links import LINKS, Link, Timing, compute_seconds, meas
 from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
+from cria_tricks.tricks import folds
 
 CARD, SHAPE = CARDS["a100"], find_shape("llama-3.2-1b")
 HALF = ["tricks.quantization=none", "tricks.double_quantization=false", "tricks.optimizer=adamw"]
@@ -84,25 +84,25 @@ def test_a_step_computes_and_sends_and_hides_no_more_than_there_is(overlap, hidd
 
 def test_processes_compute_their_own_micro_batches():
     assert LORA.tricks.gradient_accumulation == 8
-    whole = step_time.step(LORA, SHAPE, CARD)
+    whole = folds.step(LORA, SHAPE, CARD)
     alone = next(part.seconds for part in whole.parts if part.name == "optimizer")
     for n in (2, 4, 8):
         found = compute_seconds(LORA, SHAPE, CARD, "ddp", n)
         fewer = local(LORA, SHAPE, "ddp", n)[0]
-        assert found == step_time.step(fewer, SHAPE, CARD).seconds
+        assert found == folds.step(fewer, SHAPE, CARD).seconds
         assert found == pytest.approx((whole.seconds - alone) / n + alone, rel=0.01)
     assert compute_seconds(LORA, SHAPE, CARD, "ddp", 16) == compute_seconds(LORA, SHAPE, CARD, "ddp", 8)
 
 
 def test_fsdp_divides_the_optimizers_work_too():
-    step = step_time.step(local(FULL, SHAPE, "fsdp", 4)[0], SHAPE, CARD)
+    step = folds.step(local(FULL, SHAPE, "fsdp", 4)[0], SHAPE, CARD)
     optimizer = next(part.seconds for part in step.parts if part.name == "optimizer")
     saved = compute_seconds(FULL, SHAPE, CARD, "ddp", 4) - compute_seconds(FULL, SHAPE, CARD, "fsdp", 4)
     assert saved == pytest.approx(optimizer * 3 / 4)
 
 
 def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
-    whole, part = (step_time.step(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
+    whole, part = (folds.step(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
     by_name = [{each.name: each.flops for each in step.parts} for step in (whole, part)]
     for name, divided in (("blocks forward", 4), ("attention", 4), ("head and loss", 1)):
         assert by_name[0][name] == divided * by_name[1][name], name
