@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import nearest, same
+from cria_tricks.common.names import hint, nearest, same
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_settings
 
@@ -51,7 +51,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
             optimizer="adamw_8bit",
             paged_optimizer=True,
             attention="sdpa",
-            expand_kv=card and device.capability < (8, 0),  # newer cards' flash kernel takes shared heads as they are
+            expand_kv=device.needs_expand_kv,
             chunked_loss=True,
             lean_preparation=card,
         ),
@@ -99,14 +99,10 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
         return from_toml(recipe)
     if name := same(recipe, NAMED):
         return NAMED[name](device)
-    near = nearest(recipe, NAMED)
-    hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMED)}, or name a .toml file"
-    raise BadInput(f"unknown recipe {recipe}: {hint}")
+    there_are = f"there are {', '.join(NAMED)}, or name a .toml file"
+    raise BadInput(f"unknown recipe {recipe}: {hint(nearest(recipe, NAMED), there_are)}")
 
 
 def best_precision(device: Device | None) -> str:
     """bf16 where the hardware really has it, fp16 on other GPUs, fp32 on other CPUs."""
-    device = device or this_device()
-    if device.real_bf16:
-        return "bf16"
-    return "fp16" if device.kind == "cuda" else "fp32"
+    return (device or this_device()).best_precision

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.fields import flat
 from cria_tricks.hardware import Device
 
 NAMES: Mapping[str, tuple[Any, ...]] = {
@@ -154,10 +155,4 @@ def diff(before: Plan, after: Plan) -> str:
 
 def _flat(plan: Plan) -> dict[str, Any]:
     """The fields of a plan, those of its slots by their full names; the device is where it runs, not what."""
-    flat: dict[str, Any] = {}
-    for slot, value in plan.to_dict().items():
-        if isinstance(value, Mapping) and slot != "device":
-            flat |= {f"{slot}.{name}": one for name, one in value.items()}
-        elif slot != "device":
-            flat[slot] = value
-    return flat
+    return flat({slot: value for slot, value in plan.to_dict().items() if slot != "device"})

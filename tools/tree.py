@@ -7,6 +7,8 @@ import ast
 import tomllib
 from pathlib import Path
 
+from cria_tricks.common.markdown_table import markdown_table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- the tree: python -m tools.tree -->", "<!-- end of the tree -->"
@@ -28,12 +30,12 @@ def first_line(name: str) -> str:
 
 def tree() -> str:
     """The table: a layer in each row, which may import only from the rows below."""
-    rows = ["| layer | what lives there |", "|---|---|"]
+    rows = []
     for layer in layers():
         for name in layer:
             shown = f"{name}/" if (ROOT / "cria_tricks" / name).is_dir() else f"{name}.py"
-            rows.append(f"| `{shown}` | {first_line(name)} |")
-    return "\n".join(rows)
+            rows.append((f"`{shown}`", first_line(name)))
+    return "\n".join(markdown_table(("layer", "what lives there"), rows))
 
 
 def written(page: str) -> str:

@@ -21,6 +21,7 @@ from cria_tricks.adapter.folder import (
 from cria_tricks.adapter.prompts import Format
 from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
+from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.load.adapters import add_side_network
@@ -63,7 +64,7 @@ def open_folder(
     """
     quiet_libraries()
     folder, device = usable_path("adapter", folder), device or this_device()
-    dtype = dtype or _dtype(device)
+    dtype = dtype or getattr(torch, DTYPE[device.best_precision])
     config, below = base_of(folder, base)
     if below:
         for warning in other_than_trained_over(folder, below, other_base):
@@ -176,12 +177,8 @@ def open_base(weights: models.Weights) -> Any:
     """
     quiet_libraries()
     device, weights = this_device(), models.fetch(weights)
-    options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
+    options = {"dtype": getattr(torch, DTYPE[device.best_precision]), **flash_decoding.for_chat(device)}
     return pretrained.causal_lm(weights.path, weights.name, **options).to(device.kind).eval()
-
-
-def _dtype(device: Device) -> torch.dtype:
-    return torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
 
 
 def open_for_chat(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cria_tricks.adapter import provenance
+from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.common.units import human
 from cria_tricks.models import is_hub_id
 from cria_tricks.models.catalogue import SMOLLM2
@@ -47,7 +48,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             "## Results",
             "",
-            *_table("what", "value", _results(report)),
+            *markdown_table(("what", "value"), _results(report)),
             "",
             "This card knows the training run and nothing later. The losses are all that the run measured of quality: "
             "whether answers are true, well cited or safe, it did not measure. The scores of `cria eval`, where "
@@ -55,11 +56,11 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             "## On a GPU",
             "",
-            *_table("what", "value", _on_a_gpu(report)),
+            *markdown_table(("what", "value"), _on_a_gpu(report)),
             "",
             "## Where it comes from",
             "",
-            *_table("what", "value", _origin(made)),
+            *markdown_table(("what", "value"), _origin(made)),
             "",
             "`provenance.json` holds all of it, with the recipe, every metric and, where memory could be estimated, "
             "the estimate row by row.",
@@ -108,7 +109,7 @@ def merged_card(
             "",
             "## Merged against unmerged",
             "",
-            *_table("what", "value", check_rows(check)),
+            *markdown_table(("what", "value"), check_rows(check)),
             "",
             "Nothing else was measured on the merged model. What was measured on the adapter, and where it comes from, "
             "stands in `provenance.json` where the adapter brought one.",
@@ -281,10 +282,6 @@ def _bits(tricks: Tricks) -> str:
         return "load_in_8bit=True"
     twice = ", bnb_4bit_use_double_quant=True" if tricks.double_quantization else ""
     return f'load_in_4bit=True, bnb_4bit_quant_type="{tricks.quantization}"{twice}'
-
-
-def _table(first: str, second: str, rows: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"| {first} | {second} |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
 def _licence(base: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.common import atomic_files, interrupts
-from cria_tricks.common.errors import BadInput, first_line, usable_path
+from cria_tricks.common.errors import BadInput, cure, first_line, in_one_line, usable_path
 from cria_tricks.models import identity, is_hub_id, network
 
 TAG = "v0.1.0"
@@ -189,8 +189,7 @@ def _another_base_there(api: Any, folder: Path) -> str:
 
 def _in_one_line(error: Exception) -> str:
     cures = {401: "is the token right? hf auth whoami tells", 403: "may this login write there?"}
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    cure = f"; {cures[status]}" if status in cures else ""
-    said = [error, error.__cause__] if type(error) is RuntimeError else [error]  # an upload's thread: see its cause
-    words = ": ".join(" ".join(str(each).split()) for each in said if each)
-    return f"{words or type(error).__name__}{cure}; nothing was tagged"
+    words = in_one_line(error)
+    if type(error) is RuntimeError and error.__cause__:  # of an upload's thread, whose error is the cause
+        words += f": {in_one_line(error.__cause__)}"
+    return f"{words}{cure(error, cures)}; nothing was tagged"

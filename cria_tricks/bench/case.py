@@ -210,7 +210,7 @@ def settings_of(words: str, device: Device | None = None) -> list[str]:
     other cards, fp32 on other CPUs), ``attention=best`` torch's kernels, with ``expand_kv`` where those need it.
     """
     if device:
-        expand = " expand_kv=true" if device.kind == "cuda" and device.capability < (8, 0) else ""
+        expand = " expand_kv=true" if device.needs_expand_kv else ""
         words = words.replace("precision=best", f"precision={best_precision(device)}")
         words = words.replace("attention=best", f"attention=sdpa{expand}")
     return [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]

@@ -8,6 +8,7 @@ from cria_tricks.bench import growth as growing
 from cria_tricks.bench.figures import APART, PEAK, STEP, TOKEN, Pair, against, capstone_pairs
 from cria_tricks.bench.growth import Curve
 from cria_tricks.bench.results import Case, by_device
+from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.common.units import human
 
 TITLES = {
@@ -23,8 +24,7 @@ TITLES = {
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Lay out rows."""
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join(markdown_table(columns, rows))
 
 
 def tricks(cases: Iterable[Case]) -> str:

@@ -25,6 +25,7 @@ from cria_tricks.common.errors import (
     Unwritten,
     is_out_of_memory,
 )
+from cria_tricks.common.names import repeated
 from cria_tricks.common.safe_files import leaves
 from cria_tricks.common.units import human
 
@@ -50,7 +51,8 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
         Unwritten: if the disk is full or cannot be written; what was there before still is.
         OutOfMemory, Unfinished: if something else went wrong in the block; the same holds.
     """
-    aside, old = (folder.with_name(folder.name + ending) for ending in (ASIDE, OLD))
+    aside = folder.with_name(folder.name + ASIDE)
+    old = folder.with_name(folder.name + OLD)
     try:
         with unwritten_in_one_line(folder):
             _put_back(old, folder)
@@ -101,7 +103,8 @@ def copy_folder(folder: Path, to: Path) -> None:
     """
     with new_folder(to, manifest=False) as aside:
         shutil.copytree(folder, aside, dirs_exist_ok=True)
-        if wrong := damage(aside):
+        wrong = damage(aside)
+        if wrong:
             raise OSError(0, f"in the copy {wrong}")
 
 
@@ -115,7 +118,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     try:
         with unwritten_in_one_line(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                content = content.encode()
+            aside.write_bytes(content)
             _sync(aside)
             aside.replace(path)
             _sync(path.parent)
@@ -147,24 +152,23 @@ def only_writer(folder: Path) -> Iterator[None]:
 def damage(folder: Path) -> str:
     """What is wrong with a folder, held against its manifest: ``"optimizer.pt is missing"``; empty when whole."""
     try:
-        wanted = {name: (about["bytes"], about["sha256"]) for name, about in listed(folder).items()}
+        wanted = listed(folder)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except _Odd as error:
         return f"{MANIFEST} is damaged: {error}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} is damaged"
-    for name, (size, sha256) in wanted.items():
-        path = folder / name
+    for name, written in wanted.items():
         try:
-            found = entry(path)
+            found = entry(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, ValueError) as error:
             return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
-        if found["bytes"] != size:
-            return f"{name} has {found['bytes']} bytes, not the {size} that were written"
-        if found["sha256"] != sha256:
+        if found["bytes"] != written["bytes"]:
+            return f"{name} has {found['bytes']} bytes, not the {written['bytes']} that were written"
+        if found["sha256"] != written["sha256"]:
             return f"{name} has other content than was written"
     return ""
 
@@ -188,12 +192,19 @@ def listed(folder: Path) -> dict[str, Any]:
             raise _Odd(f"it lists {name!r}, which is outside the folder")
         if name == MANIFEST or PurePosixPath(name).as_posix() != name:
             raise _Odd(f"it lists {name!r}, which is the name of no file that it could know")
-        size, sha256 = about["bytes"], about["sha256"]
-        if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256) or len(about) != 2:
+        if not _is_entry(about):
             raise _Odd(f"what it says of {name} is no size and sha256")
     if text != _as_text(files):
         raise _Odd("it is not as it was written")
     return files
+
+
+def _is_entry(about: dict[str, Any]) -> bool:
+    """Whether this is what :func:`entry` makes: a size and a sha256, and nothing else."""
+    size = about["bytes"]
+    sha256 = about["sha256"]
+    is_size = type(size) is int and size >= 0
+    return is_size and re.fullmatch("[0-9a-f]{64}", sha256) is not None and len(about) == 2
 
 
 def _as_text(files: dict[str, Any]) -> str:
@@ -202,11 +213,10 @@ def _as_text(files: dict[str, Any]) -> str:
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of a key that comes twice, json takes the last; another reader may take the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Odd(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
-    return found
+    twice = repeated([name for name, _ in pairs])
+    if twice is not None:
+        raise _Odd(f"it names {twice!r} twice")
+    return dict(pairs)
 
 
 def unlisted(folder: Path) -> tuple[str, ...]:
@@ -233,10 +243,12 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise OutOfMemory(f"{path}: cannot be written: out of memory; {WHOLE}: {AGAIN}") from None
-        if number := _system_error(error):
+        number = _system_error(error)
+        if number:
             raise Unwritten(path, os.strerror(number), number) from None
         if _is_about_writing(error):
-            free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+            existing = next(folder for folder in path.parents if folder.exists())
+            free = shutil.disk_usage(existing).free
             raise Unwritten(path, f"the disk took only a part of it, {human(free)} are free") from None
         raise Unfinished(path, error) from error
 
@@ -249,14 +261,18 @@ def _system_error(error: Exception) -> int:
 
 def _is_about_writing(error: Exception) -> bool:
     """Whether torch or safetensors says, in its own way, that the disk did not take a file."""
-    return type(error).__name__ == "SafetensorError" or (
-        type(error) is RuntimeError and ("PytorchStreamWriter" in str(error) or "inline_container" in str(error))
-    )
+    if type(error).__name__ == "SafetensorError":
+        return True
+    words = ("PytorchStreamWriter", "inline_container")  # of the C++ code behind torch.save
+    return type(error) is RuntimeError and any(word in str(error) for word in words)
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {p.relative_to(folder).as_posix(): entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    files.pop(MANIFEST, None)
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST:
+            files[name] = entry(path)
     (folder / MANIFEST).write_text(_as_text(files))
 
 

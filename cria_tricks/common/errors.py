@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 # bitsandbytes tells every user of a CPU with 16-bit products about a package that nothing here needs. This module is
@@ -97,7 +98,8 @@ def redacted(text: str) -> str:
         'https://[hidden]@example.org/x'
     """
     for name in _SECRETS:
-        if len(secret := os.environ.get(name, "").strip()) >= 8:  # nobody's token, and too common to cut out
+        secret = os.environ.get(name, "").strip()
+        if len(secret) >= 8:  # a shorter word is nobody's token, and too common to cut out
             text = text.replace(secret, "[hidden]")
     text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", "[hidden]", text)
     return re.sub(r"(?<=://)[^/\s@]+(?=@)", "[hidden]", text)
@@ -124,6 +126,22 @@ def usable_path(option: str, text: str | Path) -> Path:
 def first_line(error: BaseException) -> str:
     """What a library's error says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Put all that a library's error says into one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def cure(error: BaseException, cures: Mapping[int, str]) -> str:
+    """Look up what to do about a library's HTTP error: ``"; is the token right?"``, or nothing.
+
+    Args:
+        error: whose ``response`` has a status code, if it is an HTTP error.
+        cures: what to do, by status code.
+    """
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return f"; {cures[status]}" if status in cures else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,8 +1,9 @@
 """Find the field of a recipe that a user means: by its own name, by a name of other libraries, or without its group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from cria_tricks.common.names import nearest, plain, same
+from cria_tricks.common.names import hint, nearest, plain, same, the_only
 
 ALIASES: dict[str, str] = {
     "lr": "train.learning_rate",
@@ -44,6 +45,22 @@ field's own name, so that all files use the same names.
 """
 
 
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the fields of groups by their dotted names.
+
+    Examples:
+        >>> flat({"name": "smoke", "train": {"epochs": 3}})
+        {'name': 'smoke', 'train.epochs': 3}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{field}": inner for field, inner in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
 def find_field(key: str, known: Sequence[str]) -> str | None:
     """Find the field that a key names.
 
@@ -58,13 +75,16 @@ def find_field(key: str, known: Sequence[str]) -> str | None:
         >>> find_field("LR", ["train.learning_rate"])
         'train.learning_rate'
     """
-    if found := same(key, known):
+    found = same(key, known)
+    if found:
         return found
     group, dot, last = plain(key).rpartition(".")
     field = ALIASES.get(last)
-    if field and group == (_group(field) if dot else ""):
+    if field and (not dot or group == _group(field)):
         return field
-    return None if dot or last in _groups(known) else _only(last, known)
+    if dot or last in _groups(known):
+        return None
+    return _only(last, known)
 
 
 def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> str:
@@ -76,23 +96,33 @@ def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> 
         is_table: whether the key opens a table of a recipe file, so that a group is looked for, and not a field.
     """
     groups = _groups(known)
-    if not is_table and (group := same(key.rstrip("."), groups)):
-        other = _only(group, known)
-        return a_group(group, known) + (f"; or did you mean {other}?" if other else "")
-    if not is_table and "." not in key and (group := _nearer_group(key, known)):
-        return f"unknown field {key}; did you mean a field of {group}? There are {_fields_of(group, known)}"
-    near = nearest(key, groups) if is_table else _nearest_field(key, known)
-    if near:
-        return f"unknown field {key}; did you mean {near}?"
-    if fields := _fields_of(plain(key).partition(".")[0], known):
-        return f"unknown field {key}; there are {fields}"
+    if is_table:
+        near = nearest(key, groups)
+    else:
+        group = same(key.rstrip("."), groups)
+        if group:
+            return _a_group_or_field(group, known)
+        group = _nearer_group(key, known)
+        if group:
+            return f"unknown field {key}; did you mean a field of {group}? There are {_fields_of(group, known)}"
+        near = _nearest_field(key, known)
     alone = ", ".join(name for name in known if "." not in name)
-    return f"unknown field {key}; there are {alone}, and fields of {', '.join(groups)}, e.g. train.max_steps"
+    there_are = _fields_of(plain(key).partition(".")[0], known)
+    if not there_are:
+        there_are = f"{alone}, and fields of {', '.join(groups)}, e.g. train.max_steps"
+    return f"unknown field {key}; {hint(near, f'there are {there_are}')}"
 
 
 def a_group(group: str, known: Sequence[str]) -> str:
     """Say in one line that a name stands for several fields, and which."""
     return f"{group} is a group of fields; there are {_fields_of(group, known)}"
+
+
+def _a_group_or_field(group: str, known: Sequence[str]) -> str:
+    """Say that a name is a group's; a field of another group may have the same name, and be meant."""
+    field = _only(group, known)
+    or_field = f"; or did you mean {field}?" if field else ""
+    return a_group(group, known) + or_field
 
 
 def _fields_of(group: str, known: Sequence[str]) -> str:
@@ -101,27 +131,32 @@ def _fields_of(group: str, known: Sequence[str]) -> str:
 
 def _nearer_group(key: str, known: Sequence[str]) -> str | None:
     """The group that a misspelt key without a dot stands for, unless it is more like a field."""
-    groups, fields = _groups(known), {*ALIASES, *map(_last, known)} - {*_groups(known)}
+    if "." in key:
+        return None
+    groups = _groups(known)
+    fields = {*ALIASES, *map(_last, known)} - set(groups)
     near = nearest(key, [*fields, *groups], cutoff=0.75)
     return near if near in groups else None
 
 
 def _nearest_field(key: str, known: Sequence[str]) -> str | None:
     group, _, last = plain(key).rpartition(".")
-    if found := find_field(key, known) or ALIASES.get(last) or _only(last, known):
+    found = find_field(key, known) or ALIASES.get(last) or _only(last, known)
+    if found:
         return found  # the group was left out, or is the wrong one
     if group and group not in _groups(known):
         return nearest(key, known)
     # Only the last parts are compared: all names of a group begin alike, so train.lr would be like train.mirror.
     within = {_last(name): name for name in known if group in ("", _group(name))}
     near = nearest(last, within)
-    return within[near] if near else None
+    if near is None:
+        return None
+    return within[near]
 
 
 def _only(last: str, known: Sequence[str]) -> str | None:
     """Find the only field whose last part is this name; ``None`` if several fields have it, or none."""
-    found = [name for name in known if _last(name) == plain(last)]
-    return found[0] if len(found) == 1 else None
+    return the_only(name for name in known if _last(name) == plain(last))
 
 
 def _groups(known: Sequence[str]) -> list[str]:

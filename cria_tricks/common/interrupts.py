@@ -49,8 +49,10 @@ _state = _State()
 
 def listen() -> None:
     """Handle the signals from now on, while imports run. Only a command calls this; importing the package does not."""
-    sys.excepthook, sys.unraisablehook = _uncaught, _unraisable  # first: the import below can be interrupted, too
-    _state.hasty, _state.listening = 1, True
+    sys.excepthook = _uncaught  # both first: the import below can be interrupted, too
+    sys.unraisablehook = _unraisable
+    _state.hasty = 1
+    _state.listening = True
     _state.first = (os.environ.get("RANK") or "0") == "0"  # now, as the number is taken out of there later
     _install()
     atexit.register(_be_deaf)  # registered first, so it runs last
@@ -67,8 +69,9 @@ def heard() -> tuple[signal.Signals, ...]:
     """The signals to handle. An ignored SIGHUP, as nohup leaves it, stays ignored."""
     import signal
 
-    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *hangup)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class AtOnce:

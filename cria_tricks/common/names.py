@@ -1,7 +1,7 @@
 """Find the name that a user means: letter case, spaces, ``-`` and ``_`` do not matter, and a wrong name gets a hint."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def plain(name: str) -> str:
@@ -31,8 +31,18 @@ def same(name: str, known: Iterable[str]) -> str | None:
     known = list(known)
     if name in known:
         return name
-    found = [other for other in known if plain(other) == plain(name)]
-    return found[0] if len(found) == 1 else None
+    return the_only(other for other in known if plain(other) == plain(name))
+
+
+def the_only(found: Iterable[str]) -> str | None:
+    """Return the name that was found if it is the only one; a choice among several would be a guess."""
+    names = list(found)
+    return names[0] if len(names) == 1 else None
+
+
+def repeated(names: Sequence[str]) -> str | None:
+    """Find the first name that is there more than once; ``None`` if each is there once."""
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -45,4 +55,22 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """
     by_plain = {plain(other): other for other in known}
     found = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=cutoff)
-    return by_plain[found[0]] if found else None
+    if not found:
+        return None
+    return by_plain[found[0]]
+
+
+def hint(near: str | None, otherwise: str) -> str:
+    """Ask whether the nearest name was meant.
+
+    Args:
+        near: the known name that looks most like the wrong one, if there is one.
+        otherwise: what to say where no name is near.
+
+    Examples:
+        >>> hint("smoke", "there are smoke, kwanzaa")
+        'did you mean smoke?'
+        >>> hint(None, "there are smoke, kwanzaa")
+        'there are smoke, kwanzaa'
+    """
+    return f"did you mean {near}?" if near else otherwise

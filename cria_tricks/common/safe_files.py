@@ -8,7 +8,7 @@ Each function looks without reading any of that, and says in words what it found
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -62,19 +62,31 @@ def program(folder: Path, but: Collection[str] = ()) -> str:
         if path.suffix.lower() in PICKLES:
             return f"{name} may be a pickle, a program that runs when it is read; no adapter needs it: take it away"
         try:
-            with path.open("rb") as file:
-                start = file.read(8)
-            # A safetensors file begins with the length of its header, which may look like a pickle's first bytes.
-            tensors = path.suffix.lower() == ".safetensors"
-            why = _no_safetensors(path) if tensors else ""
-            if (why or not tensors) and _begins_like_a_program(start):
-                return f"{name} is a pickle or an archive by its first bytes, whatever its name says"
-            if why:
-                return f"{name} is no safetensors file: {why}"
-            if name.endswith(("config.json", "index.json")) and (why := _asks_for(path)):
-                return f"{name}: {why}"
+            why = _runs(path, name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
+        if why:
+            return why
+    return ""
+
+
+def _runs(path: Path, name: str) -> str:
+    """Why a file is a program by its content, or not what its name says; empty for a file that may be read."""
+    with path.open("rb") as file:
+        start = file.read(8)
+    broken = ""
+    if path.suffix.lower() == ".safetensors":
+        broken = _no_safetensors(path)
+        # The file begins with the length of its header, which may look like a pickle's first bytes.
+        if not broken:
+            return ""
+    if _begins_like_a_program(start):
+        return f"{name} is a pickle or an archive by its first bytes, whatever its name says"
+    if broken:
+        return f"{name} is no safetensors file: {broken}"
+    if name.endswith(("config.json", "index.json")):
+        asks = _asks_for(path)
+        return f"{name}: {asks}" if asks else ""
     return ""
 
 
@@ -86,7 +98,9 @@ def _everything(folder: Path) -> Iterator[Path]:
 
 
 def _begins_like_a_program(start: bytes) -> bool:
-    return start.startswith(_ARCHIVES) or (start[:1] == b"\x80" and start[1:2] <= b"\x05" and len(start) > 1)
+    # A pickle of protocol 2 to 5 begins with the byte 0x80 and the number of the protocol.
+    is_pickle = len(start) > 1 and start[:1] == b"\x80" and start[1:2] <= b"\x05"
+    return start.startswith(_ARCHIVES) or is_pickle
 
 
 def _no_safetensors(path: Path) -> str:
@@ -103,15 +117,24 @@ def _asks_for(path: Path) -> str:
     """What a config asks for that is not given: code, or a file from elsewhere. A broken one is its reader's affair."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        return next(filter(None, (_refused(key, value) for key, value in _fields(config))), "")
+        for key, value in _fields(config):
+            why = _refused(key, value)
+            if why:
+                return why
     except (ValueError, RecursionError):
-        return ""
+        pass
+    return ""
 
 
 def _fields(node: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value of a JSON document, however deep."""
+    inside: Any = ()
     if isinstance(node, dict):
         yield from node.items()
-    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        inside = node.values()
+    elif isinstance(node, list):
+        inside = node
+    for inner in inside:
         yield from _fields(inner)
 
 
@@ -123,13 +146,17 @@ def _refused(key: str, value: Any) -> str:
     # Written by old tokenizers and read by none: where their author's copy of that file was.
     if key == "special_tokens_map_file":
         return ""
-    files: Any = ()
-    if key == "weight_map":
-        files = value.values() if isinstance(value, dict) else [value]
-    elif key == "transformers_weights" or key.endswith(("_file", "_files")):
-        files = value if isinstance(value, list) else [value]
-    return next((f"{key} names {name}, which is not in the folder" for name in files if _elsewhere(name)), "")
+    if key == "weight_map" or key == "transformers_weights" or key.endswith(("_file", "_files")):
+        for name in _named_files(key, value):
+            if isinstance(name, str) and name != "" and leaves(name):
+                return f"{key} names {name}, which is not in the folder"
+    return ""
 
 
-def _elsewhere(name: Any) -> bool:
-    return isinstance(name, str) and name != "" and leaves(name)
+def _named_files(key: str, value: Any) -> Iterable[Any]:
+    """The files that a field of a config names: those of an index, a list of them, or a single one."""
+    if key == "weight_map" and isinstance(value, dict):
+        return value.values()
+    if key != "weight_map" and isinstance(value, list):
+        return value
+    return [value]

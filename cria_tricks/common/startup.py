@@ -1,4 +1,4 @@
-"""How the heavy libraries are imported, and how a command ends: without looking for garbage where there is none."""
+"""Spare a command Python's garbage collection: while the heavy libraries are imported, and when it ends."""
 
 import atexit
 import contextlib
@@ -10,7 +10,10 @@ from cria_tricks.common import waiting
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import without collections: the libraries make a million objects, all of them to stay, in a fifth less time."""
+    """Disable garbage collection while importing, which takes a fifth less time.
+
+    The libraries make a million objects. All of them stay, so a collection would search them and free nothing.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,5 +25,5 @@ def importing() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """Spare this process its last collection, a second over a million objects that the system takes back anyway."""
+    """Skip the last garbage collection of this process [1 s]: the system takes back all of its memory anyway."""
     atexit.register(gc.freeze)

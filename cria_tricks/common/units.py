@@ -13,12 +13,14 @@ def human(count: int | float) -> str:
         >>> human(980 * 2**20)
         '980.0 MiB'
     """
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    size = count / 1024
+    for unit in ("KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def duration(seconds: float) -> str:
@@ -42,7 +44,9 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
     days = seconds / 86_400
-    return f"{_rounded(days)} days" if days < 730 else f"{_rounded(days / 365):,} years"
+    if days < 730:
+        return f"{_rounded(days)} days"
+    return f"{_rounded(days / 365):,} years"
 
 
 def money(usd: float) -> str:
@@ -54,16 +58,20 @@ def money(usd: float) -> str:
         >>> [money(usd) for usd in (0.004, 0.0365, 2.5, 1_423_140.58)]
         ['less than a cent', '$0.04', '$2.50', '$1,423,141']
     """
-    cents = _rounded(100 * usd)
     if usd < 0.01:
         return "less than a cent"
-    return f"${cents // 100}.{cents % 100:02}" if cents < 10_000 else f"${_rounded(usd):,}"
+    cents = _rounded(100 * usd)
+    if cents < 10_000:
+        return f"${cents // 100}.{cents % 100:02}"
+    return f"${_rounded(usd):,}"
 
 
 def _short(number: float, unit: str) -> str:
     """Write a number with one decimal if it is below ten, and with none above."""
     tenths = _rounded(10 * number)
-    return f"{tenths // 10}.{tenths % 10} {unit}" if tenths < 100 else f"{_rounded(number)} {unit}"
+    if tenths < 100:
+        return f"{tenths // 10}.{tenths % 10} {unit}"
+    return f"{_rounded(number)} {unit}"
 
 
 def _rounded(number: float) -> int:

@@ -28,7 +28,8 @@ class Waiting:
     """
 
     def __init__(self, say: Callable[[str], Any], clock: Callable[[], float] = time.monotonic):
-        self.say, self.clock = say, clock
+        self.say = say
+        self.clock = clock
         self.phases: list[str] = []
         self.began = self.printed = self.said = clock()
         self.in_a_line = False
@@ -47,7 +48,8 @@ class Waiting:
         if left > 0:
             return left
         self.say("\n" * self.in_a_line + f"still {self.phases[-1]}, {now - max(self.began, self.printed):.0f} s\n")
-        self.said, self.in_a_line = now, False
+        self.said = now
+        self.in_a_line = False
         return PATIENCE
 
     def listen_to(self, stream: TextIO) -> None:
@@ -85,7 +87,8 @@ def start(what: str, streams: Iterable[TextIO]) -> None:
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Name what is being done: ``"loading NAME"``."""
-    if (waiting := _waiting) is None:
+    waiting = _waiting
+    if waiting is None:
         yield
         return
     waiting.phases.append(what)
@@ -100,7 +103,8 @@ def doing(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Say nothing: the user is asked for something, or another process speaks."""
-    if (waiting := _waiting) is None:
+    waiting = _waiting
+    if waiting is None:
         yield
         return
     waiting.paused += 1

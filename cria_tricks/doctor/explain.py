@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.names import nearest, plain
+from cria_tricks.common.markdown_table import cell, markdown_table
+from cria_tricks.common.names import hint, nearest, plain
 from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
@@ -73,9 +74,8 @@ def explain(name: str) -> Explained:
         known |= {switch.removesuffix("=true"): trick for switch in trick.SWITCHES if switch not in known}
     wanted = plain(name).removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
     if wanted not in known:
-        near = nearest(wanted, known)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(map(trick_name, _all()))}"
-        raise BadInput(f"unknown trick {name}: {hint}")
+        there_are = f"there are {', '.join(map(trick_name, _all()))}"
+        raise BadInput(f"unknown trick {name}: {hint(nearest(wanted, known), there_are)}")
     return _explained(known[wanted])
 
 
@@ -124,11 +124,11 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
 
 def markdown(group: str) -> str:
     """A table as it stands in README.md."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    rows = []
     for row in table(group):
-        cells = {**row, "set": ", ".join(f"`{part}`" for part in row["set"].split(", "))}
-        lines.append(f"| {' | '.join(cells[column].replace('|', chr(92) + '|') for column in COLUMNS)} |")
-    return "\n".join(lines)
+        row["set"] = ", ".join(f"`{part}`" for part in row["set"].split(", "))
+        rows.append([cell(row[column]) for column in COLUMNS])
+    return "\n".join(markdown_table(COLUMNS, rows))
 
 
 def write_into(path: Path) -> None:

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import human
+from cria_tricks.common.units import DTYPE, human
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.recipe import Recipe, with_settings
@@ -94,7 +94,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     field = switch.partition("=")[0]
-    over = _OVER.get(field, "").format(half="precision=bf16" if device.real_bf16 else "precision=fp16")
+    over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
     settings = [f"tricks.{setting}" for setting in ("peft=lora", *over.split(), switch)]
     entry = {"trick": trick, "set": settings[-1]}
     try:
@@ -111,7 +111,7 @@ def _attention(device: Device) -> dict[str, str]:
     The calls are those of transformers 5: with a mask it repeats keys and values; without one it leaves the
     grouping to torch (``enable_gqa``), and not every kernel takes that.
     """
-    half = torch.bfloat16 if device.real_bf16 else torch.float16 if device.kind == "cuda" else torch.float32
+    half = getattr(torch, DTYPE[device.best_precision])
     tokens, attend = 64, torch.nn.functional.scaled_dot_product_attention
     q, kv = (torch.zeros(1, n, tokens, 64, dtype=half, device=device.kind, requires_grad=True) for n in (32, 8))
     wide, mask = expand_kv(kv, 4), torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()

@@ -88,7 +88,7 @@ def packed_documents(weights: Weights) -> tuple[bool, str]:
 def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
     """Train in 16 bits and hold the logged losses against those in float64, of the same logits."""
     device = this_device()
-    half = "bf16" if device.real_bf16 or device.kind == "cpu" else "fp16"
+    half = "bf16" if device.kind == "cpu" else device.half_precision
     # Four rows, a step each: of one loss, rounding may happen to be small. The weights stay as they are.
     rows, still = random_rows((48, 5), (40, 3), (31, 2), (23, 4)), ("train.max_steps=4", "train.learning_rate=1e-9")
     off = {}

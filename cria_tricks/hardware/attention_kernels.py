@@ -72,4 +72,6 @@ def kernel_for(device: Device, dtype: torch.dtype, *, masked: bool, grouped: boo
     if device.capability >= (8, 0) and dtype in (torch.float16, torch.bfloat16) and not masked:
         return "flash"
     emulated = dtype == torch.bfloat16 and device.capability < (8, 0)
-    return "math" if grouped or emulated else "memory-efficient"
+    if grouped or emulated:
+        return "math"
+    return "memory-efficient"

@@ -5,10 +5,10 @@ sums in fp32, and one way over PCIe, which datasheets give both ways at once. No
 of them it gets is one number in ``cost.py``.
 """
 
-import difflib
 from dataclasses import dataclass
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import hint, nearest
 from cria_tricks.hardware.device import T4, Device
 
 
@@ -34,8 +34,9 @@ class Card:
 
     def flops(self, precision: str) -> float:
         """Products a second in ``fp32``, ``fp16`` or ``bf16``; bf16 that is emulated is computed in fp32."""
-        real = precision == "fp16" or (precision == "bf16" and self.device.real_bf16)
-        return self.half_flops if real else self.full_flops
+        if precision == "fp16" or (precision == "bf16" and self.device.real_bf16):
+            return self.half_flops
+        return self.full_flops
 
 
 # Bytes as deviceQuery or torch prints them; a driver takes a little more or less, and error correction its sixteenth.
@@ -126,6 +127,6 @@ def _known(name: str, known: dict[str, Card] | dict[str, Flavor], what: str) -> 
     wanted = name.strip().lower()
     if wanted in known:
         return wanted
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    raise BadInput(f"unknown {what} {name}: {hint}")
+    near = nearest(wanted, known, cutoff=0.5)
+    there_are = f"there are {', '.join(known)}"
+    raise BadInput(f"unknown {what} {name}: {hint(near, there_are)}")

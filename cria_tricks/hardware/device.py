@@ -31,6 +31,27 @@ class Device:
     memory_bytes: int
 
     @property
+    def half_precision(self) -> str:
+        """The 16-bit format to compute in: ``bf16`` where the hardware really has it, else ``fp16``."""
+        return "bf16" if self.real_bf16 else "fp16"
+
+    @property
+    def best_precision(self) -> str:
+        """:attr:`half_precision`, but ``fp32`` on a CPU without bf16, because most CPUs only emulate fp16."""
+        if self.kind == "cpu" and not self.real_bf16:
+            return "fp32"
+        return self.half_precision
+
+    @property
+    def needs_expand_kv(self) -> bool:
+        """Whether grouped heads must be repeated before attention.
+
+        Torch's flash kernel takes grouped heads as they are. It runs from compute capability 8.0 on; older cards would
+        fall back to the math kernel (see ``tricks/expand_kv.py``).
+        """
+        return self.kind == "cuda" and self.capability < (8, 0)
+
+    @property
     def slow_fp16(self) -> bool:
         """Whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card."""
         return self.kind == "cpu" and _fp16_is_slow()
@@ -90,19 +111,21 @@ def _product_seconds(dtype: str) -> float:
     """The fastest of several products of two small matrices [seconds]; the first ones find their kernels."""
     import torch
 
-    a, found = torch.ones(128, 128, dtype=getattr(torch, dtype), device="cpu"), []
+    matrix = torch.ones(128, 128, dtype=getattr(torch, dtype), device="cpu")
+    seconds = []
     for _ in range(8):
         began = time.perf_counter()
-        a @ a
-        found.append(time.perf_counter() - began)
-    return min(found)
+        matrix @ matrix
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:
     import torch
 
-    # An older torch cannot tell; then nothing is assumed.
-    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return {}  # an older torch cannot tell; then nothing is assumed
+    has = torch.cpu.get_capabilities()
     if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("AVX2", "AVX512_CORE"):
         # oneDNN, which multiplies bf16 matrices, is held to an older processor; torch still names the real one.
         return {**has, "avx512_bf16": False, "amx_bf16": False}

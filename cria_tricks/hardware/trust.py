@@ -24,4 +24,6 @@ TIGHT = 0.9
 
 def may_not_fit(needed: int, capacity: int) -> str:
     """Say that a run fits only narrowly, and why that may not be enough; nothing if it fits well or does not fit."""
-    return f"may not fit in practice: {FITS}" if TIGHT * capacity < needed <= capacity else ""
+    if TIGHT * capacity < needed <= capacity:
+        return f"may not fit in practice: {FITS}"
+    return ""

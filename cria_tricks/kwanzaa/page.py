@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cria_tricks.common.markdown_table import cell, markdown_table
+
 NAMES = {
     "format": "format compliance",
     "citations": "citation accuracy (F1)",
@@ -154,8 +156,8 @@ def _quoted(text: str) -> list[str]:
 
 
 def _table(*rows: Sequence[str]) -> list[str]:
-    head, *lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-    return [head, "|" + "---|" * len(rows[0]), *lines, ""]
+    columns, *lines = [[cell(text) for text in row] for row in rows]
+    return [*markdown_table(columns, lines), ""]
 
 
 def _value(found: Mapping[str, float] | None, sign: str = "") -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.publish import TAG
-from cria_tricks.common.errors import BadInput, JobFailed, redacted, usable_path
+from cria_tricks.common.errors import BadInput, JobFailed, cure, in_one_line, redacted, usable_path
 from cria_tricks.common.units import duration, human, money
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
@@ -199,6 +199,4 @@ def _why(ended: Any, job: Job, last: str) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    cure = f"; {CURES[status]}" if status in CURES else ""
-    return f"--on hf-jobs: {' '.join(str(error).split()) or type(error).__name__}{cure}"
+    return f"--on hf-jobs: {in_one_line(error)}{cure(error, CURES)}"

@@ -198,9 +198,9 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     tricks = Tricks(
         gradient_accumulation=8,
         gradient_checkpointing=True,
-        precision="bf16" if device.real_bf16 else "fp16",
+        precision=device.half_precision,
         attention="sdpa",
-        expand_kv=device.capability < (8, 0),
+        expand_kv=device.needs_expand_kv,
     )
     if method != "full":
         tricks = tricks.model_copy(update={"peft": "lora"})

@@ -3,11 +3,11 @@
 These are its words and numbers, not ours; ``advice.py`` puts ours beside them.
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import hint, nearest
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def refuse_unknown(tokens: int | None, budget: float | None, kind: str) -> None:
         BadInput: for an unknown kind, or tokens or a budget that is not above zero.
     """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        raise BadInput(f"--kind {kind}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"))
+        there_are = f"there are {', '.join(KINDS)}"
+        raise BadInput(f"--kind {kind}: {hint(nearest(kind, KINDS), there_are)}")
     if tokens is not None and tokens < 1:
         raise BadInput(f"--tokens {tokens}: must be a whole number above 0")
     if budget is not None and not (math.isfinite(budget) and budget > 0):

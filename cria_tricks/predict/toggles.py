@@ -297,10 +297,9 @@ def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
 
 def _choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
     """Values to try for each field that changes no more than how a step is computed."""
-    half = "bf16" if device.real_bf16 else "fp16"
     frozen = recipe.tricks.peft != "none"
     return {
-        "precision": ("fp32", half),
+        "precision": ("fp32", device.half_precision),
         "attention": ("eager", "sdpa"),
         "expand_kv": (False, True),
         "quantization": ("none", "int8", "nf4") if frozen else ("none",),

@@ -1,4 +1,4 @@
-"""How a command ends that cannot go on: one line, of one process, and an exit code."""
+"""End a command that cannot go on: one of its processes prints one line, and all end with the same exit code."""
 
 import contextlib
 import os

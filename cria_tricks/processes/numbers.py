@@ -47,19 +47,24 @@ def refuse_odd_numbers() -> None:
         BadInput: naming the variable.
     """
     for name in NUMBERS:
-        if (said := os.environ.get(name, "")) and not said.isdecimal():
+        said = os.environ.get(name, "")
+        if said and not said.isdecimal():
             raise BadInput(f"{name}={said}: must be a whole number, as a launcher such as torchrun sets it; unset it")
 
 
 def see_one_card() -> None:
-    """Let a process that a launcher has started see the one card that is its own. Before CUDA is first asked."""
+    """Let a process that a launcher has started see only its own card. Call it before CUDA is first asked."""
     if "LOCAL_RANK" not in os.environ:
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",") if visible else []
     here = _number("LOCAL_RANK", 0)
-    if visible != "" and not (cards and here >= len(cards)):
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[here] if cards else str(here)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:  # all cards are visible, and numbered from 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(here)
+        return
+    cards = visible.split(",")
+    # An empty list hides all cards, and stays as it is; so does one that is too short for this process.
+    if visible and here < len(cards):
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[here]
 
 
 def may_speak() -> bool:
@@ -85,8 +90,9 @@ def starts_again() -> bool:
 
 def go_on() -> str:
     """What becomes of a run with checkpoints that has lost a process."""
-    on = "all are started again and go on from there" if starts_again() else "go on with --resume"
-    return f"what was saved is whole: {on}"
+    if starts_again():
+        return "what was saved is whole: all are started again and go on from there"
+    return "what was saved is whole: go on with --resume"
 
 
 def _launchers_store() -> Any:

@@ -1,10 +1,10 @@
-"""Which start of its processes this is: a launcher that restarts them keeps its store, and all that was said in it.
+"""Agree on a name for the current launch, so that restarted processes do not read what earlier ones have left.
 
-torchrun's agent outlives its workers and shares one TCPStore with all of them, restarted ones too. What the dead wrote
-there, the addresses they listened at for instance, is still there, and a new process that reads it first connects to
-nobody (pytorch issue 135712: by chance it works). The count in ``TORCHELASTIC_RESTART_COUNT`` does not tell rounds
-apart: each agent counts its own failures, and a change of members is none. So the processes agree on a name for the
-round, and all else they say is said under it.
+torchrun's agent outlives its workers and shares one TCPStore with all of them, restarted ones too. What a dead process
+wrote there is still there, its address for example. A new process that reads a stale address connects to nobody
+(pytorch issue 135712: by chance it works). The count in ``TORCHELASTIC_RESTART_COUNT`` cannot tell launches apart,
+because each agent counts its own failures, and a change of members is none. So the processes agree on a new name, and
+everything else that they write into the store has this name as its prefix.
 """
 
 import time
@@ -17,32 +17,35 @@ PAUSE = 0.02
 """Seconds between two looks at the store."""
 
 
-def agree(store: Any, number: int, size: int, timeout: float) -> str:
-    """Name this round, in all of its processes, whatever earlier ones have left in the store.
+def agree(store: Any, rank: int, size: int, timeout: float) -> str:
+    """Agree with the other processes on a name for this launch, whatever earlier launches have left in the store.
 
-    The first process writes a new name and waits until each of the others has put a word of its own under it; then it
-    repeats these words. The others put their word under whatever name they find, and go on under the one whose words
-    hold theirs: an old name's cannot, for a word is made anew each time. It needs the processes of earlier rounds to be
-    gone, which a launcher sees to.
+    Process 0 writes a new name. Every other process writes a random token under the name that it reads, and process 0
+    echoes all tokens under its new name. A process whose own token is in the echo knows that the name is the new one:
+    an old echo cannot hold a token that was made just now. The processes of earlier launches must be gone by then,
+    which the launcher sees to.
 
     Args:
         store: torch's, of the launcher.
-        number: of this process.
-        size: how many there are.
-        timeout: seconds after which a process gives up.
+        rank: of this process.
+        size: how many processes there are.
+        timeout: after which a process gives up [s].
 
     Raises:
         Lost: if some process does not come.
     """
-    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout
-    if number == 0:
-        store.set("cria_tricks/round", word)
-        store.set(f"cria_tricks/{word}/all", b" ".join(store.get(f"cria_tricks/{word}/{n}") for n in range(1, size)))
-        return word
+    deadline = time.monotonic() + timeout
+    token = uuid.uuid4().hex
+    if rank == 0:
+        name = token
+        store.set("cria_tricks/round", name)
+        tokens = [store.get(f"cria_tricks/{name}/{other}") for other in range(1, size)]  # waits for each of them
+        store.set(f"cria_tricks/{name}/all", b" ".join(tokens))
+        return name
     while time.monotonic() < deadline:
         name = store.get("cria_tricks/round").decode()
-        store.set(f"cria_tricks/{name}/{number}", word)
-        if store.check([f"cria_tricks/{name}/all"]) and word.encode() in store.get(f"cria_tricks/{name}/all"):
+        store.set(f"cria_tricks/{name}/{rank}", token)
+        if store.check([f"cria_tricks/{name}/all"]) and token.encode() in store.get(f"cria_tricks/{name}/all"):
             return name
         time.sleep(PAUSE)
     raise Lost("the first process of this run did not start")

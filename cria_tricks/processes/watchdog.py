@@ -1,4 +1,4 @@
-"""Whether the other processes of a run, on this machine, are still alive."""
+"""Watch whether the other processes of a run on this machine are still alive, and end this one if they are not."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ PATIENCE = 20.0
 """Seconds that a process has to notice that another is gone; torchrun's patience is 30."""
 
 
-def find(store: Any, number: int, size: int) -> list[int]:
-    """The numbers that this machine's system gave the other processes."""
+def find(store: Any, rank: int, size: int) -> list[int]:
+    """List the process ids of the run's other processes on this machine; each process tells its own in the store."""
     here = socket.gethostname()
-    store.set(f"place/{number}", f"{here} {os.getpid()}")
-    places = [store.get(f"place/{other}").decode().split() for other in range(size) if other != number]
-    return [int(process) for host, process in places if host == here]
+    store.set(f"place/{rank}", f"{here} {os.getpid()}")
+    places = [store.get(f"place/{other}").decode().split() for other in range(size) if other != rank]
+    return [int(process_id) for host, process_id in places if host == here]
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def watched(others: list[int], advice: str) -> Iterator[None]:
     launcher would kill it, without a word, 30 s later.
 
     Args:
-        others: the numbers that the system gave them.
+        others: their process ids.
         advice: what is said beside the fact.
     """
     over = threading.Event()
@@ -40,6 +40,7 @@ def watched(others: list[int], advice: str) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(1):
             if any(map(_gone, others)):
+                # The main thread usually notices by itself, and has more to say.
                 if not over.wait(PATIENCE):
                     leave(f"error: {LOST}; {advice}", 1)
                 return
@@ -51,8 +52,8 @@ def watched(others: list[int], advice: str) -> Iterator[None]:
         over.set()
 
 
-def _gone(process: int) -> bool:
+def _gone(process_id: int) -> bool:
     try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True

@@ -1,9 +1,9 @@
-"""The processes of one run: how they join, what they must agree on, and how they end together.
+"""Join the processes of one run, and let them agree, act once for all, and end together.
 
-A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command and numbers them in the environment.
-They join here, and the numbers are taken out of the environment: from then on every library takes its process for one
-that is alone on one card. The strategies of this package are all that ties them together, so whatever holds for a run
-of one process (the losses, the order of the rows, the checkpoints) is decided in one place for any number.
+A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command and writes their ranks into the
+environment. The processes join here, and the ranks are taken out of the environment: from then on every library
+believes that its process is alone on one card. Only this package's strategies connect the processes, so whatever holds
+for a run of one process (losses, order of the rows, checkpoints) is decided in one place for any number.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is in a run, and what it shares with the others; alone, everything here does nothing.
+    """The rank of this process, the world size, and the collectives; for a single process these do nothing.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
-        data: how many shares the rows are divided into.
+        rank: of this process.
+        size: the world size, the number of processes.
+        data: how many data-parallel shares the rows are divided into.
         mesh: the processes as a grid of (data, tensor); ``None`` for a single one.
     """
 
@@ -56,21 +56,21 @@ class World:
 
     @property
     def tensor(self) -> int:
-        """How many processes share the matrices of a block."""
+        """The tensor-parallel size: how many processes share the matrices of a block."""
         return self.size // self.data
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows is this process's."""
+        """The data-parallel rank: which share of the rows this process trains on."""
         return self.rank // self.tensor
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the main process, which alone writes files and speaks to the user."""
         return self.rank == 0
 
     def sum(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Add a tensor up over the shares of the rows, in place."""
+        """All-reduce a tensor to its sum over the data-parallel ranks, in place."""
         if self.data > 1:
             import torch.distributed as dist
 
@@ -79,7 +79,7 @@ class World:
         return value
 
     def highest(self, *values: float) -> list[float]:
-        """The largest of each value over all processes: a flag that one has raised is raised for all."""
+        """All-reduce each value to its maximum over all ranks; so a flag that one process raises is raised for all."""
         if self.size == 1:
             return list(values)
         import torch
@@ -90,7 +90,7 @@ class World:
         return together.tolist()
 
     def first(self, function: Callable[[], T]) -> T:
-        """Call a function in the first process; all get what it returns, or raise what it raises."""
+        """Call a function on rank 0 only, and broadcast what it returns, or what it raises, to all ranks."""
         if self.size == 1:
             return function()
         import torch.distributed as dist
@@ -108,19 +108,26 @@ class World:
 
     @contextlib.contextmanager
     def within(self, context: "contextlib.AbstractContextManager[Any]") -> Iterator[None]:
-        """Be inside a context of the first process; it alone enters it, and what that raises all raise."""
+        """Enter a context on rank 0 only; if that raises, all ranks raise the same."""
         with contextlib.ExitStack() as stack:
-            self.first(lambda: stack.enter_context(context) and None)
+
+            def enter() -> None:  # what a context yields need not be picklable, so it is not broadcast
+                stack.enter_context(context)
+
+            self.first(enter)
             yield
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank, in the first one; an empty list in the others."""
+        """Gather the values of all ranks, in order, on rank 0; the other ranks get an empty list."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size if self.is_first else []
-        dist.gather_object(value, found if self.is_first else None)
+        if not self.is_first:
+            dist.gather_object(value)
+            return []
+        found: list[Any] = [None] * self.size
+        dist.gather_object(value, found)
         return found
 
 
@@ -155,19 +162,20 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
     see_one_card()
     patience = timedelta(seconds=timeout)
     with in_one_line():
-        store, number, size = next(iter(dist.rendezvous("env://", timeout=patience)))
-        store = dist.PrefixStore(f"cria_tricks/{agree(store, number, size, timeout)}", store)
+        launchers_store, own_rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        launch = agree(launchers_store, own_rank, size, timeout)
+        store = dist.PrefixStore(f"cria_tricks/{launch}", launchers_store)
         keep(store)
         # Both: what processes agree on lies in the machine's memory, what they compute on their cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=patience)
-    others = watchdog.find(store, number, size)
+        dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=patience)
+    others = watchdog.find(store, own_rank, size)
     hidden = {name: os.environ.pop(name) for name in NUMBERS if name in os.environ}
     try:
         with in_one_line(), watchdog.watched(others, advice):
             yield
     except BaseException:
-        os.environ |= hidden  # no farewell: the others may be gone, and it would wait for them
+        os.environ |= hidden  # destroy_process_group is not called: it would wait for processes that may be gone
         raise
     grid.cache_clear()
     dist.destroy_process_group()
@@ -188,6 +196,8 @@ def in_one_line() -> Iterator[None]:
 def _is_loss(error: RuntimeError) -> bool:
     import torch.distributed as dist
 
+    if isinstance(error, getattr(dist, "DistError", ())):
+        return True
+    # gloo raises a plain RuntimeError, so only its words tell.
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out", "gloo")
-    known = getattr(dist, "DistError", ())
-    return isinstance(error, known) or any(word in str(error) for word in words)
+    return any(word in str(error) for word in words)

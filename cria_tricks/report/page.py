@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.common import atomic_files
+from cria_tricks.common.markdown_table import markdown_table
 from cria_tricks.common.units import human
 from cria_tricks.measure import monitor
 from cria_tricks.recipe import Recipe
@@ -42,8 +43,11 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
     memory = [
-        f"| {name} | {human(phase['allocated_bytes'])} | "
-        f"{human(phase.get('reserved_bytes', phase.get('process_bytes', 0)))} |"
+        (
+            name,
+            human(phase["allocated_bytes"]),
+            human(phase.get("reserved_bytes", phase.get("process_bytes", 0))),
+        )
         for name, phase in report["memory"].items()
     ]
     beside = "reserved by the allocator" if report["plan"]["device"]["kind"] == "cuda" else "process so far (RSS)"
@@ -54,17 +58,13 @@ def markdown(report: Mapping[str, Any]) -> str:
             what_ran.in_words(Recipe.model_validate(recipe), report["model"], data["train_kinds"]),
             *(["", report["model_note"]] if report["model_note"] else []),
             "",
-            "| what | value |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows),
+            *markdown_table(("what", "value"), rows),
             "",
             "![loss and memory by step](report.png)",
             "",
             "## Peak memory by phase" + ", first process" * (len(report["monitor"]) > 1),
             "",
-            f"| phase | live | {beside} |",
-            "|---|---|---|",
-            *memory,
+            *markdown_table(("phase", "live", beside), memory),
             "",
             *_compared(report),
             *_watched(report),
@@ -95,8 +95,10 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _steps(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
     """What each step of the data read, took away and added."""
-    rows = [f"| {step} | {entry['rows']:,} | {entry['words']:,} |" for step, entry in counts.items()]
-    return ["| training rows | rows | words |", "|---|---|---|", *rows, ""] if rows else []
+    if not counts:
+        return []
+    rows = [(step, f"{entry['rows']:,}", f"{entry['words']:,}") for step, entry in counts.items()]
+    return [*markdown_table(("training rows", "rows", "words"), rows), ""]
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
@@ -112,9 +114,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     return [
         "## Estimated and measured, largest training step",
         "",
-        "| what | bytes | why |",
-        "|---|---|---|",
-        *(f"| {name} | {human(size)} | {why} |" for name, size, why in rows),
+        *markdown_table(("what", "bytes", "why"), [(name, human(size), why) for name, size, why in rows]),
         "",
     ]
 
@@ -129,25 +129,22 @@ def _watched(report: Mapping[str, Any]) -> list[str]:
             "",
             f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`.",
             "",
-            "| what | mean | peak |",
-            "|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in monitor.table(sampled)),
+            *markdown_table(("what", "mean", "peak"), monitor.table(sampled)),
             "",
         ]
     if traced := report.get("profile"):
         first, last = traced["steps"]
+        operators = [
+            (f"`{row['name']}`", str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}")
+            for row in traced["operators"]
+        ]
         lines += [
             "## Where the time goes",
             "",
             f"Operators of steps {first} to {last}, {traced['seconds']:.3f} seconds on the {traced['device']} in all; "
             f"to look at: {', '.join(f'`{name}`' for name in traced['files'])}.",
             "",
-            "| operator | calls | seconds | share |",
-            "|---|---|---|---|",
-            *(
-                f"| `{row['name']}` | {row['calls']} | {row['seconds']:.3f} | {row['share']:.1%} |"
-                for row in traced["operators"]
-            ),
+            *markdown_table(("operator", "calls", "seconds", "share"), operators),
             "",
         ]
     return lines

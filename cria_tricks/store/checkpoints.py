@@ -10,7 +10,6 @@ No other pickle may lie in a checkpoint, what trains is in safetensors, and all 
 """
 
 import contextlib
-import importlib.metadata
 import json
 import re
 import shutil
@@ -24,6 +23,8 @@ from pydantic import ValidationError
 
 from cria_tricks.common import atomic_files, interrupts, safe_files
 from cria_tricks.common.errors import BadInput, Unwritten
+from cria_tricks.common.fields import flat
+from cria_tricks.common.version import ARITHMETIC, installed
 from cria_tricks.data.shards import Streamed
 from cria_tricks.data.sources import Source
 from cria_tricks.recipe import Recipe
@@ -153,18 +154,18 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """The newest first; of the same step, the one here before the mirror's."""
-        found = [*_in(self.folder), *(_in(self.mirror) if self.mirror else [])]
+        found = _in(self.folder)
+        if self.mirror:
+            found += _in(self.mirror)
         return sorted(found, key=_step, reverse=True)
 
 
 def describe(recipe: Recipe, found: Mapping[str, Source | Streamed], device: str, processes: int = 1) -> dict[str, Any]:
     """What makes two runs the same: recipe, rows, and what decides the last bit: versions, device, processes."""
-    packages = ("torch", "transformers", "peft", "bitsandbytes")
     return {
         "recipe": recipe.model_dump(mode="json"),
         "rows": {part: source.sha256 for part, source in found.items()},
-        "versions": {"device": device, "processes": processes}
-        | {name: importlib.metadata.version(name) for name in packages},
+        "versions": {"device": device, "processes": processes, **installed(ARITHMETIC)},
     }
 
 
@@ -180,14 +181,18 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
         raise BadInput(
             f"--resume: {where}: its recipe is of another version of cria_tricks; use the version that wrote it"
         ) from None
-    old, new = _flat(then), _flat(now["recipe"])
-    ignored = FREE | BY_CONTENT | _lengthened(old, new) | ({"model"} if "base" in before else set())
-    differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in new if key not in ignored and old[key] != new[key]]
+    old = flat(then)
+    new = flat(now["recipe"])
+    ignored = FREE | BY_CONTENT | _lengthened(old, new)
+    if "base" in before:  # the identity of the base's files counts, and not their name
+        ignored |= {"model"}
+    changed = [key for key in new if key not in ignored and old[key] != new[key]]
+    differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in changed]
     rows = before.get("rows", {})
     differ += [f"data.{part} (other rows)" for part in now["rows"] if part in rows and rows[part] != now["rows"][part]]
     if differ:
         longer = ""
-        if any(key not in ignored and old[key] != new[key] for key in LENGTH):
+        if not LENGTH.isdisjoint(changed):
             decides = "train.max_steps" if old["train.max_steps"] else "train.epochs"
             longer = f"; a run can be made longer by {decides}, which set its length, and never shorter"
         raise BadInput(
@@ -197,10 +202,12 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
 
 def _lengthened(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     """The fields of the length, if the run became no shorter."""
-    then, now = old["train.max_steps"], new["train.max_steps"]
+    then = old["train.max_steps"]
+    now = new["train.max_steps"]
+    is_longer = new["train.epochs"] >= old["train.epochs"]
     if then or now:  # where steps are set, epochs decide nothing
-        return LENGTH if then and now >= then else set()
-    return LENGTH if new["train.epochs"] >= old["train.epochs"] else set()
+        is_longer = bool(then) and now >= then
+    return LENGTH if is_longer else set()
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -210,7 +217,9 @@ def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         for name, version in now["versions"].items()
         if before["versions"].get(name, version) != version
     ]
-    return [f"{', '.join(changed)}: the resumed run may differ in the last bits"] if changed else []
+    if not changed:
+        return []
+    return [f"{', '.join(changed)}: the resumed run may differ in the last bits"]
 
 
 def _read(path: Path) -> Checkpoint:
@@ -239,7 +248,9 @@ def _unfit(path: Path) -> str:
 def _foreign(path: Path) -> str:
     """A file that nobody wrote may still be read; what a desktop or Drive leaves behind is not."""
     visible = [name for name in atomic_files.unlisted(path) if not name.startswith(".") and name != "desktop.ini"]
-    return f"{visible[0]} is not in its manifest" if visible else ""
+    if not visible:
+        return ""
+    return f"{visible[0]} is not in its manifest"
 
 
 def _prune(folder: Path) -> None:
@@ -248,10 +259,3 @@ def _prune(folder: Path) -> None:
     for ending in (atomic_files.ASIDE, atomic_files.OLD):  # of a process that was killed
         for path in folder.glob(f"checkpoint-*{ending}"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat

@@ -80,7 +80,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     plan = plan.refine("model", attn_implementation=IMPLEMENTATION)
     if device.kind != "cuda":
         return plan.warn("expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are")
-    if device.capability >= (8, 0) and tricks.precision != "fp32":
+    if not device.needs_expand_kv and tricks.precision != "fp32":
         return plan.warn(f"expand_kv gains nothing on {device.name}: its flash kernel takes grouped heads as they are")
     return plan
 

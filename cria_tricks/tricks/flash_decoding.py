@@ -101,6 +101,6 @@ def for_chat(device: Device) -> dict[str, str]:
     Returns:
         Keyword arguments; none where the default is right.
     """
-    if device.kind == "cuda" and device.capability < (8, 0):
+    if device.needs_expand_kv:
         return {"attn_implementation": IMPLEMENTATION}
     return {}
