@@ -10,7 +10,6 @@ from cria_tricks.doctor.collectives import SIZES
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp
-from cria_tricks.predict import links
 from cria_tricks.predict.links import LINKS, Link, Timing, compute_seconds, measured_link, step_seconds, when_it_stops
 from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import Recipe, with_settings
