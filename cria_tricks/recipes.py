@@ -97,10 +97,13 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
         raise BadInput(f"recipe {recipe!r}: must be a Recipe, the name of one, or the path of a .toml file")
     if isinstance(recipe, Path) or recipe.endswith(".toml"):
         return from_toml(recipe)
-    if name := same(recipe, NAMED):
+    name = same(recipe, NAMED)
+    if name:
         return NAMED[name](device)
+    hint = f"there are {', '.join(NAMED)}, or name a .toml file"
     near = nearest(recipe, NAMED)
-    hint = f"did you mean {near}?" if near else f"there are {', '.join(NAMED)}, or name a .toml file"
+    if near:
+        hint = f"did you mean {near}?"
     raise BadInput(f"unknown recipe {recipe}: {hint}")
 
 
@@ -109,4 +112,6 @@ def best_precision(device: Device | None) -> str:
     device = device or this_device()
     if device.real_bf16:
         return "bf16"
-    return "fp16" if device.kind == "cuda" else "fp32"
+    if device.kind == "cuda":
+        return "fp16"
+    return "fp32"
