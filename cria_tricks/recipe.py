@@ -39,9 +39,14 @@ Duration = Annotated[float, BeforeValidator(seconds)]
 
 def _words(value: Any) -> Any:
     """``"none"`` -> (), ``"tensorboard"`` -> ("tensorboard",)."""
-    words = (value,) if isinstance(value, str) else value
-    words = tuple(words) if isinstance(words, list) else words
-    return () if words == ("none",) else words
+    words = value
+    if isinstance(words, str):
+        words = (words,)
+    if isinstance(words, list):
+        words = tuple(words)
+    if words == ("none",):
+        return ()
+    return words
 
 
 Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValidator(_words)]
@@ -204,7 +209,9 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str
         return Recipe.model_validate(values)
     except ValidationError as error:
         line = _line_of([str(part) for part in error.errors()[0]["loc"]], text)
-        raise BadInput(f"{where}{f':{line}' if line else ''}: {_in_one_line(error)}") from None
+        if line:
+            where = f"{where}:{line}"
+        raise BadInput(f"{where}: {_in_one_line(error)}") from None
 
 
 def from_toml(path: str | Path) -> Recipe:
@@ -216,9 +223,10 @@ def from_toml(path: str | Path) -> Recipe:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         values = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise BadInput(f"recipe {path}: cannot be read: {reason}") from None
+    except OSError as error:
+        raise BadInput(f"recipe {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"recipe {path}: cannot be read: not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
     except RecursionError:
@@ -244,10 +252,12 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         >>> with_settings(Recipe(), ["lr=1e-3", "rank=8"]).lora.r
         8
     """
-    values, known = recipe.model_dump(mode="json"), field_names()
+    values = recipe.model_dump(mode="json")
+    known = field_names()
     for setting in settings:
         key, equals, text = setting.partition("=")
-        key, where = key.strip(), f"--set {setting}"
+        key = key.strip()
+        where = f"--set {setting}"
         if equals and not key:
             raise BadInput(f"{where}: the field before = is missing; write it as KEY=VALUE, e.g. train.max_steps=20")
         if not equals:
@@ -259,7 +269,10 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         place = values
         for group in groups:
             place = place[group]
-        place[name] = _parts(text) if isinstance(place[name], list) else _choice(field, text.strip())
+        if isinstance(place[name], list):
+            place[name] = _parts(text)
+        else:
+            place[name] = _choice(field, text.strip())
         values = build(values, where).model_dump(mode="json")
     return build(values, "recipe")
 
@@ -275,8 +288,9 @@ def _choice(field: str, text: str) -> str:
     group, _, name = field.rpartition(".")
     model = Recipe.model_fields[group].annotation if group else Recipe
     annotation = model.model_fields[name].annotation  # type: ignore[union-attr]
-    words = get_args(annotation) if get_origin(annotation) is Literal else ()
-    return same(text, words) or text
+    if get_origin(annotation) is not Literal:
+        return text
+    return same(text, get_args(annotation)) or text
 
 
 def field_names() -> list[str]:
@@ -284,8 +298,10 @@ def field_names() -> list[str]:
     names: list[str] = []
     for name, field in Recipe.model_fields.items():
         group = field.annotation
-        inner = group.model_fields if isinstance(group, type) and issubclass(group, BaseModel) else {}
-        names += [f"{name}.{key}" for key in inner] if inner else [name]
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            names += [f"{name}.{key}" for key in group.model_fields]
+        else:
+            names.append(name)
     return names
 
 
@@ -297,9 +313,11 @@ def _line_of(place: list[str], text: str) -> int:
         if not found:
             continue
         names = [name.strip("\"'") for name in found[2].split(".")]
-        if found[1]:
+        if found[1]:  # the line opens a table: [train]
             table = names
-        full = table if found[1] else [*table, *names]
+            full = table
+        else:
+            full = [*table, *names]
         if full[: len(place)] == place[: len(full)] and (len(full) >= len(place) or not found[1]):
             return number
     return 0
@@ -315,7 +333,8 @@ def _in_one_line(error: ValidationError) -> str:
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         close = nearest(first["input"], allowed)
-        near = f"; did you mean {close}?" if close else ""
+        if close:
+            near = f"; did you mean {close}?"
     if first["type"] in ("too_short", "string_too_short"):
         message = "must not be empty"
     if first["type"] == "model_type":

@@ -32,7 +32,8 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
 
 def still_off(recipe: Recipe, device: Device) -> list[str]:
     """Toggles that are off and would work here: ``["tricks.quantization=int8 or nf4 or fp4", ...]``."""
-    default, found = Tricks(), dict[str, list[str]]()
+    default = Tricks()
+    found: dict[str, list[str]] = {}
     warned = resolve(recipe, device).warnings
     for trick in TRICKS:
         for switch in trick.SWITCHES:

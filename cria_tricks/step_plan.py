@@ -133,7 +133,7 @@ class Plan:
         fields = getattr(self, slot)
         if not name:
             return fields
-        return [fields[name]] if name in fields else []
+        return [value for field, value in fields.items() if field == name]
 
     def _refuse_unknown(self, where: str, name: Any) -> None:
         if name not in NAMES[where]:

@@ -22,7 +22,7 @@ OPTIONAL = {"ipython": "imported inside a try, for a figure in a notebook, where
 """What the package imports without a declaration, and why it may."""
 
 USED_BY = {
-    "gguf": ("cria_tricks/models.py", "gguf_file="),  # transformers reads a GGUF file with it
+    "gguf": ("cria_tricks/models/__init__.py", "gguf_file="),  # transformers reads a GGUF file with it
     "pytest-xdist": ("Makefile", "--numprocesses"),
     "pytest-benchmark": ("pyproject.toml", "--benchmark-skip"),
     "ruff": ("Makefile", "bin/ruff"),

@@ -22,7 +22,9 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
 
     from cria_tricks.tricks.side_network import SideBlock
 
-    given = {} if weights is None else {"state_dict": weights}
+    given = {}
+    if weights is not None:
+        given["state_dict"] = weights
     if hasattr(model, "peft_config"):
         # By default peft may ask the hub, and save embeddings that nobody trained.
         model.save_pretrained(folder, save_embedding_layers=False, **given)

@@ -65,7 +65,8 @@ def load(plan: Plan, weights: Weights) -> Loaded:
         BadInput: if the model cannot be had, or does not fit the plan.
     """
     quiet_libraries()
-    weights, arguments = models.fetch(weights), dict(plan.model)
+    weights = models.fetch(weights)
+    arguments = dict(plan.model)
     if plan.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
@@ -145,7 +146,8 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, plan.model["dtype"]))
     except (ValueError, KeyError, ImportError) as error:
         raise BadInput(f"model {name}: is no causal language model: {first_line(error)}") from None
-    built, meant = type(model).__name__, config.architectures or []
+    built = type(model).__name__
+    meant = config.architectures or []
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
         # transformers would give it a new, random head.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
@@ -158,9 +160,16 @@ def _facts(model: Any, name: str) -> Facts:
     text: Any = model.config.get_text_config()
     head = model.get_output_embeddings()
     beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
-    beside += ["a bias"] if getattr(head, "bias", None) is not None else []
-    heads, kv_heads = (_number(text, field) for field in ("num_attention_heads", "num_key_value_heads"))
-    norms = [sum(weight.numel() for weight in norm.parameters()) for norm in modules_named(model, "q_norm")]
+    if getattr(head, "bias", None) is not None:
+        beside.append("a bias")
+    heads = _number(text, "num_attention_heads")
+    kv_heads = _number(text, "num_key_value_heads")
+    norms_whole_queries = False
+    norms = modules_named(model, "q_norm")
+    if norms:
+        # A norm of one head's queries is as wide as a head; a norm of all heads' queries is wider.
+        head_width = _number(text, "head_dim") or text.hidden_size // heads
+        norms_whole_queries = sum(weight.numel() for weight in norms[0].parameters()) > head_width
     layers = getattr(model.base_model, "layers", None)
     return Facts(
         name=name,
@@ -169,7 +178,7 @@ def _facts(model: Any, name: str) -> Facts:
         # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
         made_for_sdpa=model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None),
         beside_head=next(iter(beside), ""),
-        norms_whole_queries=bool(norms) and norms[0] > (_number(text, "head_dim") or text.hidden_size // heads),
+        norms_whole_queries=norms_whole_queries,
         blocks=None if layers is None else len(layers),
         heads=heads or 1,
         kv_heads=kv_heads or heads or 1,

@@ -41,6 +41,8 @@ def _say(
 ) -> None:
     if numbers.rank():  # one process speaks for all
         return
+    text = " ".join(str(message).split())
     library = re.search(r"(?:site|dist)-packages[/\\](\w+)", filename)
-    by = f"{library[1]}: " if library else ""
-    Aside().print(redacted(f"warning: {by}{' '.join(str(message).split())}"))
+    if library:
+        text = f"{library[1]}: {text}"
+    Aside().print(redacted(f"warning: {text}"))

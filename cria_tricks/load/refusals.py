@@ -54,7 +54,8 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     Raises:
         BadInput: naming the setting, and what to set.
     """
-    name, targets = facts.name, plan.peft.get("target_modules", ())
+    name = facts.name
+    targets = plan.peft.get("target_modules", ())
     if facts.heads % facts.kv_heads:
         raise BadInput(
             f"model {name}: {facts.heads} heads cannot share {facts.kv_heads} key heads; correct num_attention_heads "
@@ -64,12 +65,13 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
         raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
     for target in targets:
         if target != ALL_LINEAR and not facts.has(target):
+            way_out = f"set lora.target_modules={ALL_LINEAR} for every linear but the head"
             there = ",".join(each for each in targets if facts.has(each))
-            raise BadInput(
-                f"lora.target_modules: {name} has no module named {target}; set lora.target_modules={ALL_LINEAR} for "
-                "every linear but the head" + (f", or {there}, which it has" if there else "")
-            )
-    if (blocks := plan.peft.get("blocks", 0)) > (facts.blocks or 0):
+            if there:
+                way_out += f", or {there}, which it has"
+            raise BadInput(f"lora.target_modules: {name} has no module named {target}; {way_out}")
+    blocks = plan.peft.get("blocks", 0)
+    if blocks > (facts.blocks or 0):
         if facts.blocks is None:
             raise BadInput(f"tricks.peft=side_network: {name} has no list of blocks to copy; set tricks.peft=lora")
         raise BadInput(
@@ -78,7 +80,8 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
         _refuse_uncut(plan, facts, processes)
     if plan.loss["kind"] == "chunked":
-        if adapted := [target for target in targets if facts.is_head(target)]:
+        adapted = [target for target in targets if facts.is_head(target)]
+        if adapted:
             raise BadInput(
                 f"tricks.chunked_loss=true with {adapted[0]} in lora.target_modules: it is the head of {name}, which "
                 "must stay frozen; leave one out"
