@@ -412,7 +412,7 @@ print(f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB 
 print(f"{'needed, with CUDA':26}{bill.needed_bytes / MIB:10,.1f} MiB; a T4 has {T4.memory_bytes / MIB:,.1f}")
 for name, size in by_hand.items():
     assert size == sum(row.bytes for row in bill.rows if row.name.startswith(name)), name
-assert P1 == bill.shape.weights == 1_235_814_400
+assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
 # The same from a shell: `cria plan kwanzaa --gpu t4` prints the bill of the finished job, and its last table, the

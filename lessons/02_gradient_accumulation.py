@@ -412,7 +412,7 @@ print("--set tricks.gradient_accumulation=8")
 print(diff(resolve(before, T4), resolve(after, T4)))
 
 # %%
-waits = 4 * course.bill(before).trained_weights
+waits = 4 * course.bill(before).facts.trained_weights
 print(f"predicted: {waits / MIB:+,.1f} MiB")
 course.show_bill(before, after)
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits

@@ -54,7 +54,7 @@ def states(recipe):
 
 missing = {}
 for name, plain, eight in (("LoRA", before, after), ("all weights", full, full_8bit)):
-    N = course.bill(plain).trained_weights
+    N = course.bill(plain).facts.trained_weights
     predicted = N * (2 + 8 / 256)
     missing[name] = states(eight) - predicted
     print(f"{name}: {N:,} learn, {8 * N / MIB:,.1f} MiB in 32 bits")

@@ -380,8 +380,8 @@ print("--set tricks.paged_optimizer=true")
 print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 saved = state_bytes(before) - state_bytes(after)
-wide = sum(many * elements for many, elements in course.bill(after).trained if elements >= 100_000)
-print(f"paged: {wide:,} weights of {course.bill(after).trained_weights:,}, {saved / MIB:.1f} MiB")
+wide = sum(many * elements for many, elements in course.bill(after).facts.trained if elements >= 100_000)
+print(f"paged: {wide:,} weights of {course.bill(after).facts.trained_weights:,}, {saved / MIB:.1f} MiB")
 assert saved == wide * (2 + 8 / 256)
 
 # %% [markdown]

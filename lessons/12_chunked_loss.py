@@ -371,7 +371,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 
 # %%
-learning = course.bill(after).trained_weights
+learning = course.bill(after).facts.trained_weights
 predicted = {
     "logits": 8 * 256 * V - 12 * N * V,
     "weights in 16 bits": 2 * learning,
