@@ -100,27 +100,10 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
     name = same(recipe, NAMED)
     if name:
         return NAMED[name](device)
-<<<<<<< HEAD
     there_are = f"there are {', '.join(NAMED)}, or name a .toml file"
     raise BadInput(f"unknown recipe {recipe}: {hint(nearest(recipe, NAMED), there_are)}")
-=======
-    hint = f"there are {', '.join(NAMED)}, or name a .toml file"
-    near = nearest(recipe, NAMED)
-    if near:
-        hint = f"did you mean {near}?"
-    raise BadInput(f"unknown recipe {recipe}: {hint}")
->>>>>>> h-loop
 
 
 def best_precision(device: Device | None) -> str:
     """bf16 where the hardware really has it, fp16 on other GPUs, fp32 on other CPUs."""
-<<<<<<< HEAD
     return (device or this_device()).best_precision
-=======
-    device = device or this_device()
-    if device.real_bf16:
-        return "bf16"
-    if device.kind == "cuda":
-        return "fp16"
-    return "fp32"
->>>>>>> h-loop

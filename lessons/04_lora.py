@@ -386,7 +386,7 @@ family = {
 }
 bills = {name: course.bill(with_settings(after, [setting])) for name, (setting, _) in family.items()}
 for name, (_, predicted) in family.items():
-    assert bills[name].trained_weights == predicted
+    assert bills[name].facts.trained_weights == predicted
 assert LoraLinear(linear(), 16, 32, rslora=True).scale == 4 * LoraLinear(linear(), 16, 32).scale
 torch.testing.assert_close(LoraLinear(linear(), r, alpha, dora=True)(x), x @ W.T, rtol=0, atol=1e-5)  # |w| / |w| rounds
 assert torch.equal(SideBlock(linear(), D)(x), x @ W.T)
@@ -412,9 +412,8 @@ def of_family(theme: Theme):
         assert abs(end - bill.peak_bytes / GIB) < 1e-9, "a line of the bill is not drawn"
         axes.text(end, place, f" {end:.1f} GiB", va="center", color=theme.ink)
     capacity(axes, theme)
-    axes.set_yticks(
-        range(len(bills)), [f"{name}\n{bill.facts.trained_weights:,} learn" for name, bill in bills.items()]
-    )
+    names = [f"{name}\n{bill.facts.trained_weights:,} learn" for name, bill in bills.items()]
+    axes.set_yticks(range(len(bills)), names)
     axes.set(xlabel="peak of a training step, GiB", xlim=(0, 27), ylim=(len(bills) - 0.5, -1.2))
     axes.grid(axis="x")
     axes.legend(loc="lower right")

@@ -83,9 +83,7 @@ assert sum(answering(longest).values()) < T4.memory_bytes / 2
 # %%
 for past in (2048, longest):
     read = sum(answering(past).values())
-    work = (
-        2 * (shape.active_weights + training.facts.trained_weights) + 4 * L * H * D * past
-    )  # scores, and sums of values
+    work = 2 * (shape.active_weights + training.facts.trained_weights) + 4 * L * H * D * past  # scores, sums of values
     print(f"after {past:7,}: {work / read:.2f} operations a byte, at most {card.memory_rate / read:5.1f} tokens/s")
     assert 1 < work / read < 3
 assert round(card.half_flops / card.memory_rate) == 203

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import recipes
-from cria_tricks.bill.bill import Moment
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import RULES, Formula, Polynomial
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.rows import Moment
 from cria_tricks.bill.step_time import EFFICIENCY, counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
@@ -106,7 +106,7 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
         memory = facts(plain(shape, **chosen), shape, NEW.device)
         bf16 = memory.bf16 and (memory.pins_inputs or shape.experts > 1)  # else it is as large as fp16
         found = (memory.operand, bf16, memory.others, memory.stream, memory.product,
-                 memory.unpacks, memory.pins_inputs, memory.raises_inputs, chosen["peft"])  # fmt: skip
+                 memory.unpacks, memory.pins_inputs, memory.adapter_input_itemsize, chosen["peft"])  # fmt: skip
         classes[key(chosen.values())] = str(list(stored).index(found) if found in stored else len(stored))
         stored.setdefault(found, chosen)
     kernels, of_kernel = _kernels(shape)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.rows import Moment, Row
 
 CONTEXT = 400_000_000
 """Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
@@ -17,34 +18,6 @@ WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
 
 STATE = ("weights: blocks' matrices", "weights: all others", "weights: added", "gradients", "optimizer states")
 """Rows of a bill that are there between two steps."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the bill.
-
-    Attributes:
-        name: what it is.
-        bytes: what it takes at the peak.
-        why: its formula, in words.
-    """
-
-    name: str
-    bytes: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A point of the step, and all that is alive there."""
-
-    name: str
-    rows: tuple[Row, ...]
-
-    @property
-    def bytes(self) -> int:
-        """What is alive."""
-        return sum(row.bytes for row in self.rows)
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     given, made, weight = n * d_in, n * d_out, d_in * d_out
     keeps, forward, backward = dict(base.keeps), base.forward, base.backward
     learns = memory.rank * (d_in + d_out) * FP32
-    raised = given * FP32 if memory.raises_inputs and x < FP32 else 0
+    raised = given * memory.adapter_input_itemsize if x < memory.adapter_input_itemsize else 0
     shared = x == a and not raised and not memory.dropout
     keeps |= {source: given * a} if shared else {f"{name}'s input": given * a}
     if memory.dropout:

@@ -1,8 +1,11 @@
 """What is known about a step of training before its bytes are added up: the tricks change it one after the other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.rows import Row
+from cria_tricks.bill.waiting import BlockTensors, Waiting
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 
@@ -11,6 +14,9 @@ from cria_tricks.models.shape import Shape
 class StepFacts:
     """What is known about a step, in bytes an element; the tricks change it one after the other.
 
+    What a trick does to lines of its own is a number or a rule that it sets here. A flag is left where a trick changes
+    the course of a step, so that many lines of a block change.
+
     Attributes:
         shape: of the model.
         device: that it is meant for.
@@ -18,6 +24,10 @@ class StepFacts:
         tokens: of a row.
         trained_tokens: of a micro-batch.
         matrices: bytes of the blocks' matrices as they are stored, experts' apart.
+        block_waits: rule for what of a block waits until its backward pass.
+        loss_moments: rule for the rows at the moments around the loss, by the names of these moments.
+        state_bytes: rule for the bytes of the optimizer's two states of a tensor of so many elements.
+        embedding_state_bytes: the same for the embedding.
         others: bytes of an element of the other weights: embedding, head, norms, biases, experts.
         operand: bytes of an element of what products multiply.
         bf16: whether these two bytes are bf16.
@@ -31,7 +41,7 @@ class StepFacts:
         rank: of the adapters.
         dora: whether they learn magnitudes too.
         dropout: whether some of their inputs are dropped.
-        raises_inputs: whether adapters raise 16-bit inputs to fp32 first.
+        adapter_input_itemsize: bytes of an element to which adapters raise narrower inputs first.
         learning_blocks: blocks through which the gradient flows, from the last one on.
         learns_beside: whether each of these has a trained copy of itself beside it.
         trains_head: whether the head trains.
@@ -41,10 +51,8 @@ class StepFacts:
         joins_documents: whether attention's results are joined from those of each document.
         checkpointed: whether blocks keep their input only.
         offloaded: whether what blocks keep waits on the host.
-        chunk: tokens whose logits are alive at once; 0 for all.
-        accumulates: whether gradients of earlier micro-batches wait.
-        state_bits: bits of an element of the optimizer's two states.
-        paged: whether large states live in managed memory, which the card's allocator does not see.
+        waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which wait through the step.
+        optimizer_state_bits: bits of an element of the optimizer's two states.
     """
 
     shape: Shape
@@ -53,6 +61,10 @@ class StepFacts:
     tokens: int
     trained_tokens: int
     matrices: int
+    block_waits: Callable[[BlockTensors], Waiting]
+    loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]]
+    state_bytes: Callable[[int], int]
+    embedding_state_bytes: Callable[[int], int]
     others: int = FP32
     operand: int = FP32
     bf16: bool = False
@@ -66,7 +78,7 @@ class StepFacts:
     rank: int = 0
     dora: bool = False
     dropout: bool = False
-    raises_inputs: bool = True
+    adapter_input_itemsize: int = FP32
     learning_blocks: int = 0
     learns_beside: bool = False
     trains_head: bool = True
@@ -76,10 +88,13 @@ class StepFacts:
     joins_documents: bool = False
     checkpointed: bool = False
     offloaded: bool = False
-    chunk: int = 0
-    accumulates: bool = False
-    state_bits: int = 32
-    paged: bool = False
+    waiting_gradient_bytes: int = 0
+    optimizer_state_bits: int = 32
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a new gradient is added to one of an earlier micro-batch."""
+        return self.waiting_gradient_bytes > 0
 
     @property
     def quantised(self) -> bool:
@@ -100,3 +115,8 @@ class StepFacts:
     def trained_weights(self) -> int:
         """Elements that train."""
         return sum(many * elements for many, elements in self.trained)
+
+
+def fp32_states(elements: int) -> int:
+    """Bytes of the two states of a tensor, in fp32."""
+    return 2 * FP32 * elements

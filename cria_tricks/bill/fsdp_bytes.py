@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from cria_tricks.bill.bill import STATE, Moment, Row
+from cria_tricks.bill.bill import STATE
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.rows import Moment, Row
 
 _WHOLE = {
     "loss": (1, 0, 0),

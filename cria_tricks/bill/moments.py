@@ -16,21 +16,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cria_tricks.bill import block
-from cria_tricks.bill.bill import Moment, Row
 from cria_tricks.bill.block_operations import learning, walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import at_most, largest
+from cria_tricks.bill.loss import cast_copies, head_gradient
 from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, Operation
+from cria_tricks.bill.rows import Moment, Row
+from cria_tricks.bill.waiting import BlockTensors
 
 IDS = 8
 """Bytes of a token's number, a label and a position."""
-PAGED_FROM = 100_000
-"""Elements from which bitsandbytes pages a state (``bitsandbytes/optim/optimizer.py``, ``get_state_buffer``)."""
-EIGHT_BITS_FROM = 4096
-"""Elements from which it keeps a state in 8 bits."""
-STATE_BLOCK = 256
-"""Elements of a state that share a scale."""
 
 
 def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
@@ -45,14 +40,10 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     over = _fixed(memory, masked=memory.checkpointed)  # only blocks that are made again need the mask afterwards
     waiting = _waiting(memory, operations)
     # Gradients of earlier micro-batches wait from the beginning.
-    before = gradients if memory.accumulates else replace(gradients, bytes=0)
-    at_the_end = {"loss": _loss(memory)}
-    if memory.chunk:
-        at_the_end["last norm"] = (_last_norm(memory),)
-    else:
-        at_the_end["log-softmax"] = _log_softmax(memory)
+    before = replace(gradients, bytes=memory.waiting_gradient_bytes)
+    at_the_end = memory.loss_moments(memory)
     if memory.trains_head:
-        at_the_end["head"] = _head_gradient(memory)
+        at_the_end["head"] = head_gradient(memory)
     found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
     pick = _all_of if every_point else _deepest
     if memory.learns_beside:  # the frozen blocks below, where no gradient goes and no copy has run
@@ -62,7 +53,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
             found.append(Moment("forward", (*fixed, before, *_inside(point))))
     # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
     once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
-    copies = _copies(memory, kept=once.offloaded)
+    copies = cast_copies(memory, kept=once.offloaded)
     for point in pick([point for point in block.points(once, learning(once)) if not point.backward]):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     points = block.points(memory, operations, learns=not memory.accumulates)
@@ -136,7 +127,7 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
             "weights: all others", leftovers * memory.others, "embedding, head if it is another, norms, biases, experts"
         ),
         Row("weights: added", added * FP32, "what trains beside them, in fp32"),
-        Row("optimizer states", _states(memory), f"two of {memory.state_bits} bits for each trained weight"),
+        Row("optimizer states", _states(memory), f"two of {memory.optimizer_state_bits} bits for each trained weight"),
         Row("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),
     )
 
@@ -166,18 +157,21 @@ class _Waiting(NamedTuple):
 
 
 def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
-    tensors, pinned = block.kept(operations), block.pinned_bytes(operations)
-    each, why, open_too = sum(tensors.values()), "all that their operations keep", 0
-    if memory.checkpointed:
-        joined = sum(tensors.get(name, 0) for name in JOINED)  # the join is outside of what is made again
-        each, why = _block_input(memory) + pinned + joined, "their inputs" + (" and their joins'" if joined else "")
-        # What is made again comes on top. The input is among it, if a matrix keeps it, or a norm does and it is fp32.
-        again = INPUT in tensors or (memory.stream == FP32 and FIRST_NORM in tensors)
-        open_too = pinned + (0 if again else _block_input(memory))
-    if memory.offloaded:
-        each, why = pinned, "what int8 keeps; the rest is on the host"
+    tensors = block.kept(operations)
+    pinned = block.pinned_bytes(operations)
+    a_block = BlockTensors(
+        input=_block_input(memory),
+        kept=sum(tensors.values()),
+        pinned=pinned,
+        joined=sum(tensors.get(name, 0) for name in JOINED),
+        # A matrix keeps its input as it is, a norm only if it is fp32.
+        keeps_input=INPUT in tensors or (memory.stream == FP32 and FIRST_NORM in tensors),
+    )
+    waits = memory.block_waits(a_block)
     frozen = _frozen_beside(memory)
-    each, below, blocks = each + frozen.each, frozen.below, memory.learning_blocks
+    each = waits.each + frozen.each
+    below = frozen.below
+    blocks = memory.learning_blocks
     prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
         below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
@@ -186,7 +180,8 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
         through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
     if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
         through -= tensors.get(FIRST_NORM, 0)  # nor to what the first copy is given
-    why += frozen.why
+    why = waits.why + frozen.why
+    open_too = waits.open_too
     everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
     # What is pinned goes when the whole backward pass has run.
@@ -231,92 +226,8 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
     return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
 
 
-def _copies(memory: StepFacts, *, kept: bool) -> Row:
-    """Autocast's copies of what trains in blocks, which autocast holds until the forward pass ends."""
-    copied, matrices = memory.trained_weights, sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
-    if memory.trains_all:
-        copied = memory.shape.layers * matrices
-    elif memory.learns_beside:
-        copied = memory.learning_blocks * (matrices + memory.shape.width**2)
-    size = copied * memory.operand if memory.operand < FP32 and memory.learning_blocks and kept else 0
-    return Row("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
-
-
 def _block_input(memory: StepFacts) -> int:
     return memory.all_tokens * memory.shape.width * memory.stream
-
-
-def _loss(memory: StepFacts) -> tuple[Row, ...]:
-    """The end of the forward pass and the beginning of the backward pass."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.operand
-    norm = n * shape.width * FP32 + n * FP32
-    head = shape.embedding_weights * a if a != memory.others and memory.learning_blocks else 0
-    on_host = memory.offloaded and not memory.chunk  # of what was kept nothing is back before its turn
-    if memory.chunk:
-        chunk = at_most(memory.chunk, memory.trained_tokens) * shape.vocabulary
-        wide = memory.stream * (memory.stream != a)  # as they were picked, before they were cast
-        hidden = memory.trained_tokens * shape.width * (2 * a + wide)
-        kept = norm * (not memory.offloaded)
-        return (
-            Row("final norm", kept + n * shape.width * memory.stream, "its input and output"),
-            Row("head in 16 bits", head, "cast once for all chunks"),
-            _copies(memory, kept=memory.checkpointed or memory.offloaded),
-            Row("hidden states of trained tokens", hidden, "and their gradients"),
-            Row("logits", 2 * chunk * FP32, f"{memory.chunk} tokens x V in fp32, and exp of the same for their sum"),
-        )
-    if memory.trains_head:
-        norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.stream * memory.trains_all)
-    return (
-        Row(
-            "final norm", 0 if on_host else norm, "its input, and what a trained head and norm need for their gradients"
-        ),
-        Row("head in 16 bits", 0 if on_host else head, "autocast's copy, kept for the gradient of what it multiplied"),
-        Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
-        Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
-    )
-
-
-def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
-    """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.operand
-    head = shape.embedding_weights * a * (a < FP32 and (a != memory.others or memory.trains_head))
-    logits = n * shape.vocabulary * (2 * FP32 + (a if a < FP32 else 0))
-    if memory.offloaded and not memory.trains_head:  # then its copy has gone to the host when the next operation runs
-        head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
-    return (
-        Row("final norm", _final_norm(memory), "its input and output"),
-        Row("head in 16 bits", head, "autocast's copy"),
-        _copies(memory, kept=memory.checkpointed or memory.offloaded),  # else they are among what blocks keep
-        Row("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
-    )
-
-
-def _final_norm(memory: StepFacts) -> int:
-    """Bytes around the last norm when the head has just run."""
-    a, stream = memory.operand, memory.stream
-    kept = (FP32 + stream * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
-    return memory.all_tokens * memory.shape.width * (kept + stream + (a if a != stream else 0))
-
-
-def _last_norm(memory: StepFacts) -> Row:
-    """Backward through the last norm, whose input is kept, after a loss that keeps no logits."""
-    elements = memory.all_tokens * memory.shape.width
-    return Row("final norm", elements * 6 * FP32, "its input, and results and gradients around it")
-
-
-def _head_gradient(memory: StepFacts) -> tuple[Row, ...]:
-    """Backward through a trained head: its gradient comes in the operand's dtype, then in fp32."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.operand
-    weights, logits = shape.embedding_weights, n * shape.vocabulary
-    given = n * shape.width * a
-    opened = weights * a + logits * a + given * (2 if memory.learning_blocks else 1)
-    if a < FP32:
-        opened = largest(opened + weights * a, weights * (a + FP32) + given)
-    kept = n * shape.width * (FP32 + (memory.stream if memory.trains_all else 0)) + n * FP32
-    return (
-        Row("final norm", 0 if memory.offloaded or not memory.learning_blocks else kept, "its input and output"),
-        Row("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
-    )
 
 
 def _gradients(memory: StepFacts) -> Row:
@@ -334,17 +245,8 @@ def _embedding_gradient(memory: StepFacts) -> Row:
 
 
 def _states(memory: StepFacts) -> int:
-    every = sum(many * _state(memory, elements, memory.state_bits) for many, elements in memory.trained)
-    if memory.trains_all:  # transformers keeps an embedding's states in 32 bits
-        wide = memory.shape.embedding_weights
-        every += _state(memory, wide, 32) - _state(memory, wide, memory.state_bits)
+    every = sum(many * memory.state_bytes(elements) for many, elements in memory.trained)
+    if memory.trains_all:
+        of_embedding = memory.shape.embedding_weights
+        every += memory.embedding_state_bytes(of_embedding) - memory.state_bytes(of_embedding)
     return every
-
-
-def _state(memory: StepFacts, elements: int, bits: int) -> int:
-    """Bytes of the two states of one tensor."""
-    if memory.paged and elements >= PAGED_FROM:
-        return 0
-    if bits == 8 and elements >= EIGHT_BITS_FROM:
-        return 2 * (elements + FP32 * -(-elements // STATE_BLOCK))
-    return 2 * FP32 * elements

@@ -15,11 +15,12 @@ Not in it: what NCCL allocates for itself, and the sums of tensor parallelism wh
 
 from dataclasses import replace
 
-from cria_tricks.bill.bill import STATE, Bill, Moment, Row
+from cria_tricks.bill.bill import STATE, Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fsdp_bytes import divided_up, sharded_moments, smaller
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.rows import Moment, Row
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape, refuse_undivided
@@ -65,7 +66,8 @@ def per_process(
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
     if strategy in ("ddp", "zero1", "zero2"):
-        memory = replace(memory, accumulates=True)  # the buckets are there from the beginning, and are added to
+        # The buckets are there from the beginning, and are added to.
+        memory = replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cria_tricks.bill.bill import Row
+from cria_tricks.bill.rows import Row
 from cria_tricks.bill.step_time import Run, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human, money

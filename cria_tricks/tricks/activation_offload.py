@@ -14,13 +14,15 @@ Ours     25 lines of hooks, in production too: torch's save_on_cpu copies the fr
 Shapes: s = B T D elements (a block's input), of L blocks.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.waiting import BlockTensors, Waiting
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -113,7 +115,16 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """What blocks keep waits on the host; the one that is open has it back. On a CPU its copies are not billed."""
-    return replace(memory, offloaded=recipe.tricks.activation_offload and memory.device.kind == "cuda")
+    if not recipe.tricks.activation_offload or memory.device.kind != "cuda":
+        return memory
+    # The flag is for the walk through the open block (bill/block.py), which fetches its tensors one by one.
+    rule = functools.partial(on_the_host, memory.block_waits)
+    return replace(memory, offloaded=True, block_waits=rule)
+
+
+def on_the_host(waits: Callable[[BlockTensors], Waiting], block: BlockTensors) -> Waiting:
+    """Of each block nothing waits on the card but what int8 products pin there; the open one is as without."""
+    return Waiting(block.pinned, waits(block).open_too, "what int8 keeps; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -22,7 +22,8 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -39,6 +40,8 @@ arguments = TrainingArguments("plain", max_steps=1, optim="adamw_8bit")
 """
 BLOCK = 256
 """Numbers that share one absmax."""
+SMALLEST = 4096
+"""Elements from which bitsandbytes keeps a state in 8 bits."""
 
 
 def dynamic_levels(signed: bool) -> torch.Tensor:
@@ -155,8 +158,18 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """A byte for each number of a state, and a scale for each block of them."""
-    return replace(memory, state_bits=8 if recipe.tricks.optimizer == "adamw_8bit" else 32)
+    """A byte for each number of a state; of an embedding transformers keeps the states in 32 bits."""
+    if recipe.tricks.optimizer != "adamw_8bit":
+        return memory
+    return replace(memory, optimizer_state_bits=8, state_bytes=states_of_a_byte)
+
+
+def states_of_a_byte(elements: int) -> int:
+    """Bytes of the two states of a tensor: one for each number, and an fp32 scale for each block of them."""
+    if elements < SMALLEST:
+        return fp32_states(elements)
+    scales = FP32 * -(-elements // BLOCK)
+    return 2 * (elements + scales)
 
 
 STEP_BYTES = 16

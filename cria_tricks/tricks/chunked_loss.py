@@ -18,9 +18,11 @@ from dataclasses import replace
 
 import torch
 
-from cria_tricks.bill.constants import TOKENS_PER_CHUNK
+from cria_tricks.bill import loss
+from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.formula import chunks
+from cria_tricks.bill.formula import at_most, chunks
+from cria_tricks.bill.rows import Row
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
@@ -141,7 +143,30 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Logits of one chunk at a time."""
-    return replace(memory, chunk=TOKENS_PER_CHUNK if recipe.tricks.chunked_loss else 0)
+    if not recipe.tricks.chunked_loss:
+        return memory
+    return replace(memory, loss_moments=chunk_by_chunk)
+
+
+def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
+    """Rows at the moments around the loss: logits of c tokens, c V, whatever the number of tokens."""
+    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
+    normed = n * shape.width * memory.stream
+    norm = normed if memory.offloaded else loss.normalised(memory) + normed
+    hidden = 2 * a  # each of a trained token's hidden states, and its gradient
+    if memory.stream != a:
+        hidden += memory.stream  # as they were picked, before they were cast
+    at_the_loss = (
+        Row("final norm", norm, "its input and output"),
+        Row("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),
+        loss.cast_copies(memory, kept=memory.checkpointed or memory.offloaded),
+        Row("hidden states of trained tokens", memory.trained_tokens * shape.width * hidden, "and their gradients"),
+        Row("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x V in fp32, and exp of the same for their sum"),
+    )
+    # Backward through the last norm, whose input is kept, no logits are left.
+    around_norm = Row("final norm", n * shape.width * 6 * FP32, "its input, and results and gradients around it")
+    return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 
 LOGIT_BYTES = 52

@@ -3,8 +3,10 @@
 from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.facts import StepFacts, fp32_states
+from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.waiting import everything
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
@@ -33,6 +35,10 @@ def facts(
         tokens=tokens,
         trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
         matrices=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
+        block_waits=everything,
+        loss_moments=full_loss,
+        state_bytes=fp32_states,
+        embedding_state_bytes=fp32_states,
         learning_blocks=shape.layers,
     )
     for trick in TRICKS:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
 from cria_tricks.data.tokens import IGNORED
@@ -80,7 +81,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """From the second micro-batch on the gradients of the first ones wait."""
-    return replace(memory, accumulates=recipe.tricks.gradient_accumulation > 1)
+    if recipe.tricks.gradient_accumulation > 1:
+        return replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
+    return memory
 
 
 ACCUMULATE = 12

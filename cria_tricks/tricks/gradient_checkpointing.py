@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.waiting import BlockTensors, Waiting
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -101,8 +102,25 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """A block keeps its input; the insides of one at a time are made again."""
-    return replace(memory, checkpointed=recipe.tricks.gradient_checkpointing and recipe.tricks.peft != "head")
+    """L s + a: each of L blocks leaves its input, s; the insides of one at a time, a, are made again."""
+    if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":  # below a head there is no way back
+        return memory
+    # The flag is for the walk through the open block (bill/block.py): its forward pass runs a second time, so other
+    # tensors are open around its operations. That is the course of a step, and no line of this trick.
+    return replace(memory, checkpointed=True, block_waits=inputs_wait)
+
+
+def inputs_wait(block: BlockTensors) -> Waiting:
+    """The input of each block waits, s bytes; the insides of one, a, are counted where the open block is walked.
+
+    What no hook can take away waits as well: what int8 pins, and the join of a trained copy, which is not made again.
+    The open block has its pinned tensors a second time, and its input beside them if none of its operations keeps it.
+    """
+    again = block.pinned
+    if not block.keeps_input:
+        again += block.input
+    why = "their inputs and their joins'" if block.joined else "their inputs"
+    return Waiting(block.input + block.pinned + block.joined, again, why)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -14,8 +14,9 @@ Ours     a pager of fixed-size pages and AdamW over it; in production bitsandbyt
 Shapes: F frames of E elements on the device; a weight of N elements has 2 ceil(N / E) pages, one for each moment.
 """
 
+import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,8 @@ from transformers import TrainingArguments
 
 arguments = TrainingArguments("plain", max_steps=1, optim="paged_adamw_32bit")
 """
+PAGED_FROM = 100_000
+"""Elements from which bitsandbytes pages a state (``bitsandbytes/optim/optimizer.py``, ``get_state_buffer``)."""
 
 
 class Pager:
@@ -144,7 +147,18 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Large states live in managed memory: on the card while in use, unseen by its allocator."""
-    return replace(memory, paged=recipe.tricks.paged_optimizer and memory.device.kind == "cuda")
+    if not recipe.tricks.paged_optimizer or memory.device.kind != "cuda":
+        return memory
+    return replace(
+        memory,
+        state_bytes=functools.partial(on_the_card, memory.state_bytes),
+        embedding_state_bytes=functools.partial(on_the_card, memory.embedding_state_bytes),
+    )
+
+
+def on_the_card(state_bytes: Callable[[int], int], elements: int) -> int:
+    """Bytes of the two states of a tensor that the card's allocator sees: those of a large one it does not."""
+    return 0 if elements >= PAGED_FROM else state_bytes(elements)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

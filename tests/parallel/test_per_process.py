@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cria_tricks.bill.bill import Row
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.rows import Row
 from cria_tricks.common.errors import BadInput
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
