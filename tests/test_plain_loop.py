@@ -4,6 +4,7 @@ Both do the same operations in the same order on the same processor, so they are
 gradients' lengths, learning rates, and the trained weights. There is no tolerance to derive.
 """
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -64,11 +65,27 @@ def test_windows_of_ragged_rows_are_means_over_tokens(tiny_model, rows, tmp_path
     assert [sum(window) for window in counts] == [entry["trained_tokens"] for entry in found]
 
 
-def test_checkpointing_is_switched_on(tiny_model, rows, tmp_path):
-    """The losses would be the same without it."""
-    recipe, plan, loaded = prepare(tiny_model, LORA, "tricks.gradient_checkpointing=true", "train.max_steps=1")
+@pytest.mark.parametrize(("setting", "runs"), [("false", 1), ("true", 2)])
+def test_a_checkpointed_block_runs_again_in_the_backward_pass(setting, runs, tiny_model, rows):
+    """The losses are the same without checkpointing, so they cannot tell."""
+    sets = (LORA, f"tricks.gradient_checkpointing={setting}", "train.max_steps=1")
+    recipe, plan, loaded = prepare(tiny_model, *sets)
+    calls = []
+    loaded.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     plain_loop.train(loaded, plan, recipe.train, rows, pad_id=2)
-    assert loaded.model.is_gradient_checkpointing
+    assert len(calls) == runs
+
+
+def test_each_forward_pass_is_in_the_contexts_of_the_plan(tiny_model, rows, monkeypatch):
+    entered = []
+
+    def watch(model):
+        return contextlib.nullcontext(entered.append(model))
+
+    monkeypatch.setitem(plain_loop.CONTEXTS, "activation_offload", watch)
+    recipe, plan, loaded = prepare(tiny_model, LORA, "tricks.activation_offload=true", WINDOWS, "train.max_steps=1")
+    plain_loop.train(loaded, plan, recipe.train, rows, pad_id=2)
+    assert entered == [loaded.model] * 2
 
 
 def test_a_step_that_overflows_in_fp16_is_skipped(tiny_model, rows, tmp_path, monkeypatch):
