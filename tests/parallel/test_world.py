@@ -110,8 +110,8 @@ def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatc
         return True
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    monkeypatch.setattr(world, "processes", lambda: 2)
-    monkeypatch.setattr(world, "may_speak", asked)
+    monkeypatch.setattr(numbers, "processes", lambda: 2)
+    monkeypatch.setattr(numbers, "may_speak", asked)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         exit.leave("error: another died", 1)
