@@ -174,7 +174,7 @@ def damage(folder: Path) -> str:
 
 
 class _Odd(ValueError):
-    """A manifest that is JSON, and none that we write."""
+    """The manifest is JSON, but not as we write it."""
 
 
 def listed(folder: Path) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unlisted(folder: Path) -> tuple[str, ...]:
-    """Files that the manifest does not name."""
+    """List the files that the manifest does not name."""
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return tuple(sorted(present - set(listed(folder)) - {MANIFEST}))
 
@@ -277,7 +277,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Make a file's entry in the manifest: its size [bytes] and sha256."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

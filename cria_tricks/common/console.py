@@ -1,4 +1,4 @@
-"""Where sentences for the user go: standard error, as plain text, and never in the way of the work."""
+"""Print sentences for the user on standard error, as plain text, without ever stopping the work."""
 
 from rich.console import Console
 
@@ -22,7 +22,7 @@ class Aside(Console):
 
 
 class Voice:
-    """Says sentences on a console. What another process gets of it is silent: one speaks for all.
+    """Print sentences on a console; a copy that is sent to another process stays silent.
 
     Args:
         console: where; nowhere when left out.

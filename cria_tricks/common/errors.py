@@ -89,7 +89,7 @@ FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interr
 
 
 def redacted(text: str) -> str:
-    """A text without tokens: the hub's, by its looks or from the environment, and what a URL holds before its @.
+    """Hide secrets in a text: tokens of the hub, by their looks or from the environment, and a URL's part before its @.
 
     Every error passes through here, and so does what a library printed into it.
 
@@ -106,7 +106,7 @@ def redacted(text: str) -> str:
 
 
 def usable_path(option: str, text: str | Path) -> Path:
-    """A path that the system can take, whether or not there is something.
+    """Check that the system can take a path, whether or not there is something.
 
     Raises:
         BadInput: if it is too long, not UTF-8, holds a zero byte, or may not be looked at.
@@ -124,7 +124,7 @@ def usable_path(option: str, text: str | Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in one line."""
+    """Take the first line of what a library's error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -145,7 +145,7 @@ def cure(error: BaseException, cures: Mapping[int, str]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the card, bitsandbytes' managed memory or the machine had no bytes left."""
+    """Tell whether the GPU, bitsandbytes' managed memory or the machine ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's; it is not imported here
         return True
     words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

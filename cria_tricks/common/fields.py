@@ -46,7 +46,7 @@ field's own name, so that all files use the same names.
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the fields of groups by their dotted names.
+    """Flatten one level of groups: their fields get dotted names.
 
     Examples:
         >>> flat({"name": "smoke", "train": {"epochs": 3}})

@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do to a command: it ends in one line that says what is saved, with exit code 130.
+"""End a command on Ctrl-C, SIGTERM and SIGHUP with one line that says what is saved, and exit code 130.
 
 The first signal raises ``KeyboardInterrupt``, so that half-written folders are removed and child processes end. The
 next signal ends the process at once. While a library is imported, the first one does too: an exception inside an import
@@ -140,7 +140,7 @@ def end(code: int) -> NoReturn:
 
 
 def hung_up() -> None:
-    """Send what is written to a terminal that is gone nowhere; as errors, the words would stop the save."""
+    """Redirect output to nowhere when its terminal is gone; as errors, the words would stop the save."""
     for number in range(3):
         try:
             is_device = os.fstat(number).st_mode & 0o170000 == 0o020000

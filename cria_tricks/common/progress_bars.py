@@ -1,4 +1,4 @@
-"""Bars with counts and times."""
+"""Show progress bars with counts and times."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def new_bar(console: Console) -> Progress:
-    """A bar with counts and times, and a ``note`` at its end; nothing where there is no terminal."""
+    """Make a bar with counts and times, and a ``note`` at its end; it shows nothing where there is no terminal."""
     return Progress(
         TextColumn("{task.description:<10}"),
         BarColumn(),

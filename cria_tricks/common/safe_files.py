@@ -1,4 +1,4 @@
-"""What a folder may hold before anything in it is read: plain files of its own, and nothing that runs.
+"""Check a folder before anything in it is read: it may hold plain files of its own, and nothing that runs.
 
 JSON, TOML, text and safetensors hold data. A pickle is a program that runs when it is read, and so is a module of
 Python that a config names for transformers to fetch. A link, or a file name in a config, may lead out of the folder.
@@ -21,13 +21,13 @@ _CODE = {"auto_map", "custom_pipelines", "trust_remote_code", "megatron_config"}
 
 
 def leaves(name: str) -> bool:
-    """Whether a file name leads out of the folder it is looked up in, on any system."""
+    """Tell whether a file name leads out of the folder in which it is looked up, on any system."""
     path = PurePosixPath(name)
     return not name or path.is_absolute() or ".." in path.parts or "\\" in name or bool(PureWindowsPath(name).drive)
 
 
 def way_out(folder: Path) -> str:
-    """A link that leaves the folder, or something that is no plain file; opening a pipe would wait for ever.
+    """Name a link that leaves the folder, or something that is no plain file; opening a pipe would wait for ever.
 
     The hub's cache is the exception: there a snapshot's files are links to ``blobs`` beside the snapshots.
     """
@@ -49,7 +49,7 @@ def way_out(folder: Path) -> str:
 
 
 def program(folder: Path, but: Collection[str] = ()) -> str:
-    """A file that would run when it is read: a pickle by name or by content, or a config that asks for code.
+    """Name a file that would run when it is read: a pickle by name or by content, or a config that asks for code.
 
     Args:
         folder: whose files are looked at; the first bytes of each, and all of the configs.
@@ -71,7 +71,7 @@ def program(folder: Path, but: Collection[str] = ()) -> str:
 
 
 def _runs(path: Path, name: str) -> str:
-    """Why a file is a program by its content, or not what its name says; empty for a file that may be read."""
+    """Say why a file is a program by its content, or not what its name says; empty for a file that may be read."""
     with path.open("rb") as file:
         start = file.read(8)
     broken = ""

@@ -1,4 +1,4 @@
-"""Names of dtypes, and bytes, times and money in words: the only place where a count of them becomes text."""
+"""Write bytes, times and money as text, here and nowhere else; and name dtypes."""
 
 import math
 

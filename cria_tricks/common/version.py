@@ -1,4 +1,4 @@
-"""Say which version of the package this is."""
+"""Look up the versions of this package and of its libraries."""
 
 import importlib.metadata
 import platform

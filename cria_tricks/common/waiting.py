@@ -1,4 +1,4 @@
-"""A line on standard error at least every five seconds while a command works and prints nothing else."""
+"""Print a line on standard error every five seconds while a command works and prints nothing else."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ _waiting: Waiting | None = None
 
 
 def start(what: str, streams: Iterable[TextIO]) -> None:
-    """Begin to say what the command is doing. Of several processes of a run the first one does.
+    """Begin to say what the command is doing; of several processes only rank 0 does.
 
     Args:
         what: the command, until :func:`doing` names something else.

@@ -1,10 +1,10 @@
-"""Token rows, packed or not -> batches."""
+"""Collate token rows, packed or not, into batches."""
 
 from collections.abc import Sequence
 
 import torch
 
-from cria_tricks.data.tokens import IGNORED
+from cria_tricks.data.tokens import IGNORED, TokenRow
 
 
 class PadToLongest:
@@ -17,8 +17,8 @@ class PadToLongest:
     def __init__(self, pad_id: int):
         self.pad_id = pad_id
 
-    def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Stack rows.
+    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
+        """Collate rows into a batch.
 
         Returns:
             ``input_ids``, ``labels`` and ``attention_mask`` (1 on real tokens), each int64 of shape (B, T). Packed
@@ -29,22 +29,18 @@ class PadToLongest:
         def padded(name: str, fill: int) -> torch.Tensor:
             return torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
 
+        batch = {"input_ids": padded("input_ids", self.pad_id), "labels": padded("labels", IGNORED)}
         if "position_ids" in rows[0]:
-            return {  # padding has position 0 throughout, so each of its tokens is a document of its own
-                "input_ids": padded("input_ids", self.pad_id),
-                "position_ids": padded("position_ids", 0),
-                "labels": padded("labels", IGNORED),
-            }
-        ones = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
-        return {
-            "input_ids": padded("input_ids", self.pad_id),
-            "attention_mask": torch.tensor(ones),
-            "labels": padded("labels", IGNORED),
-        }
+            # Padding has position 0 throughout, so each of its tokens is a document of its own.
+            batch["position_ids"] = padded("position_ids", 0)
+            return batch
+        lengths_B1 = torch.tensor([[len(row["input_ids"])] for row in rows])
+        batch["attention_mask"] = (torch.arange(longest) < lengths_B1).long()
+        return batch
 
 
 def real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """How many tokens of a batch are no padding, as a tensor: to ask a GPU for the number would wait for it."""
+    """Count the tokens of a batch that are not padding, as a tensor, because asking a GPU for a number waits for it."""
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
     trailing_B = batch["position_ids"].flip(1).ne(0).int().argmax(1)  # zeros at a row's end; a document has two tokens

@@ -1,4 +1,4 @@
-"""How many rows each step of the data read, took away and added."""
+"""Count the rows that each step of the data reads, takes away and adds."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from cria_tricks.data.rows import Chat
 from cria_tricks.recipe import Data
 
-READ, KEPT = "read", "kept"
-CUT, DROPPED = "cut at data.max_length", "longer than data.max_length"
-LEAK, LEAK_KEPT = "in the evaluation set", "in the evaluation set, and kept"
+READ = "read"
+KEPT = "kept"
+CUT = "cut at data.max_length"
+DROPPED = "longer than data.max_length"
+LEAK = "in the evaluation set"
+LEAK_KEPT = "in the evaluation set, and kept"
 QUIET = (READ, KEPT, CUT, LEAK_KEPT)
 """What is counted and takes nothing away; a warning speaks of the last two."""
 ADDED = {
@@ -20,7 +23,7 @@ ADDED = {
 
 
 class Tally:
-    """How many rows each step read, took away or added, and how many words are in them.
+    """Count the rows that each step read, took away or added, and their words.
 
     Args:
         counts: of an earlier one, from :meth:`to_dict`.
@@ -47,18 +50,21 @@ class Tally:
             self.words[step] += entry["words"]
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Plain JSON data, the steps in the order in which they were met first."""
+        """Return the counts as JSON data, the steps in the order in which they were met first."""
         return {step: {"rows": number, "words": self.words[step]} for step, number in self.rows.items()}
 
     def in_words(self) -> str:
-        """One line of what was taken away or added; empty where nothing was."""
+        """Describe in one line what was taken away or added; empty where nothing was."""
         steps = [f"{number:,} {step}" for step, number in self.rows.items() if step not in QUIET]
-        return f"{self.rows[READ]:,} rows read: {', '.join(steps)}; {self.rows[KEPT]:,} kept" if steps else ""
+        if not steps:
+            return ""
+        return f"{self.rows[READ]:,} rows read: {', '.join(steps)}; {self.rows[KEPT]:,} kept"
 
 
 def warnings(tally: Tally, settings: Data) -> list[str]:
-    """Say what the report should not leave to its table."""
-    kept, said = tally.rows[LEAK_KEPT], []
+    """Warn of leaked evaluation rows, and of settings that have no effect."""
+    said = []
+    kept = tally.rows[LEAK_KEPT]
     if kept:
         said.append(
             f"{kept} training rows ask what an evaluation row asks, or nearly, so the evaluation loss is too good; "

@@ -1,4 +1,4 @@
-r"""Which texts say the same, or nearly: shingles, the guard of the evaluation rows, and the search for duplicates.
+r"""Find texts that say the same, or nearly: duplicates among training rows, and evaluation rows among them.
 
 A shingle is n words in a row. Two texts are as similar as their sets of shingles A and B are (Broder 1997,
 doi:10.1109/SEQUEN.1997.666900)::
@@ -23,7 +23,8 @@ import numpy as np
 from cria_tricks.data.rows import Chat
 
 _WORD = re.compile(r"\w+")
-_QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A question in a prompt that marks it, as those of the Kwanzaa set do."""
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
@@ -34,21 +35,26 @@ LEAK = 0.5
 """From this similarity on a row is taken for one of the evaluation. Of the 27 real evaluation rows 8 have one such in
 training: two with the same question, six with another name or subject in it ("How many people celebrate Kwanzaa in
 UK?", where training has France). What comes next, from 0.46 down, asks something else in the same words."""
-ROW, NEAR = 5, 0.8
-"""Words of a shingle, and the similarity from which on a training row is a near duplicate of another."""
+ROW = 5
+"""Words of a shingle of a training row, in the search for near duplicates."""
+NEAR = 0.8
+"""From this similarity on a training row is a near duplicate of another."""
 SIGNED = 4000
 """Words of a row that its signature is made of: the first ones."""
-PERMUTATIONS, BANDS, IN_BAND = 128, 16, 8
+PERMUTATIONS = 128
+"""Numbers of a MinHash signature: 16 bands of 8."""
+BANDS = 16
+IN_BAND = 8
 """Two rows of similarity s meet in a band with probability 1 - (1 - s^8)^16: 0.95 at 0.8, 0.06 at 0.5."""
 
 
 def words(text: str) -> list[str]:
-    """A text's words in lower case, and nothing else."""
+    """Split a text into its words, in lower case."""
     return _WORD.findall(text.lower())
 
 
 def shingles(found: Sequence[str], size: int) -> np.ndarray:
-    """The different shingles of a text.
+    """Hash each different shingle of a text.
 
     Args:
         found: its words.
@@ -59,16 +65,18 @@ def shingles(found: Sequence[str], size: int) -> np.ndarray:
     """
     if not found:
         return _NOTHING
-    each = np.fromiter((zlib.crc32(word.encode()) for word in found), np.uint64, len(found))
+    word_hashes = np.fromiter((zlib.crc32(word.encode()) for word in found), np.uint64, len(found))
     size = min(size, len(found))
+    # All shingles at once: step i mixes the i-th word of each into its hash.
     mixed = np.zeros(len(found) - size + 1, np.uint64)
     for place in range(size):
-        mixed = (mixed + each[place : place + len(mixed)] + np.uint64(1)) * np.uint64(_FACTOR)
+        mixed = (mixed + word_hashes[place : place + len(mixed)] + np.uint64(1)) * np.uint64(_FACTOR)
+    # A product of integers mixes upwards only, so the upper bits are brought down once.
     return np.unique(mixed ^ (mixed >> np.uint64(29)))
 
 
 def digest(found: Iterable[str]) -> int:
-    """A number for a text's words in their order: 64 bits, the same in every process."""
+    """Hash a text's words in their order, to 64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(" ".join(found).encode(), digest_size=8).digest(), "big")
 
 
@@ -88,7 +96,7 @@ class Leak:
 
 
 class Guard:
-    """Knows the evaluation's rows, and finds training rows that say the same.
+    """Find training rows that say the same as a row of the evaluation set.
 
     Of a chat the question counts, behind ``Query:`` or ``Question:`` where a turn marks one, else the user's turns: the
     form of an answer is the same in all rows, and the documents of a prompt in many. So two rows are as similar as the
@@ -103,37 +111,69 @@ class Guard:
 
     def __init__(self, rows: Sequence[Chat]):
         self.rows = rows
-        parts = [_parts(row) for row in rows]
-        self.same = {digest(found[0]): number for number, found in reversed(list(enumerate(parts)))}
-        chats = [found if len(found) == 2 else ([], []) for found in parts]
-        self.pairs = _Table([shingles(question, 2) for question, _ in chats])
-        self.words = _Table([shingles(question, 1) for question, _ in chats])
-        self.turns = _Table([shingles(turns, 2) for _, turns in chats])
-        self.texts = _Table([shingles(found[0], TEXT) if len(found) == 1 else _NOTHING for found in parts])
+        self.same: dict[int, int] = {}
+        texts = []
+        questions = []
+        turns = []
+        for number, row in enumerate(rows):
+            asked = _asked(row)
+            self.same.setdefault(digest(asked.question), number)
+            # Each table has an entry for every row; a text's are empty in those of chats, and the other way round.
+            texts.append(shingles(asked.question, TEXT) if asked.is_text else _NOTHING)
+            questions.append([] if asked.is_text else asked.question)
+            turns.append([] if asked.is_text else asked.turns)
+        self.texts = _Table(texts)
+        self.words = _Table([shingles(question, 1) for question in questions])
+        self.pairs = _Table([shingles(question, 2) for question in questions])
+        self.turns = _Table([shingles(turn, 2) for turn in turns])
 
     def find(self, row: Chat) -> Leak | None:
-        """The evaluation row that a training row is nearest to, if it is near enough."""
-        found = _parts(row)
-        number, similarity = self.same.get(digest(found[0]), -1), 1.0
-        if number < 0:
-            if len(found) == 1:
-                near = self.texts.shares(shingles(found[0], TEXT))
-            else:
-                question, turns = found
-                near = np.minimum(self.words.jaccard(shingles(question, 1)), self.turns.jaccard(shingles(turns, 2)))
-                near = np.maximum(near, self.pairs.jaccard(shingles(question, 2)))
-            number = int(near.argmax())
-            similarity = float(near[number])
-        return Leak(row.where, self.rows[number].where, similarity) if similarity >= LEAK else None
+        """Find the evaluation row that a training row is nearest to, if it is near enough."""
+        asked = _asked(row)
+        same = self.same.get(digest(asked.question))
+        if same is not None:
+            return Leak(row.where, self.rows[same].where, 1.0)
+        similarities = self._similarities(asked)
+        number = int(similarities.argmax())
+        similarity = float(similarities[number])
+        if similarity < LEAK:
+            return None
+        return Leak(row.where, self.rows[number].where, similarity)
+
+    def _similarities(self, asked: "_Asked") -> np.ndarray:
+        """Compute how similar each evaluation row is, shape (N,)."""
+        if asked.is_text:
+            return self.texts.shares(shingles(asked.question, TEXT))
+        by_words = self.words.jaccard(shingles(asked.question, 1))
+        by_pairs = self.pairs.jaccard(shingles(asked.question, 2))
+        by_turns = self.turns.jaccard(shingles(asked.turns, 2))
+        return np.maximum(by_pairs, np.minimum(by_words, by_turns))
 
 
-def _parts(row: Chat) -> tuple[list[str], ...]:
-    """The words of a text; of another row those of its question, and those of all that is asked."""
+@dataclass(frozen=True)
+class _Asked:
+    """The words by which the guard compares a row.
+
+    Attributes:
+        question: those of its question; of a text all of them.
+        turns: those of all that is asked, the documents of a prompt included.
+        is_text: whether it is a text, which asks nothing.
+    """
+
+    question: list[str]
+    turns: list[str]
+    is_text: bool
+
+
+def _asked(row: Chat) -> _Asked:
     if row.text or not (row.messages or row.prompt.strip()):
-        return (words(row.content),)
+        return _Asked(words(row.content), [], is_text=True)
     turns = [message["content"] for message in row.messages if message["role"] == "user"] or [row.prompt]
-    questions = [(_QUESTION.findall(turn) or [turn])[-1] for turn in turns]
-    return words("\n".join(questions)), words("\n".join(turns))
+    questions = []
+    for turn in turns:
+        marked = QUESTION.findall(turn)
+        questions.append(marked[-1] if marked else turn)
+    return _Asked(words("\n".join(questions)), words("\n".join(turns)), is_text=False)
 
 
 class _Table:
@@ -142,27 +182,31 @@ class _Table:
     def __init__(self, sets: Sequence[np.ndarray]):
         self.sizes = np.array([len(hashes) for hashes in sets])
         hashes = np.concatenate(sets)
+        owners = np.repeat(np.arange(len(sets)), self.sizes)
         order = np.argsort(hashes, kind="stable")
-        self.hashes, self.owners = hashes[order], np.repeat(np.arange(len(sets)), self.sizes)[order]
+        self.hashes = hashes[order]
+        self.owners = owners[order]
 
     def shared(self, mine: np.ndarray) -> np.ndarray:
-        """How many shingles each row has in common with a set, shape (N,)."""
-        begin, end = (np.searchsorted(self.hashes, mine, side) for side in ("left", "right"))
-        places = [self.owners[begin[i] : end[i]] for i in np.flatnonzero(end > begin)]
-        return np.bincount(np.concatenate([np.empty(0, np.intp), *places]), minlength=len(self.sizes))
+        """Count the shingles that each row has in common with a set, shape (N,)."""
+        begin = np.searchsorted(self.hashes, mine, "left")
+        end = np.searchsorted(self.hashes, mine, "right")
+        owners = [self.owners[begin[i] : end[i]] for i in np.flatnonzero(end > begin)]
+        none = np.empty(0, np.intp)  # concatenate needs at least one array
+        return np.bincount(np.concatenate([none, *owners]), minlength=len(self.sizes))
 
     def jaccard(self, mine: np.ndarray) -> np.ndarray:
-        """J of each row and a set, shape (N,)."""
+        """Compute J of each row and a set, shape (N,)."""
         shared = self.shared(mine)
         return shared / np.maximum(self.sizes + len(mine) - shared, 1)
 
     def shares(self, mine: np.ndarray) -> np.ndarray:
-        """The share of the smaller of the two that the other has, shape (N,)."""
+        """Compute the share of the smaller set that the other one has, for each row, shape (N,)."""
         return self.shared(mine) / np.maximum(np.minimum(self.sizes, len(mine)), 1)
 
 
 class Repeats:
-    """Finds rows that came before, in the words they have or nearly.
+    """Find rows that repeat an earlier row, exactly or nearly.
 
     Args:
         near: whether rows that are nearly the same count, too. Then each row that stays costs some kilobytes.
@@ -178,7 +222,7 @@ class Repeats:
             self.bands = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, IN_BAND))
 
     def reason(self, row: Chat) -> str | None:
-        """``"duplicate"``, ``"near duplicate"``, or ``None`` for a row that is the first of its kind."""
+        """Say why a row is left out: ``"duplicate"`` or ``"near duplicate"``; ``None`` for the first of its kind."""
         found = words(row.content)
         same = digest(found)
         if same in self.seen:
@@ -194,7 +238,7 @@ class Repeats:
 
 
 def sign(found: Sequence[str]) -> Any:
-    """The MinHash of a row's first words.
+    """Compute the MinHash signature of a row's first words.
 
     Returns:
         ``datasketch.LeanMinHash`` of 128 numbers; of two the share that is equal estimates J, with a standard deviation

@@ -1,4 +1,4 @@
-"""Which training rows are left out, and why; everything here looks at one row alone."""
+"""Filter training rows by their length, their language, and whether they are evaluation rows; each row by itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ LOOKED_AT = 4000
 
 
 class Sieve:
-    """Filters, and the guard of the evaluation rows.
+    """Filter rows by the recipe's ``data`` fields, and by whether they are evaluation rows.
 
     Args:
         settings: the recipe's ``data`` fields.
@@ -26,13 +26,18 @@ class Sieve:
     """
 
     def __init__(self, settings: Data, held_out: Sequence[Chat], say: Callable[[str], None] = lambda sentence: None):
-        self.settings, self.say = settings, say
-        self.guard = Guard(held_out) if held_out and settings.leakage != "ignore" else None
-        self.language = Language(settings.language) if settings.language else None
+        self.settings = settings
+        self.say = say
+        self.guard: Guard | None = None
+        if held_out and settings.leakage != "ignore":
+            self.guard = Guard(held_out)
+        self.language: Language | None = None
+        if settings.language:
+            self.language = Language(settings.language)
         self.first_leak = ""
 
     def keeps(self, row: Chat, tally: Tally) -> bool:
-        """Whether a row is trained on; counts it."""
+        """Decide whether a row is trained on, and count it."""
         tally.count(READ, row)
         reason = self._unfit(row)
         if reason:
@@ -40,7 +45,9 @@ class Sieve:
         return not reason and self.may_be_trained(row, tally)
 
     def may_be_trained(self, row: Chat, tally: Tally) -> bool:
-        """Whether it is no evaluation row, or may be one; of an augmented row only this is asked.
+        """Decide whether a row may be trained on; one that is like an evaluation row may not, or is reported.
+
+        Augmented rows pass only this check, and not the filters.
 
         Raises:
             BadInput: with ``leakage="error"``.
@@ -48,23 +55,25 @@ class Sieve:
         leak = self.guard.find(row) if self.guard else None
         if leak is None:
             return True
-        said = f"{leak.row} is {leak.held_out}" if leak.similarity == 1 else (
-            f"{leak.row} is nearly {leak.held_out} (similarity {leak.similarity:.2f})"
-        )  # fmt: skip
+        said = f"{leak.row} is nearly {leak.held_out} (similarity {leak.similarity:.2f})"
+        if leak.similarity == 1:
+            said = f"{leak.row} is {leak.held_out}"
         if self.settings.leakage == "error":
             raise BadInput(f"data.leakage=error: {said}; take it out of one of the two, or set data.leakage=drop")
-        drop = self.settings.leakage == "drop"
-        tally.count(LEAK if drop else LEAK_KEPT, row)
-        if not drop and not self.first_leak:
+        if self.settings.leakage == "drop":
+            tally.count(LEAK, row)
+            return False
+        tally.count(LEAK_KEPT, row)
+        if not self.first_leak:  # one warning is enough; the report has the count
             self.first_leak = said
             self.say(said)
-        return drop is False
+        return True
 
     def _unfit(self, row: Chat) -> str:
-        words, wanted = len(row.content.split()), self.settings
-        if words < wanted.min_words:
+        words = len(row.content.split())
+        if words < self.settings.min_words:
             return "shorter than data.min_words"
-        if wanted.max_words and words > wanted.max_words:
+        if self.settings.max_words and words > self.settings.max_words:
             return "longer than data.max_words"
         if self.language and not self.language.is_of(row.content):
             return "in another language"
@@ -72,7 +81,7 @@ class Sieve:
 
 
 class Language:
-    """Tells one language from the others that py3langid knows.
+    """Tell one language from the others that py3langid knows.
 
     Args:
         code: of ISO 639-1, e.g. ``"en"``.

@@ -1,6 +1,6 @@
-"""How long a recipe's rows are, for a plan: read where rows and tokenizer lie here, without transformers.
+"""Read for a plan how long a recipe's rows are [tokens], where rows and tokenizer lie here, without transformers.
 
-The rows go through the same sieve and the same tokenising as in training. Only the tokenizer is a lighter one: the
+The rows go through the same filters and the same tokenising as in training. Only the tokenizer is a lighter one: the
 library below transformers' and the template engine that transformers uses, both of which load in a fraction of a
 second. What cannot be read this way is not guessed: then a plan takes all rows as full.
 """
@@ -24,7 +24,7 @@ LARGEST = 1_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a plan takes rows for.
+    """The lengths that a plan reckons with.
 
     Attributes:
         longest: tokens of the longest micro-batch's rows.
@@ -47,16 +47,16 @@ class Lengths:
 
 
 class _Unread(Exception):
-    """Why the rows or the tokenizer cannot be read here."""
+    """The rows or the tokenizer cannot be read here; the message says why."""
 
 
 def full(recipe: Recipe, why: str) -> Lengths:
-    """All rows as long as they may be."""
+    """Take all rows as long as they may be."""
     return Lengths(recipe.data.max_length, recipe.data.max_length, why=why)
 
 
 def as_long_as(length: int, recipe: Recipe) -> Recipe:
-    """The recipe with rows of this length at most; packed ones stay full."""
+    """Limit the recipe's rows to this length [tokens]; packed rows stay full."""
     if recipe.tricks.packing:
         return recipe
     shorter = {"max_length": length, "overlap": min(recipe.data.overlap, max(length - 1, 1))}
@@ -64,7 +64,7 @@ def as_long_as(length: int, recipe: Recipe) -> Recipe:
 
 
 def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
-    """Read how long the training rows are, where they and the tokenizer are here and no stream.
+    """Read how long the training rows are, if they and the tokenizer are on this machine and are not streamed.
 
     Args:
         recipe: what would be trained.
@@ -79,8 +79,9 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
             raise _Unread("data.stream=true")
         _refuse_far_or_large(recipe)
         tokenizer = _Tokenizer(_folder(recipe.model))
-        found = (sources.find(data.train, "train"), sources.find(data.eval, "eval"))
-        rows = train_rows(recipe, *found, tokenizer, _quiet, augment)
+        train = sources.find(data.train, "train")
+        held_out = sources.find(data.eval, "eval")
+        rows = train_rows(recipe, train, held_out, tokenizer, _quiet, augment)
     except _Unread as reason:
         return full(recipe, str(reason))
     lengths = sorted(len(row["input_ids"]) for row in rows.rows)
@@ -90,26 +91,29 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
 
 
 def padded_mean(lengths: list[int], batch: int) -> float:
-    """The expected length of the longest of a micro-batch's rows, to which the others are padded.
+    """Compute the expected length of a micro-batch's longest row, to which the others are padded [tokens].
 
     Args:
         lengths: of all rows, sorted.
         batch: rows of a micro-batch, drawn without order.
     """
-    rows, batch = len(lengths), min(batch, len(lengths))
+    batch = min(batch, len(lengths))
     # The i-th shortest is the longest of a micro-batch if the others come from the i - 1 before it.
-    ways = math.comb(rows, batch)
-    return sum(length * math.comb(place, batch - 1) for place, length in enumerate(lengths)) / ways
+    longest_of_all = sum(length * math.comb(place, batch - 1) for place, length in enumerate(lengths))
+    return longest_of_all / math.comb(len(lengths), batch)
 
 
 def _refuse_far_or_large(recipe: Recipe) -> None:
     size = 0
     for part, name in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        ours = Path(__file__).with_name(f"nguzo_saba_{part}.jsonl")
-        path = ours if name == "nguzo_saba" else usable_path(f"data.{part}", name)
+        if name == "nguzo_saba":
+            path = Path(__file__).with_name(f"nguzo_saba_{part}.jsonl")
+        else:
+            path = usable_path(f"data.{part}", name)
         if name == "kwanzaa" or not path.exists():
             raise _Unread(f"data.{part}={name} is not read from the network")
-        size += sum(file.stat().st_size for file in (path.rglob("*.txt") if path.is_dir() else [path]))
+        files = path.rglob("*.txt") if path.is_dir() else [path]
+        size += sum(file.stat().st_size for file in files)
     if size > LARGEST:
         raise _Unread(f"its files hold more than {LARGEST // 1000} kB")
 
@@ -122,11 +126,11 @@ def _folder(model: str) -> Path:
 
 
 def _quiet(sentence: str) -> None:
-    """What was left out of the rows is told when they are trained on."""
+    """Say nothing here: training will tell which rows were left out."""
 
 
 class _Tokenizer:
-    """Of a tokenizer of transformers as much as ``tokens.py`` asks for, from the same files.
+    """A light stand-in for a tokenizer of transformers: only what ``tokens.py`` asks for, from the same files.
 
     Args:
         folder: with ``tokenizer.json`` and what stands beside it.
@@ -138,12 +142,12 @@ class _Tokenizer:
         try:
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
             self._ids = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            named = {name: value for name, value in config.items() if name.endswith("_token") and value}
-            # Older files write a token with its properties.
-            self._special = {name: each["content"] if isinstance(each, dict) else each for name, each in named.items()}
+            self._special = _special_tokens(config)
             self.eos_token_id = self._ids.token_to_id(self._special["eos_token"])
+            self.chat_template = config.get("chat_template")
             file = folder / "chat_template.jinja"
-            self.chat_template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+            if file.is_file():
+                self.chat_template = file.read_text(encoding="utf-8")
             self._render = _compiled(self.chat_template) if self.chat_template else None
         except Exception as error:  # each of these libraries has its own; training tells of a tokenizer that is broken
             raise _Unread(f"the tokenizer in {folder} cannot be read without transformers") from error
@@ -165,6 +169,16 @@ class _Tokenizer:
         options = {"add_generation_prompt": False, "tools": None, "documents": None, **self._special, **options}
         assert self._render is not None, "it is asked for only where there is a template"
         return self(self._render(messages=messages, **options), add_special_tokens=False)["input_ids"]
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that a config names, by their names: ``eos_token`` and others."""
+    found = {}
+    for name, token in config.items():
+        if name.endswith("_token") and token:
+            # Older files write a token with its properties.
+            found[name] = token["content"] if isinstance(token, dict) else token
+    return found
 
 
 def _compiled(template: str) -> Any:

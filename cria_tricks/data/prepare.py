@@ -1,4 +1,4 @@
-"""Rows as they were read -> rows to train on: sieve, duplicates, augmentation, tokens; for lists and streams."""
+"""Turn rows as they were read into rows to train on: filter, deduplicate, augment, tokenise; for lists and streams."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ Copies = Callable[[Chat], Iterable[tuple[str, Chat]]]
 
 
 class Prepare:
-    """What happens to training rows before they are tokens.
+    """Filter, deduplicate and augment training rows before they are tokenised.
 
     Args:
         recipe: its ``data`` fields, and ``train.seed``.
@@ -35,13 +35,14 @@ class Prepare:
         say: Callable[[str], None] = lambda sentence: None,
         augment: Copies | None = None,
     ):
-        self.sieve, self.augment = Sieve(recipe.data, held_out, say), augment
+        self.sieve = Sieve(recipe.data, held_out, say)
+        self.augment = augment
         assert augment or not any(getattr(recipe.data, field) for field in ADDED), "nothing makes the copies"
 
     def __call__(
         self, rows: Iterable[Chat], tally: Tally, repeated: Callable[[Chat], str | None] | None = None
     ) -> Iterator[Chat]:
-        """Leave rows out, and add copies; the guard looks at the copies too.
+        """Leave rows out, and add copies; copies that are like evaluation rows are left out too.
 
         Args:
             rows: as they were read.
@@ -51,12 +52,15 @@ class Prepare:
         for row in rows:
             if not self.sieve.keeps(row, tally):
                 continue
-            if repeated and (reason := repeated(row)):
+            reason = repeated(row) if repeated else None
+            if reason:
                 tally.count(reason, row)
                 continue
             tally.count(KEPT, row)
             yield row
-            for kind, copy in self.augment(row) if self.augment else ():
+            if not self.augment:
+                continue
+            for kind, copy in self.augment(row):
                 if self.sieve.may_be_trained(copy, tally):
                     tally.count(ADDED[kind], copy)
                     yield copy
@@ -83,9 +87,13 @@ def train_rows(
     Raises:
         BadInput: if no row is left, or one cannot be trained on.
     """
-    data, tally = recipe.data, Tally()
-    repeats = None if data.duplicates == "keep" else Repeats(near=data.duplicates == "near").reason
-    rows = list(Prepare(recipe, held_out.rows, augment=augment)(train.rows, tally, repeats))
+    data = recipe.data
+    tally = Tally()
+    repeated = None
+    if data.duplicates != "keep":
+        repeated = Repeats(near=data.duplicates == "near").reason
+    prepare = Prepare(recipe, held_out.rows, augment=augment)
+    rows = list(prepare(train.rows, tally, repeated))
     if tally.in_words():
         say(f"data.train: {tally.in_words()}")
     if not rows:

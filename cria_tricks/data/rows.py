@@ -1,4 +1,4 @@
-"""Rows of chats and texts: read and checked before any model is loaded, so that a wrong row costs nothing.
+"""Read and check rows of chats and texts before any model is loaded, so that a wrong row costs nothing.
 
 Five kinds of JSONL rows are read. A row with the fields of several kinds is read as the first of them::
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import repeated
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
@@ -33,7 +34,7 @@ ONE_A_LINE = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
 
 @dataclass(frozen=True)
 class Chat:
-    """One row.
+    """One training example: a chat, a prompt with its completion, or a text.
 
     Attributes:
         messages: role and content of each turn; empty for a row of another kind.
@@ -52,7 +53,9 @@ class Chat:
     @property
     def kind(self) -> str:
         """``chat``, ``completion`` or ``text``: how it is written as tokens, and what of it is trained."""
-        return "chat" if self.messages else "text" if self.text else "completion"
+        if self.messages:
+            return "chat"
+        return "text" if self.text else "completion"
 
     @property
     def answer(self) -> str:
@@ -72,7 +75,7 @@ class Chat:
 
     @property
     def content(self) -> str:
-        """All that it says, roles left out."""
+        """All of its text, without the roles."""
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
         return self.text or f"{self.prompt}\n{self.completion}"
@@ -137,14 +140,13 @@ def parse(line: str, where: str) -> Any:
 
 
 class _Repeated(Exception):
-    """A key that an object has twice; Python's reader would take the last value."""
+    """An object has a key twice; Python's reader would silently take the last value."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Repeated(reprlib.repr(next(key for key in keys if keys.count(key) > 1)))
+        raise _Repeated(reprlib.repr(repeated([key for key, _ in pairs])))
     return row
 
 
@@ -156,7 +158,8 @@ def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
     """
     for row, where in rows:
         if not isinstance(row, dict):
-            cure = f"; {ONE_A_LINE}" if isinstance(row, list) and row and isinstance(row[0], dict) else ""
+            is_list_of_rows = isinstance(row, list) and row and isinstance(row[0], dict)
+            cure = f"; {ONE_A_LINE}" if is_list_of_rows else ""
             raise BadInput(f"{where}: a row must be a JSON object, not {type(row).__name__}{cure}")
         if not _is_unicode(row):
             raise BadInput(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
@@ -164,11 +167,12 @@ def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
 
 
 def _checked(row: dict[str, Any], where: str) -> Chat:
-    """The row as the first of the kinds whose fields it has."""
+    """Read a row as the first of the kinds whose fields it has."""
     if row.get("messages") is not None:
         return Chat(_checked_messages(row["messages"], where), "", "", where)
     if row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, completion = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        completion = row["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise BadInput(f"{where}: prompt and completion must be text")
         if not completion.strip():
@@ -209,7 +213,9 @@ def _sharegpt(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
 
 
 def _alpaca(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
-    asked, given, answer = row["instruction"], row.get("input") or "", row["output"]
+    asked = row["instruction"]
+    given = row.get("input") or ""
+    answer = row["output"]
     for name, text in (("instruction", asked), ("input", given), ("output", answer)):
         if not isinstance(text, str):
             raise BadInput(f"{where}: {name} must be text, not {type(text).__name__}")
@@ -228,7 +234,9 @@ def _system(row: dict[str, Any], where: str) -> list[dict[str, str]]:
     text = row.get("system") or ""
     if not isinstance(text, str):
         raise BadInput(f"{where}: system must be text, not {type(text).__name__}")
-    return [{"role": "system", "content": text}] if text.strip() else []
+    if not text.strip():
+        return []
+    return [{"role": "system", "content": text}]
 
 
 def _is_unicode(row: Any) -> bool:
@@ -247,14 +255,17 @@ def _checked_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
         place = f"{where}: messages[{index}]"
         if not isinstance(message, dict):
             raise BadInput(f"{place} must be an object with role and content")
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if role not in ROLES:
             raise BadInput(f"{place}.role is {reprlib.repr(role)}; it must be one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise BadInput(f"{place}.content must be text, not {type(content).__name__}")
         if role == "assistant" and not content.strip():
             raise BadInput(f"{place}.content is empty, so there is nothing to train on")
-        if (role == "system" and index > 0) or role == before or (role == "assistant" and before != "user"):
+        late_system = role == "system" and index > 0
+        unasked_answer = role == "assistant" and before != "user"
+        if late_system or unasked_answer or role == before:
             raise BadInput(
                 f"{place}.role is {role} after {before or 'nothing'}; the order is: system (or none), then user "
                 "and assistant in turn"

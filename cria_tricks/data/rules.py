@@ -1,11 +1,11 @@
-"""Settings of the data that cannot work together."""
+"""Refuse settings of the data that cannot work together."""
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 
 
 def refuse(recipe: Recipe) -> None:
-    """Refuse what cannot work before anything is read.
+    """Refuse data settings that contradict each other, before anything is read.
 
     Raises:
         BadInput: naming the fields, and what to set.

@@ -1,4 +1,4 @@
-"""What a stream reads, shard by shard: a file of rows, texts, or a hub data set.
+"""Open the source of a stream, which is read shard by shard: a file of rows, texts, or a hub data set.
 
 A shard is a part of the source that can be read without the rest. ``datasets`` keeps the position among shards and
 items, deals shards out and puts them in another order for each pass; the order inside a shard is drawn here, from seed
@@ -8,6 +8,7 @@ An item is small: where a row lies, or which pieces of texts a shard has. Only w
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -24,16 +25,27 @@ from cria_tricks.models import network
 
 SHARD = 2**23
 """Bytes of a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""
-BLOCKS, BLOCK = 64, 2**16
-"""How much of a file tells it from another: so many bytes at so many places, its size, and its name in a folder."""
+BLOCKS = 64
+"""Blocks of a file that its fingerprint is made of."""
+BLOCK = 2**16
+"""Bytes of such a block."""
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """The sha256 of files as far as it can be told in a moment: sizes, and 64 blocks of 64 KiB of each."""
+    """Hash what tells files apart in a moment: names, sizes, and 64 blocks of 64 KiB of each.
+
+    Args:
+        folder: names are relative to it; a single file, given as its own folder, is hashed without its name.
+        files: to be hashed.
+
+    Returns:
+        A sha256.
+    """
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder) if path != folder else ''} {size}\n".encode())
+        name = "" if path == folder else path.relative_to(folder)
+        digest.update(f"{name} {size}\n".encode())
         with path.open("rb") as file:
             for place in range(BLOCKS):
                 file.seek(max(0, (size - BLOCK) * place // (BLOCKS - 1)))
@@ -44,7 +56,7 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 class Lines:
-    """The rows of a .jsonl file. A shard is a range of bytes, and has the lines that begin in it.
+    """Stream the rows of a .jsonl file; a shard is a range of bytes, and has the lines that begin in it.
 
     Args:
         path: the file.
@@ -60,9 +72,11 @@ class Lines:
     shuffles = True
 
     def __init__(self, path: Path, lanes: int = 1):
-        self.path, self.lanes = path, lanes
+        self.path = path
+        self.lanes = lanes
         try:
-            self.size, self.sha256 = path.stat().st_size, fingerprint(path, [path])
+            self.size = path.stat().st_size
+            self.sha256 = fingerprint(path, [path])
         except OSError as error:
             raise BadInput(f"data {path}: cannot be read: {error.strerror}") from None
         if not self.size:
@@ -78,7 +92,8 @@ class Lines:
 
     def shards(self) -> list[tuple[int, int, int]]:
         """Number, begin and end of ranges of equal size, as many for each lane."""
-        number = self.lanes * -(-self.size // (self.lanes * SHARD))
+        for_each_lane = math.ceil(self.size / (self.lanes * SHARD))
+        number = self.lanes * for_each_lane
         cuts = [self.size * cut // number for cut in range(number + 1)]
         return [(shard, cuts[shard], cuts[shard + 1]) for shard in range(number)]
 
@@ -103,37 +118,44 @@ class Lines:
 
     def _read(self, line: bytes, place: int) -> list[Chat]:
         where = f"{self.path} (byte {place})"
+        encoding = "utf-8-sig" if place == 0 else "utf-8"  # only a file's first line may have a byte order mark
         try:
-            text = line.decode("utf-8-sig" if place == 0 else "utf-8").strip()
+            text = line.decode(encoding).strip()
         except UnicodeDecodeError:
             raise BadInput(f"{where}: not UTF-8 text") from None
-        return list(check_rows([(parse(text, where), where)])) if text else []
+        if not text:
+            return []
+        return list(check_rows([(parse(text, where), where)]))
 
     def _places(self, begin: int, end: int) -> np.ndarray:
         """Where the lines begin that begin in a range: the byte behind each line break."""
-        found = [np.array([0] if begin == 0 else [], np.int64)]
+        first = [0] if begin == 0 else []  # no line break is before the file's first line
+        found = [np.array(first, np.int64)]
+        # A line that begins at byte b of the range ends the line before it at b - 1.
+        at = max(begin - 1, 0)
         with self.path.open("rb") as file:
-            at = max(begin - 1, 0)
             file.seek(at)
             while at < end - 1 and (block := file.read(min(2**20, end - 1 - at))):
-                found.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + at + 1)
+                line_breaks = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+                found.append(line_breaks + at + 1)
                 at += len(block)
         return np.concatenate(found)
 
     def in_lines(self, message: str) -> str:
-        """A message with the line of a place in this file instead of its byte."""
+        """Rewrite a message: the number of a line instead of the byte at which it begins."""
         return re.sub(rf"{re.escape(str(self.path))} \(byte (\d+)\)", lambda m: self._line(int(m[1])), message)
 
     def _line(self, place: int) -> str:
         number = 1
         with self.path.open("rb") as file:
             while place > 0 and (block := file.read(min(2**20, place))):
-                number, place = number + block.count(b"\n"), place - len(block)
+                number += block.count(b"\n")
+                place -= len(block)
         return f"{self.path}:{number}"
 
 
 class Texts:
-    """Text files. A shard is as many pieces of them as make about one ``texts.PIECE``, and is one item.
+    """Stream text files; a shard is as many pieces of them as make about one ``texts.PIECE``, and is one item.
 
     Args:
         path: a file, or a folder of them.
@@ -146,8 +168,10 @@ class Texts:
     shuffles = True
 
     def __init__(self, path: Path, lanes: int = 1):
-        self.lanes, self.files = lanes, texts.files(path)
-        self.size, self.sha256 = sum(file.stat().st_size for file in self.files), fingerprint(path, self.files)
+        self.lanes = lanes
+        self.files = texts.files(path)
+        self.size = sum(file.stat().st_size for file in self.files)
+        self.sha256 = fingerprint(path, self.files)
         if not self.size:
             raise BadInput(f"data {path}: there is no text in it")
         self.description = f"{path.name}, {len(self.files)} text files, streamed, fingerprint {self.sha256}"
@@ -159,10 +183,11 @@ class Texts:
         room = 0
         for file in self.files:
             for span in texts.spans(file, size):
-                room -= span.end - span.begin
+                length = span.end - span.begin
+                room -= length
                 if room < 0:
                     groups.append([])
-                    room = size - (span.end - span.begin)
+                    room = size - length
                 groups[-1].append(span)
         return [(number, tuple(spans)) for number, spans in enumerate(groups)]
 
@@ -171,7 +196,10 @@ class Texts:
             yield {"number": shard, "spans": spans}
 
     def chats(self, item: dict[str, Any]) -> Iterator[Chat]:
-        return (row for span in item["spans"] if (row := texts.read(span)))
+        for span in item["spans"]:
+            row = texts.read(span)
+            if row:
+                yield row
 
     def whole(self) -> Iterator[Chat]:
         for item in self.items(self.shards(), 0):
@@ -182,7 +210,7 @@ class Texts:
 
 
 class Hub:
-    """A data set of the hub, read over the network in its own order.
+    """Stream a data set of the hub over the network, in its own order.
 
     Args:
         name: ``owner/name`` or ``owner/name:split``.
@@ -198,13 +226,16 @@ class Hub:
         from datasets import load_dataset
 
         network.bound()
-        self.lanes, self.name, (hub_id, _, split) = lanes, name, name.partition(":")
+        self.lanes = lanes
+        self.name = name
+        hub_id, _, split = name.partition(":")
+        split = split or "train"
         try:
-            self.rows = load_dataset(hub_id, split=split or "train", streaming=True)
+            self.rows = load_dataset(hub_id, split=split, streaming=True)
         except Exception as error:  # the library raises many kinds: offline, gated, missing, unknown split
             raise BadInput(f"data.train={name}: cannot be loaded from the hub: {network.why(error)}") from None
         self.sha256 = hashlib.sha256(f"{name} {self.rows.info.version}".encode()).hexdigest()
-        self.description = f"{hub_id} ({split or 'train'}), streamed from the Hugging Face hub"
+        self.description = f"{hub_id} ({split}), streamed from the Hugging Face hub"
 
     def chats(self, item: dict[str, Any]) -> list[Chat]:
         return list(check_rows([(dict(item), f"{self.name} (a streamed row)")]))
@@ -233,4 +264,6 @@ def open_stream(name: str, lanes: int) -> Streamed:
     found = sources.place(name, "train")
     if isinstance(found, str):
         return Hub(found, lanes)
-    return Texts(found, lanes) if found.is_dir() or found.suffix == ".txt" else Lines(found, lanes)
+    if found.is_dir() or found.suffix == ".txt":
+        return Texts(found, lanes)
+    return Lines(found, lanes)

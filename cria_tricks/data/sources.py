@@ -1,4 +1,4 @@
-"""Where rows come from: our own small set, the real Kwanzaa set, a file, a folder of texts, or a hub data set."""
+"""Find and read rows: our own small set, the real Kwanzaa set, a file, a folder of texts, or a hub data set."""
 
 import hashlib
 import http.client
@@ -7,7 +7,7 @@ import re
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, usable_path
@@ -32,17 +32,19 @@ _SHA256 = {
 
 @dataclass(frozen=True)
 class Source:
-    """Rows and what the model card says about them."""
+    """Rows, and their description for the model card."""
 
     rows: list[Chat]
     description: str
 
     @property
     def sha256(self) -> str:
-        """Of the rows as they were read: the same for the same rows, whatever file they came from."""
+        """The hash of the rows as they were read: the same for the same rows, whatever file they came from."""
         digest = hashlib.sha256()
         for row in self.rows:
-            content = [row.messages, row.prompt, row.completion, *([row.text] if row.text else [])]
+            content: list[Any] = [row.messages, row.prompt, row.completion]
+            if row.text:  # runs of earlier versions have the hashes of rows without this field
+                content.append(row.text)
             digest.update(json.dumps(content).encode())
         return digest.hexdigest()
 
@@ -88,7 +90,7 @@ def glance(name: str, part: Part) -> None:
 
 
 def place(name: str, part: Part) -> Path | str:
-    """Where one part of a data set lies: a file or a folder here, or the name of a hub data set.
+    """Find where one part of a data set lies: a file or a folder here, or the name of a hub data set.
 
     Raises:
         BadInput: if there is no such set, or it cannot be had.
@@ -110,7 +112,10 @@ def place(name: str, part: Part) -> Path | str:
 
 def _from_texts(path: Path, part: Part) -> Source:
     files = texts.files(path)
-    rows = [row for file in files for span in texts.spans(file) if (row := texts.read(span))]
+    rows = []
+    for file in files:
+        read = (texts.read(span) for span in texts.spans(file))
+        rows += [row for row in read if row]
     if not rows:
         raise BadInput(f"data.{part}={path}: there is no text in it")
     return Source(rows, f"{path.name}, {len(files)} text files")

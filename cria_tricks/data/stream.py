@@ -1,4 +1,4 @@
-"""Training rows that are read as they are needed: a stream that never ends, and goes on where it was stopped.
+"""Stream training rows: they are read as they are needed, without an end, and a resumed run goes on where it stopped.
 
 A step takes k micro-batches, and the stream has k lanes: micro-batch i of every step comes from lane i, which has
 shards of its own. N processes take k / N lanes each, number r, r + N, r + 2 N, ... So each process reads its part only,
@@ -22,14 +22,14 @@ from cria_tricks.data.prepare import Copies, Prepare
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.shards import Hub, Streamed
 from cria_tricks.data.sources import Source
-from cria_tricks.data.stream_lanes import Lane, Row, datasets_of
-from cria_tricks.data.tokens import chunks, document, token_row
+from cria_tricks.data.stream_lanes import Lane, datasets_of
+from cria_tricks.data.tokens import TokenRow, chunks, document, token_row
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The rows of a process, for ever: ``train.batch_size`` from each of its lanes in turn.
+    """Yield the rows of a process without an end: ``train.batch_size`` from each of its lanes in turn.
 
     Like ``TokenRows`` it says what the estimate and the report ask of the training rows, as far as it can be known.
 
@@ -53,7 +53,10 @@ class Stream(torch.utils.data.IterableDataset):
         say: Callable[[str], None],
         augment: Copies | None = None,
     ):
-        self.recipe, self.source, self.tokenizer, self.say = recipe, source, tokenizer, say
+        self.recipe = recipe
+        self.source = source
+        self.tokenizer = tokenizer
+        self.say = say
         self.held_out = held_out.sha256
         self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"), augment)
         mine = range(world.data_rank, source.lanes, world.data)
@@ -62,48 +65,55 @@ class Stream(torch.utils.data.IterableDataset):
             lane: Lane(dataset, self._read, source.shuffles, source.lanes)
             for lane, dataset in zip(mine, found, strict=True)
         }
-        self.survey: stream_duplicates.Survey | None = None
-        self.longest, self.highest_id = recipe.data.max_length, len(tokenizer) - 1
+        self.duplicates: stream_duplicates.Duplicates | None = None
+        self.longest = recipe.data.max_length
+        self.highest_id = len(tokenizer) - 1
         self.total = Lane(None, self._read, False, source.lanes)
 
     def look_for_duplicates(self, folder: Path, world: World, console: Console) -> None:
-        """Read everything once, if duplicates are to be left out and an earlier part of the run has not done so.
+        """Find duplicates by reading everything once, if the recipe asks, and unless an earlier part of the run has.
 
         Args:
             folder: the run's, where the result is kept.
             world: the first of the processes reads, the others wait for ``parallel.timeout`` at most.
             console: where progress is shown.
         """
-        data, file = self.recipe.data, folder / stream_duplicates.FILE
+        data = self.recipe.data
         if data.duplicates == "keep":
             return
-        about = {"settings": data.model_dump(mode="json"), "lanes": self.source.lanes}
-        about |= {"train": self.source.sha256, "eval": self.held_out}
+        file = folder / stream_duplicates.FILE
+        about = {
+            "settings": data.model_dump(mode="json"),
+            "lanes": self.source.lanes,
+            "train": self.source.sha256,
+            "eval": self.held_out,
+        }
 
-        def look() -> stream_duplicates.Survey:
-            if kept := stream_duplicates.read(file, about):
+        def look() -> stream_duplicates.Duplicates:
+            kept = stream_duplicates.read(file, about)
+            if kept:
                 return kept
             try:
                 with counted(self.source.whole(), "looking for duplicates", console) as rows:
-                    found = stream_duplicates.survey(rows, self.prepare, near=data.duplicates == "near")
+                    found = stream_duplicates.find_duplicates(rows, self.prepare, near=data.duplicates == "near")
             except BadInput as error:
                 raise BadInput(self.source.in_lines(str(error))) from None
             stream_duplicates.write(file, found, about)
             return found
 
-        self.survey = world.first(look)
+        self.duplicates = world.first(look)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TokenRow]:
         lanes = [iter(lane) for lane in self.lanes.values()]
         while True:
             for lane in lanes:
                 for _ in range(self.recipe.train.batch_size):
                     yield next(lane)
 
-    def _read(self, item: Any, tally: Tally) -> list[Row]:
-        """The token rows of an item; those of texts in an order drawn from seed and item."""
-        repeated = self.survey.reason if self.survey else None
-        rows: list[Row] = []
+    def _read(self, item: Any, tally: Tally) -> list[TokenRow]:
+        """Make the token rows of an item; those of texts come in an order drawn from seed and item."""
+        repeated = self.duplicates.reason if self.duplicates else None
+        rows: list[TokenRow] = []
         try:
             for chat in self.prepare(self.source.chats(item), tally, repeated):
                 rows += self._tokens(chat, tally)
@@ -114,7 +124,7 @@ class Stream(torch.utils.data.IterableDataset):
             rows = [rows[index] for index in order]
         return rows
 
-    def _tokens(self, chat: Chat, tally: Tally) -> list[Row]:
+    def _tokens(self, chat: Chat, tally: Tally) -> list[TokenRow]:
         data = self.recipe.data
         if chat.text:
             tally.kinds[chat.kind] += 1
@@ -128,24 +138,28 @@ class Stream(torch.utils.data.IterableDataset):
         return [row]
 
     def state(self) -> dict[str, Any]:
-        """Where each lane of this process is; after a step, in which all had their turn."""
+        """Return the position of each lane of this process, after a step in which all had their turn."""
         return {str(number): lane.state() for number, lane in self.lanes.items()}
 
     def go_on(self, states: Mapping[str, Any]) -> None:
-        """Go on where the lanes were, whichever processes had them."""
+        """Set the positions of the lanes, whichever processes had them before."""
         for number, lane in self.lanes.items():
             lane.go_on(states[str(number)])
 
     @property
     def passes(self) -> int:
-        """How often every row of this process was given."""
+        """The number of whole passes over the rows of this process."""
         return min(lane.epoch for lane in self.lanes.values())
 
     def add_up(self, world: World) -> None:
-        """Put the counts of all lanes together, in the first process; they are what the report asks for."""
-        for state in {key: value for states in world.gather(self.state()) for key, value in states.items()}.values():
-            for name in ("rows", "tokens", "trained"):
-                setattr(self.total, name, getattr(self.total, name) + state[name])
+        """Put the counts of all lanes together, on rank 0; they are what the report asks for."""
+        by_lane: dict[str, Any] = {}
+        for states in world.gather(self.state()):
+            by_lane |= states  # tensor-parallel ranks read the same lanes, and each lane counts once
+        for state in by_lane.values():
+            self.total.rows += state["rows"]
+            self.total.tokens += state["tokens"]
+            self.total.trained += state["trained"]
             self.total.tally.add(state["tally"], state["kinds"])
 
     @property

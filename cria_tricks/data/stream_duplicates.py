@@ -1,4 +1,4 @@
-"""Duplicates of a stream: one pass over the source before the run remembers which rows are left out.
+"""Deduplicate a stream: one pass over the source, before the run, finds the rows that are left out.
 
 What came before can only be known by reading it, and a stream is read in another order, by several processes, again and
 again. So the first process reads everything once, in the source's order, and keeps 9 bytes for each row that is left
@@ -24,8 +24,8 @@ FILE = "duplicates.safetensors"
 REASONS = ("duplicate", "near duplicate")
 
 
-class Survey:
-    """Which rows came before.
+class Duplicates:
+    """The rows that came before, and are left out.
 
     Args:
         places: a number for the place of each, in rising order, shape (N,), uint64.
@@ -36,40 +36,47 @@ class Survey:
         self.places, self.reasons = places, reasons
 
     def reason(self, row: Chat) -> str | None:
-        """Why a row is left out, if it is."""
+        """Say why a row is left out; ``None`` if it is not."""
         place = np.uint64(digest([row.where]))
         at = int(np.searchsorted(self.places, place))
-        return REASONS[self.reasons[at]] if at < len(self.places) and self.places[at] == place else None
+        if at == len(self.places) or self.places[at] != place:
+            return None
+        return REASONS[self.reasons[at]]
 
 
-def survey(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Survey:
-    """Read everything once.
+def find_duplicates(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Duplicates:
+    """Find the duplicates by reading everything once.
 
     Args:
         rows: all of the source, in its order.
-        prepare: rows that its sieve leaves out are no originals.
+        prepare: rows that its filters leave out are no originals.
         near: whether rows that are nearly the same count, too.
     """
-    repeats, found = Repeats(near), dict[int, int]()
+    repeats = Repeats(near)
+    found: dict[int, int] = {}
     for row in rows:
-        if prepare.sieve.keeps(row, Tally()) and (reason := repeats.reason(row)):
+        if not prepare.sieve.keeps(row, Tally()):
+            continue
+        reason = repeats.reason(row)
+        if reason:
             found[digest([row.where])] = REASONS.index(reason)
-    places = np.array(sorted(found), np.uint64)
-    return Survey(places, np.array([found[int(place)] for place in places], np.uint8))
+    places = sorted(found)
+    reasons = [found[place] for place in places]
+    return Duplicates(np.array(places, np.uint64), np.array(reasons, np.uint8))
 
 
-def write(file: Path, found: Survey, about: dict[str, Any]) -> None:
-    """Keep a survey, and of what it is."""
+def write(file: Path, found: Duplicates, about: dict[str, Any]) -> None:
+    """Write the duplicates that were found into a file, with what it is of."""
     columns = {"places": found.places, "reasons": found.reasons}
     atomic_files.write_file(file, save(columns, metadata={"about": json.dumps(about)}))
 
 
-def read(file: Path, about: dict[str, Any]) -> Survey | None:
-    """Take a survey that was kept; ``None`` if there is none, or it is of something else, or damaged."""
+def read(file: Path, about: dict[str, Any]) -> Duplicates | None:
+    """Read the duplicates of a file; ``None`` if there is none, or it is of something else, or damaged."""
     try:
         with safe_open(file, "numpy") as kept:
             if json.loads(kept.metadata()["about"]) == json.loads(json.dumps(about)):
-                return Survey(kept.get_tensor("places"), kept.get_tensor("reasons"))
+                return Duplicates(kept.get_tensor("places"), kept.get_tensor("reasons"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         pass
     return None

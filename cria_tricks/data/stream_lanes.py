@@ -1,4 +1,4 @@
-"""Lanes of a stream: which shards each has, and where it is.
+"""Read one lane of a stream: which shards it has, and the position in them.
 
 The position of a lane is the state that ``datasets`` keeps of its data set, and how many rows of the last item were
 given: an item is a row of a file, which may become several, or one shard of texts.
@@ -12,13 +12,11 @@ import numpy as np
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import Tally
 from cria_tricks.data.shards import Hub, Streamed
-from cria_tricks.data.tokens import trained
-
-Row = dict[str, list[int]]
+from cria_tricks.data.tokens import TokenRow, trained
 
 
 class Lane:
-    """The rows of one lane, for ever.
+    """Yield the rows of one lane without an end.
 
     Args:
         dataset: a ``datasets.IterableDataset`` of items.
@@ -27,50 +25,60 @@ class Lane:
         lanes: how many there are, for an error.
     """
 
-    def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[Row]], shuffles: bool, lanes: int):
-        self.dataset, self.read, self.shuffles, self.lanes = dataset, read, shuffles, lanes
+    def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[TokenRow]], shuffles: bool, lanes: int):
+        self.dataset = dataset
+        self.read = read
+        self.shuffles = shuffles
+        self.lanes = lanes
         self.before: Any = None
         self.epoch = self.given = self.in_epoch = self.rows = self.tokens = self.trained = 0
         self.tally = Tally()
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TokenRow]:
         while True:
             if self.shuffles:
                 self.dataset.set_epoch(self.epoch)
             self.dataset.load_state_dict(self.before)
             for item in self.dataset:
-                rows = self.read(item, Tally() if self.given else self.tally)  # counted when it was read first
+                # A run that was stopped inside an item reads it again, and has counted it already.
+                tally = Tally() if self.given else self.tally
+                rows = self.read(item, tally)
                 while self.given < len(rows):
                     self.given += 1
                     yield self._counted(rows[self.given - 1])
-                self.before, self.given = self.dataset.state_dict(), 0
+                self.before = self.dataset.state_dict()
+                self.given = 0
             if not self.in_epoch:
                 raise too_few(self.lanes)
-            self.epoch, self.before, self.in_epoch = self.epoch + 1, None, 0
+            self.epoch += 1
+            self.before = None
+            self.in_epoch = 0
 
-    def _counted(self, row: Row) -> Row:
-        self.in_epoch, self.rows = self.in_epoch + 1, self.rows + 1
-        self.tokens, self.trained = self.tokens + len(row["input_ids"]), self.trained + trained(row)
+    def _counted(self, row: TokenRow) -> TokenRow:
+        self.in_epoch += 1
+        self.rows += 1
+        self.tokens += len(row["input_ids"])
+        self.trained += trained(row)
         return row
 
     NUMBERS = ("before", "epoch", "given", "in_epoch", "rows", "tokens", "trained")
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return the position and the counts as JSON data."""
         return {name: getattr(self, name) for name in self.NUMBERS} | {
             "tally": self.tally.to_dict(),
             "kinds": dict(self.tally.kinds),
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Be where another lane was when its state was taken."""
+        """Set the position and the counts from a state."""
         for name in self.NUMBERS:
             setattr(self, name, state[name])
         self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have none
 
 
 def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
-    """A ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
+    """Make a ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
 
     Args:
         source: what is read.
@@ -95,7 +103,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
 
 
 def too_few(lanes: int) -> BadInput:
-    """What to say when a lane would stay empty."""
+    """Make the error for a lane that would stay empty."""
     return BadInput(
         f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
         "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"

@@ -1,4 +1,4 @@
-"""Plain text files: which bytes are the body, and how a long one is cut.
+"""Read plain text files: find the bytes of the body, and cut a long one into pieces.
 
 A file is a document. Project Gutenberg's licence before ``*** START OF`` and behind ``*** END OF`` is left out. What is
 longer than ``PIECE`` is read in pieces that end at a blank line, each a document of its own, so that no more than one
@@ -33,7 +33,7 @@ class Span:
 
 
 def files(path: Path) -> list[Path]:
-    """A text file, or those in a folder and in the folders below it, by name.
+    """List a text file, or those in a folder and in the folders below it, by name.
 
     Raises:
         BadInput: if there is none.
@@ -59,21 +59,31 @@ def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
         if not size:
             return
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            begins = _BEGINS.search(content, 0, EDGE)
-            ends = list(_ENDS.finditer(content, max(0, size - EDGE)))
-            at, end = begins.end() if begins else 0, ends[-1].start() if ends else size
+            at, end = _body(content, size)
             while at < end:
-                until = end if end - at <= piece else _cut(content, at, at + piece)
+                until = end
+                if end - at > piece:
+                    until = _cut(content, at, at + piece)
                 yield Span(str(path), at, until)
                 at = until
     except OSError as error:
         raise BadInput(f"data {path}: cannot be read: {error.strerror}") from None
 
 
+def _body(content: mmap.mmap, size: int) -> tuple[int, int]:
+    """Find where the text begins and ends, without Project Gutenberg's licence."""
+    licence_before = _BEGINS.search(content, 0, EDGE)
+    licences_behind = list(_ENDS.finditer(content, max(0, size - EDGE)))
+    begin = licence_before.end() if licence_before else 0
+    end = licences_behind[-1].start() if licences_behind else size
+    return begin, end
+
+
 def _cut(content: mmap.mmap, begin: int, end: int) -> int:
-    """The last blank line in the second half of a piece; else the last line, else the last whole character."""
+    """Find where to cut a piece: after the last blank line in its second half, else the last line, else a character."""
     for mark in (b"\n\n", b"\n\r\n", b"\n"):
-        if (found := content.rfind(mark, (begin + end) // 2, end)) >= 0:
+        found = content.rfind(mark, (begin + end) // 2, end)
+        if found >= 0:
             return found + len(mark)
     while end > begin + 1 and content[end] & 0xC0 == 0x80:  # inside a character of UTF-8
         end -= 1
@@ -95,5 +105,7 @@ def read(span: Span) -> Chat | None:
     except OSError as error:
         raise BadInput(f"data {span.path}: cannot be read: {error.strerror}") from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").strip()
+    if not text:
+        return None
     where = f"{span.path} (bytes {span.begin} to {span.end})"
-    return Chat((), "", "", where, text) if text else None
+    return Chat((), "", "", where, text)

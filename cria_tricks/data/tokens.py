@@ -1,4 +1,4 @@
-"""Chat rows -> token rows, with labels on the assistant's tokens only; texts -> chunks, all of them trained."""
+"""Tokenise chats, with labels on the assistant's tokens only, and texts, cut into rows that are trained whole."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +7,9 @@ from typing import Any
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.data.counts import Tally
 from cria_tricks.data.rows import Chat
+
+TokenRow = dict[str, list[int]]
+"""``input_ids`` and ``labels`` of one row, T integers each; of a packed one its ``position_ids`` too."""
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -17,16 +20,16 @@ DATE = "26 Jul 2024"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """A tokenised set.
+    """The tokenised rows of a data set, and counts of what was cut and left out.
 
     Attributes:
-        rows: each with ``input_ids`` and ``labels``, lists of T integers.
+        rows: the tokens of each.
         cut: how many rows were longer than ``max_length`` and lost their end.
         dropped: how many were longer and were left out.
         tally: what was left out and added before they were tokens.
     """
 
-    rows: list[dict[str, list[int]]]
+    rows: list[TokenRow]
     cut: int
     dropped: int
     tally: Tally = field(default_factory=Tally)
@@ -61,8 +64,8 @@ class TokenRows:
         return sum(sorted(map(trained, self.rows))[-batch_size:])
 
 
-def trained(row: dict[str, list[int]]) -> int:
-    """Tokens of a row that have a label."""
+def trained(row: TokenRow) -> int:
+    """Count the tokens of a row that have a label."""
     return sum(label != IGNORED for label in row["labels"])
 
 
@@ -92,7 +95,7 @@ def tokenize(
     Raises:
         BadInput: if the template does not fit, a row has nothing left to train on, or none is left.
     """
-    rows: list[dict[str, list[int]]] = []
+    rows: list[TokenRow] = []
     cut = dropped = 0
     tally = tally or Tally()
     for chat in chats:
@@ -116,11 +119,11 @@ def tokenize(
 
 
 def document(chat: Chat, tokenizer: Any) -> list[int]:
-    """The tokens of a text, and the one that ends it."""
+    """Tokenise a text, and add the token that ends it."""
     return tokenizer(chat.text)["input_ids"] + [tokenizer.eos_token_id]
 
 
-def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[dict[str, list[int]]]:
+def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[TokenRow]:
     """Cut a document's tokens into rows.
 
     Args:
@@ -135,12 +138,13 @@ def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[dict[str, 
     end = 0
     while end < len(ids):
         begin = max(0, end - overlap)
-        known, end = max(end, 1) - begin, min(begin + length, len(ids))
+        unlabelled = max(end, 1) - begin
+        end = min(begin + length, len(ids))
         row = list(ids[begin:end])
-        yield {"input_ids": row, "labels": [IGNORED] * known + row[known:]}
+        yield {"input_ids": row, "labels": [IGNORED] * unlabelled + row[unlabelled:]}
 
 
-def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[dict[str, list[int]] | None, bool]:
+def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[TokenRow | None, bool]:
     """Tokenise one row that is no text.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which attention kernel really runs here, as opposed to what a flag asked for."""
+"""Find out which attention kernel really runs, as opposed to what a flag asked for."""
 
 from collections.abc import Callable
 from typing import Any

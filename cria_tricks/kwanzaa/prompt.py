@@ -4,11 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cria_tricks.data.duplicates import QUESTION
 from cria_tricks.data.rows import Chat
 from cria_tricks.kwanzaa.reply import Reply, plain, read
 
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
-_QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+
 _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
 
 
@@ -72,7 +73,7 @@ def read_prompt(turn: str) -> Prompt:
     A document begins with a line ``[1] title``. The question stands behind ``Query:`` or ``Question:``, after the
     documents.
     """
-    questions = list(_QUESTION.finditer(turn))
+    questions = list(QUESTION.finditer(turn))
     question = questions[-1] if questions else None
     listed = turn[: question.start()] if question else turn
     begins = list(_DOCUMENT.finditer(listed))

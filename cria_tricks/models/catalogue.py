@@ -156,4 +156,6 @@ def short_name(model: str) -> str:
     """
     prefix = "random:" if model.startswith("random:") else ""
     known = same(model.removeprefix(prefix), CONFIGS)
-    return prefix + known if known and (prefix or not Path(model).exists()) else model
+    if not known or (not prefix and Path(model).exists()):
+        return model
+    return prefix + known

@@ -1,4 +1,4 @@
-"""The config of a model, before any of its weights is read: found, its defaults by kind, its context."""
+"""Find the config of a model before any of its weights is read, with the defaults of its kind and its context."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,9 @@ def find_config(model: str) -> dict[str, Any]:
 
 def beyond_context(context: int, tokens: int) -> list[str]:
     """Warn if rows of this many tokens are longer than the model's context; 0 stands for a context that is unknown."""
-    return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)] if 0 < context < tokens else []
+    if 0 < context < tokens:
+        return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)]
+    return []
 
 
 def context_of(model: str) -> int:

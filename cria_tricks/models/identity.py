@@ -1,4 +1,4 @@
-"""Which base model exactly: what a run writes down of it, and what later steps hold against it.
+"""Identify a base model by the hashes of its files: a run records them, and later steps compare.
 
 An adapter over another base computes something else, and nothing in its own files would show it. So a run records the
 sha256 of the base's files, and whatever uses the adapter or goes on with the run compares.
@@ -33,23 +33,23 @@ def other(recorded: Mapping[str, Any], now: Mapping[str, Any], part: str) -> str
         now: from :func:`of`.
         part: ``weights``, ``config`` or ``tokenizer``.
     """
-    then, found = recorded.get(part) or {}, now.get(part) or {}
+    then = recorded.get(part) or {}
+    found = now.get(part) or {}
     if not then or not found or then == found:
         return ""
     name = next(name for name in sorted({*then, *found}) if then.get(name) != found.get(name))
-    was, is_now = (short(files.get(name)) for files in (then, found))
-    return f"{name} was {was} and is {is_now}"
+    return f"{name} was {short(then.get(name))} and is {short(found.get(name))}"
 
 
 def short(digest: str | None) -> str:
-    """A hash that can be read."""
+    """Shorten a sha256 to twelve digits, which a reader can compare."""
     return f"sha256 {digest[:12]}" if digest else "not there"
 
 
 def compare(
     recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, allowed: bool, moved: str = "--base"
 ) -> list[str]:
-    """Hold a base against the recorded one.
+    """Compare a base with the recorded one.
 
     Args:
         recorded: from :func:`of`, when it was trained over.
@@ -65,11 +65,13 @@ def compare(
         BadInput: if weights or config differ, with both identities.
     """
     warnings = []
-    if differ := next(filter(None, (other(recorded, now, part) for part in ("weights", "config"))), ""):
+    differ = other(recorded, now, "weights") or other(recorded, now, "config")
+    if differ:
         said = f"{where}: the base {now['name']} is not the one that it was trained over: {differ}"
         if not allowed:
             raise BadInput(f"{said}; name the folder of that base with {moved}, or use this one with --other-base")
         warnings.append(f"{said}; used because of --other-base")
-    if differ := other(recorded, now, "tokenizer"):
+    differ = other(recorded, now, "tokenizer")
+    if differ:
         warnings.append(f"{where}: the base's tokenizer has changed since: {differ}")
     return warnings

@@ -1,4 +1,4 @@
-"""The network's bounds: the hub is asked for ten seconds at most before it has answered, and never when offline.
+"""Bound requests to the hub: one that never answers is given up after ten seconds, and offline none is sent.
 
 ``huggingface_hub`` asks five times more when nobody answers, with pauses of up to 8 s, and each library above it asks
 again. So every request of its client passes through here. Once nobody has answered for as long as we wait, each further
@@ -18,7 +18,7 @@ from typing import Any
 
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.common.names import nearest
+from cria_tricks.common.names import hint, nearest
 from cria_tricks.models.catalogue import ALIASES
 from cria_tricks.processes import numbers
 
@@ -34,24 +34,25 @@ FORBIDDEN = "the network is switched off by --offline or HF_HUB_OFFLINE=1"
 
 
 def offline() -> bool:
-    """Whether the network may not be asked: by ``--offline`` or by the variables of Hugging Face's libraries."""
+    """Tell whether the network must not be used: by ``--offline`` or by the variables of Hugging Face's libraries."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def go_offline() -> None:
-    """Let nothing in this process, or in one that it starts, ask the network."""
+    """Forbid the network in this process and in those that it starts."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
-    if datasets := sys.modules.get("datasets"):
+    datasets = sys.modules.get("datasets")
+    if datasets:  # it reads the variable once, when it is imported
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def refuse_offline(what: str, cure: str) -> None:
-    """Refuse what would need the network, when it may not be asked.
+    """Refuse what would need the network, when it is forbidden.
 
     Args:
         what: is missing, and where it was asked for.
@@ -94,13 +95,16 @@ class Patience:
         if now - self.given_up < GIVEN_UP:
             raise OfflineModeIsEnabled(f"{host} {self.says}")
         if self.since is None or now - self.last > GIVEN_UP:
-            self.since, self.told = now, False
+            self.since = now
+            self.told = False
         self.last = now
         waited = now - self.since
         # The library pauses for up to 4 s before it asks again at this point: the rest of the bound is for that.
         left = 0.6 * bound - waited
         if left < AGAIN:
-            self.given_up, self.since, self.told = now, None, False
+            self.given_up = now
+            self.since = None
+            self.told = False
             raise OfflineModeIsEnabled(f"{host} {self.says} (asked for {waited:.0f} s)")
         if waited >= AGAIN and not self.told:
             self.told = True
@@ -109,7 +113,10 @@ class Patience:
 
     def answers(self) -> None:
         """Note an answer."""
-        self.since, self.answered, self.told, self.says = None, True, False, "does not answer"
+        self.since = None
+        self.answered = True
+        self.told = False
+        self.says = "does not answer"
 
 
 _patience: dict[str, Patience] = {}
@@ -169,7 +176,7 @@ def _say(sentence: str) -> None:
 
 
 def why(error: BaseException) -> str:
-    """What an error of the hub's libraries means, in one line."""
+    """Say in one line what an error of the hub's libraries means."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     chain = list(_chain(error))
@@ -225,7 +232,7 @@ def refusal(hub_id: str, error: Exception) -> str:
         return f"it is gated, and not shown to this login; {cure}"
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
         near = nearest(hub_id, ALIASES.values(), cutoff=0.8)
-        cure = f"did you mean {near}?" if near else "check the name; a private one needs: hf auth login"
+        cure = hint(near, "check the name; a private one needs: hf auth login")
         return f"the hub has no such model, or does not show it to this login; {cure}"
     # The network; or a name that the hub does not take, an answer that is none.
     reason = why(error)

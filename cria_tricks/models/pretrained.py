@@ -1,4 +1,4 @@
-"""The one place that calls ``from_pretrained``, and it believes nothing that was not checked.
+"""Load models with ``from_pretrained``, here and nowhere else, and refuse weights that do not fit their config.
 
 transformers starts a model whose weights do not fit its config all the same: it makes up random numbers for tensors
 that are missing, leaves out those that it has no place for, and says so in a report that is easily overlooked. Here
@@ -107,7 +107,8 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
         AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
     _refuse(info, name)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not embedding.weight:
         raise BadInput(
@@ -206,7 +207,8 @@ def adapter(model: Any, folder: Path) -> Any:
         stored = set(opened.keys())
     # Trained embeddings are listed by the folder alone, so names are compared as peft writes them.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
+    missing = sorted(wanted - stored)
+    unknown = sorted(stored - wanted)
     _refuse_wrapped(unknown, missing, f"adapter {folder}")
     if missing:
         raise BadInput(f"adapter {folder}: {_some(missing)} missing in {file.name}; {ADAPTER_AGAIN}")
@@ -215,14 +217,16 @@ def adapter(model: Any, folder: Path) -> Any:
             f"adapter {folder}: {_some(unknown)} in {file.name}, but adapter_config.json puts no adapter there in this "
             f"base; {ADAPTER_AGAIN}"
         )
-    if broken := _first_nonfinite(file):
+    broken = _first_nonfinite(file)
+    if broken:
         raise BadInput(f"adapter {folder}: {broken} in {file.name} holds NaN or infinity; train the adapter again")
     return adapted
 
 
 def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
     """Turn what transformers reports of a load into an error, if a tensor does not fit."""
-    missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
+    unknown = sorted(info["unexpected_keys"])
     _refuse_wrapped(unknown, missing, f"model {name}")
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise BadInput(
@@ -243,21 +247,28 @@ def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
 
 def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
     for prefix, cure in WRAPPED.items():
-        if wrapped := [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]:
+        wrapped = [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]
+        if wrapped:
             raise BadInput(f"{what}: names of {len(wrapped)} tensors have the prefix {prefix} ({wrapped[0]}); {cure}")
 
 
 def _some(keys: list[str]) -> str:
     """Count tensors, and name the first ones."""
-    named = ", ".join(keys[:SHOWN]) + (", ..." if len(keys) > SHOWN else "")
-    return f"1 tensor ({named}) is" if len(keys) == 1 else f"{len(keys)} tensors ({named}) are"
+    if len(keys) == 1:
+        return f"1 tensor ({keys[0]}) is"
+    named = keys[:SHOWN]
+    if len(keys) > SHOWN:
+        named.append("...")
+    return f"{len(keys)} tensors ({', '.join(named)}) are"
 
 
 def _blocks(unknown: list[str], missing: list[str]) -> str:
     """Say what a wrong number of blocks looks like."""
     block = re.compile(r"\blayers\.\d+\.")
     odd = unknown or missing
-    return ", or correct num_hidden_layers in config.json" if odd and all(map(block.search, odd)) else ""
+    if odd and all(map(block.search, odd)):
+        return ", or correct num_hidden_layers in config.json"
+    return ""
 
 
 def _loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:

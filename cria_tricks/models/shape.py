@@ -4,6 +4,8 @@ A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mist
 SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
 """
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +112,8 @@ class Shape:
     @property
     def modules(self) -> list[str]:
         """The paths of the model's modules in transformers, those that hold no weights left out."""
-        attention = [name for stage in self.stages[:2] for name in stage]
+        into_heads, out_of_heads = self.stages[:2]
+        attention = [*into_heads, *out_of_heads]
         mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
         norms = ["input_layernorm", "post_attention_layernorm"]
         if self.norms_behind:
@@ -120,13 +123,17 @@ class Shape:
         if self.qk_norm:
             attention += ["q_norm", "k_norm"]
         inside = ["self_attn", "mlp", *norms]
-        inside += [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
+        inside += [f"self_attn.{name}" for name in attention]
+        inside += [f"mlp.{name}" for name in mlp]
+        paths = ["model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"]
         blocks = [f"model.layers.{number}" for number in range(self.layers)]
-        whole = ["model", "model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head"]
-        return [*whole, *blocks, *(f"{path}.{name}" for path in blocks for name in inside)]
+        paths += blocks
+        for block in blocks:
+            paths += [f"{block}.{name}" for name in inside]
+        return paths
 
     def copies(self, linear: str) -> int:
-        """How many of a matrix are in a block: one, or one an expert."""
+        """Count the copies of a matrix in a block: one, or one for each expert."""
         return self.experts if linear in ("gate_proj", "up_proj", "down_proj") else 1
 
     @property
@@ -178,7 +185,7 @@ class Shape:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:
-    """Read the widths.
+    """Read the widths of a model from its config.
 
     Args:
         config: of ``config.json``; of a model that also sees, the part about text is taken.
@@ -194,30 +201,19 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
     _refuse_other_heads(whole, name)
-
-    def number(field: str, default: int | None = None) -> int:
-        value = config.get(field)
-        if value is None:
-            value = default
-        if value is None:
-            raise BadInput(f"model {name}: its config.json has no {field}")
-        if type(value) is not int or value < 1:
-            raise BadInput(f"model {name}: {field} = {value!r} in its config.json must be a whole number above 0")
-        return value
-
     config = {**KINDS[kind], **config}
+    number = functools.partial(_number, config, name)
     for field in REQUIRED:
         number(field)
-    heads, width, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
+    heads = number("num_attention_heads")
+    width = number("hidden_size")
+    layers = number("num_hidden_layers")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
         raise BadInput(
             f"model {name}: {heads} heads cannot share {kv_heads} key heads; correct num_attention_heads "
             "or num_key_value_heads in config.json"
         )
-    windowed = config.get("sliding_window") is not None
-    if "use_sliding_window" in KINDS[kind]:
-        windowed = windowed and bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers
     return Shape(
         name=name,
         kind=kind,
@@ -240,9 +236,31 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
         caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
         beside_head=_beside_head(kind, config),
-        window=number("sliding_window") if windowed else 0,
+        window=number("sliding_window") if _is_windowed(kind, config, layers) else 0,
         context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
     )
+
+
+def _number(config: Mapping[str, Any], name: str, field: str, default: int | None = None) -> int:
+    """Read a field that must be a whole number above 0."""
+    value = config.get(field)
+    if value is None:
+        value = default
+    if value is None:
+        raise BadInput(f"model {name}: its config.json has no {field}")
+    if type(value) is not int or value < 1:
+        raise BadInput(f"model {name}: {field} = {value!r} in its config.json must be a whole number above 0")
+    return value
+
+
+def _is_windowed(kind: str, config: Mapping[str, Any], layers: int) -> bool:
+    """Whether some block's tokens look back no further than a window."""
+    if config.get("sliding_window") is None:
+        return False
+    if "use_sliding_window" not in KINDS[kind]:
+        return True
+    # Qwen's configs name a window also where they do not use it, and the block from which on it holds.
+    return bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers
 
 
 GENERATES = (
@@ -275,10 +293,12 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """The matrices that have a bias: Qwen2's always, Mistral's and Phi-3's never, others' if their config says so."""
     if kind == "qwen2":
         return ("q_proj", "k_proj", "v_proj")
-    asks = kind not in ("mistral", "mixtral", "phi3") and config.get("attention_bias")
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj") if asks else ()
-    mlp = ("gate_proj", "up_proj", "down_proj") if kind in BIASED_MLP and config.get("mlp_bias") else ()
-    return attention + mlp
+    biased: tuple[str, ...] = ()
+    if config.get("attention_bias") and kind not in ("mistral", "mixtral", "phi3"):
+        biased += ("q_proj", "k_proj", "v_proj", "o_proj")
+    if config.get("mlp_bias") and kind in BIASED_MLP:
+        biased += ("gate_proj", "up_proj", "down_proj")
+    return biased
 
 
 def find_shape(model: str) -> Shape:
@@ -288,7 +308,7 @@ def find_shape(model: str) -> Shape:
 
 
 def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
-    """Hold a model's widths against the number of processes.
+    """Refuse a number of processes that does not divide the model's widths.
 
     Args:
         name: of the model.
@@ -301,8 +321,11 @@ def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes
         BadInput: if one is not divisible, with the numbers that would be.
     """
     if any(width % processes for width in (heads, kv_heads, inner)):
-        fitting = [n for n in range(2, kv_heads + 1) if not (heads % n or kv_heads % n or inner % n)]
-        cure = f"use {' or '.join(map(str, fitting))} processes" if fitting else "use parallel.strategy=ddp or fsdp"
+        largest = math.gcd(heads, kv_heads, inner)
+        fitting = [str(number) for number in range(2, largest + 1) if largest % number == 0]
+        cure = "use parallel.strategy=ddp or fsdp"
+        if fitting:
+            cure = f"use {' or '.join(fitting)} processes"
         raise BadInput(
             f"tensor parallelism over {processes} processes: {name} has {heads} heads, {kv_heads} of keys and values, "
             f"and {inner} columns in its MLP, which {processes} does not divide; {cure}"

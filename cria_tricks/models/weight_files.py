@@ -1,4 +1,4 @@
-"""The files of a model's weights: what their headers say, whether they fit together, and which model they are.
+"""Read the headers of a model's weight files, refuse files that do not fit together, and identify the model by hashes.
 
 Nothing here loads a model or imports torch. A folder that contradicts itself is refused within a moment, and a file is
 hashed once: its sha256 is kept with its path, size and time of change.
@@ -6,7 +6,7 @@ hashed once: its sha256 is kept with its path, size and time of change.
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.models import cache_folder
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""One file of weights, or the list of several; transformers looks for them in this order."""
+WHOLE = "model.safetensors"
+"""The file of weights that are all in one; transformers looks for it first."""
+INDEX = "model.safetensors.index.json"
+"""The list of files of weights that are in several."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
@@ -55,18 +57,21 @@ def find(folder: Path, name: str) -> list[Path]:
         return [folder / WHOLE]
     if (folder / INDEX).is_file():
         files = [folder / file for file in dict.fromkeys(_index(folder, name).values())]
-        if missing := next((file for file in files if not file.is_file()), None):
-            raise BadInput(f"model {name}: {missing.name} is missing, which {INDEX} names; {AGAIN}")
+        for file in files:
+            if not file.is_file():
+                raise BadInput(f"model {name}: {file.name} is missing, which {INDEX} names; {AGAIN}")
         return files
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"model {name}: is the folder of an adapter; name the base that it was trained over")
-    if pickle := next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))), None):
+    pickles = [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pt")), *sorted(folder.glob("*.pth"))]
+    if pickles:
         raise BadInput(
-            f"model {name}: has its weights as a pickle ({pickle.name}), a program that runs when it is read; give a "
-            "folder with safetensors, which save_pretrained of transformers 5 writes"
+            f"model {name}: has its weights as a pickle ({pickles[0].name}), a program that runs when it is read; give "
+            "a folder with safetensors, which save_pretrained of transformers 5 writes"
         )
-    if other := next(iter(sorted(folder.glob("*.safetensors"))), None):
-        raise BadInput(f"model {name}: has neither {WHOLE} nor {INDEX}, only {other.name}; {AGAIN}")
+    others = sorted(folder.glob("*.safetensors"))
+    if others:
+        raise BadInput(f"model {name}: has neither {WHOLE} nor {INDEX}, only {others[0].name}; {AGAIN}")
     raise BadInput(f"model {name}: the folder holds no {WHOLE}, so no weights; {AGAIN}")
 
 
@@ -108,9 +113,11 @@ def tensors(folder: Path, name: str) -> dict[str, Tensor]:
     if files == [folder / WHOLE]:
         return found
     for key, place in _index(folder, name).items():
-        if key not in found or found[key].file.name != place:
-            there = f"is in {found[key].file.name}" if key in found else "is in none of the files"
-            raise BadInput(f"model {name}: {INDEX} looks for {key} in {place}, and it {there}; {AGAIN}")
+        there = "none of the files"
+        if key in found:
+            there = found[key].file.name
+        if there != place:
+            raise BadInput(f"model {name}: {INDEX} looks for {key} in {place}, and it is in {there}; {AGAIN}")
     return found
 
 
@@ -120,11 +127,16 @@ def identity(folder: Path) -> dict[str, dict[str, str]]:
     Returns:
         ``weights``, ``config`` and ``tokenizer``, each the sha256 of its files by name.
     """
-    weights = find(folder, str(folder))
-    config = [folder / "config.json"] if (folder / "config.json").is_file() else []
-    tokenizer = [folder / name for name in TOKENIZER if (folder / name).is_file()]
-    parts = {"weights": weights, "config": config, "tokenizer": tokenizer}
-    return {part: {file.name: sha256(file) for file in files} for part, files in parts.items()}
+    return {
+        "weights": _hashes(find(folder, str(folder))),
+        "config": _hashes([folder / "config.json"]),
+        "tokenizer": _hashes(folder / name for name in TOKENIZER),
+    }
+
+
+def _hashes(files: Iterable[Path]) -> dict[str, str]:
+    """The sha256 of those files that are there, by their names."""
+    return {file.name: sha256(file) for file in files if file.is_file()}
 
 
 def sha256(file: Path) -> str:

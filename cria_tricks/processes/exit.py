@@ -20,7 +20,7 @@ def leave(sentence: str, code: int) -> NoReturn:
 
 
 def unforeseen() -> NoReturn:
-    """A bug of ours: the traceback as Python prints it, without what it may quote of a token. Exit code 1."""
+    """Print the traceback of a bug of ours, without any token that it may quote, and end with exit code 1."""
     _say(redacted(traceback.format_exc()))
     _exit(1)
 

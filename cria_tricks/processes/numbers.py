@@ -1,4 +1,4 @@
-"""Which process of a run this is, by the launcher's numbers or by what has joined, and which one speaks.
+"""Tell the rank and the world size, by the launcher's variables or by the joined group, and which process speaks.
 
 Nothing here imports torch before somebody else has.
 """
@@ -17,7 +17,7 @@ _store: Any = None
 
 
 def processes() -> int:
-    """How many processes there are: those that joined, or that a launcher says it has started."""
+    """Return the world size: of the processes that joined, or that a launcher says it has started."""
     if have_joined():
         import torch.distributed as dist
 
@@ -26,7 +26,7 @@ def processes() -> int:
 
 
 def rank() -> int:
-    """This process's number."""
+    """Return the rank of this process."""
     if have_joined():
         import torch.distributed as dist
 
@@ -68,7 +68,7 @@ def see_one_card() -> None:
 
 
 def may_speak() -> bool:
-    """Whether this process is the first to ask: of processes that end together, that one says why."""
+    """Tell whether this process is the first to ask: of processes that end together, only that one says why."""
     if _store is None and processes() == 1:
         return True
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -89,14 +89,14 @@ def starts_again() -> bool:
 
 
 def go_on() -> str:
-    """What becomes of a run with checkpoints that has lost a process."""
+    """Say how a run with checkpoints goes on after it has lost a process."""
     if starts_again():
         return "what was saved is whole: all are started again and go on from there"
     return "what was saved is whole: go on with --resume"
 
 
 def _launchers_store() -> Any:
-    """The store that torchrun keeps for its processes, also before they have joined."""
+    """Connect to the store that torchrun keeps for its processes, also before they have joined."""
     import torch.distributed as dist
 
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))

@@ -1,4 +1,4 @@
-"""A module as a command of its own, started by ``torchrun -m``: what goes wrong is said as ``cria`` says it."""
+"""Run a module as a command of its own, started by ``torchrun -m``, with the error messages of ``cria``."""
 
 from collections.abc import Callable
 from typing import Any

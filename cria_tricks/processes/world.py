@@ -44,7 +44,7 @@ class World:
 
     @classmethod
     def of(cls, data: int, device: str) -> "World":
-        """The processes that have joined, as a grid.
+        """Arrange the processes that have joined as a grid.
 
         Args:
             data: shares of the rows.
@@ -133,7 +133,7 @@ class World:
 
 @functools.cache
 def grid(device: str, **sizes: int) -> "DeviceMesh":
-    """The processes that have joined, as a grid with these axes; the same one when it is asked for again.
+    """Make a device mesh of the processes that have joined, with these axes; the same one when it is asked for again.
 
     Every grid has groups of its own along each axis, and with gloo every group has threads, which stay.
     """

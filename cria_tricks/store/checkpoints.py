@@ -1,4 +1,4 @@
-"""A run's checkpoints: each there whole or not at all, the newest two kept, copied to a second folder when asked.
+"""Write and find a run's checkpoints: whole or not at all, the newest two kept, with a second copy when asked.
 
 A checkpoint holds what a run needs to go on as if nothing had happened: what trains, the optimizer, the schedule,
 the loss scaler, the random states, the position in the data, and ``run.json``, which says what run it is of and what
@@ -71,7 +71,7 @@ class Checkpoint:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run.
+    """Write and find the checkpoints of one run.
 
     Attributes:
         folder: where they lie, as ``checkpoint-STEP``.
@@ -153,7 +153,7 @@ class Checkpoints:
                     self.say(f"warning: train.mirror: {error.reason}")
 
     def _all(self) -> list[Path]:
-        """The newest first; of the same step, the one here before the mirror's."""
+        """List the newest first; of the same step, the one here before the mirror's."""
         found = _in(self.folder)
         if self.mirror:
             found += _in(self.mirror)
@@ -161,7 +161,7 @@ class Checkpoints:
 
 
 def describe(recipe: Recipe, found: Mapping[str, Source | Streamed], device: str, processes: int = 1) -> dict[str, Any]:
-    """What makes two runs the same: recipe, rows, and what decides the last bit: versions, device, processes."""
+    """Describe a run by all that decides its result: recipe, rows, library versions, device and number of processes."""
     return {
         "recipe": recipe.model_dump(mode="json"),
         "rows": {part: source.sha256 for part, source in found.items()},
@@ -170,7 +170,7 @@ def describe(recipe: Recipe, found: Mapping[str, Source | Streamed], device: str
 
 
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Compare two descriptions.
+    """Refuse to resume a run whose recipe or rows have changed.
 
     Raises:
         BadInput: naming the fields that differ.
@@ -201,7 +201,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
 
 
 def _lengthened(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    """The fields of the length, if the run became no shorter."""
+    """Return the fields of the run's length, if it became no shorter."""
     then = old["train.max_steps"]
     now = new["train.max_steps"]
     is_longer = new["train.epochs"] >= old["train.epochs"]
@@ -211,7 +211,7 @@ def _lengthened(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say what changed since, libraries or device; the run can go on, but not bit for bit."""
+    """Warn of other libraries or another device: the run can go on, but not bit for bit."""
     changed = [
         f"{name} {before['versions'].get(name)} is now {version}"
         for name, version in now["versions"].items()
@@ -241,12 +241,12 @@ def _step(path: Path) -> int:
 
 
 def _unfit(path: Path) -> str:
-    """Why a checkpoint is not read; empty when nothing speaks against it."""
+    """Say why a checkpoint is not read; empty for a good one."""
     return safe_files.way_out(path) or atomic_files.damage(path) or safe_files.program(path, PICKLES) or _foreign(path)
 
 
 def _foreign(path: Path) -> str:
-    """A file that nobody wrote may still be read; what a desktop or Drive leaves behind is not."""
+    """Name a file that is not in the manifest, because libraries might read it; a desktop's files are ignored."""
     visible = [name for name in atomic_files.unlisted(path) if not name.startswith(".") and name != "desktop.ini"]
     if not visible:
         return ""

@@ -1,4 +1,4 @@
-"""A run's folder and its mirror: whose they are, where a resumed run starts, and that nothing else is written over."""
+"""Own a run's folder and its mirror: refuse another run's, and find the checkpoint that a resumed run starts from."""
 
 import contextlib
 import itertools
@@ -22,7 +22,7 @@ RECORDS = ("monitor*.jsonl", "profile", "tensorboard", "trackio")
 
 
 class Folders:
-    """Where one run writes.
+    """The folders in which one run writes.
 
     Args:
         recipe: names the mirror, and the folder when none is given.
@@ -49,30 +49,39 @@ class Folders:
         about: dict[str, Any],
         say: Callable[[str], None],
     ):
-        self.recipe, self.resume, self.about, self.say = recipe, resume, about, say
-        self.folder = usable_path("--out", out) if out else numbered(Path("runs") / recipe.name, bool(resume))
-        self.mirror = usable_path("train.mirror", recipe.train.mirror) if recipe.train.mirror else None
-        if self.mirror and self.mirror.resolve() == self.folder.resolve():
-            raise BadInput(f"train.mirror={self.mirror}: is the run's own folder; name a second one")
-        if self.mirror and not self.mirror.absolute().parent.is_dir():
-            # On Colab, making it would put the copy on the disk that goes away with the machine.
-            raise BadInput(
-                f"train.mirror={self.mirror}: there is no folder {self.mirror.parent}; is the drive mounted?"
-            )
+        self.recipe = recipe
+        self.resume = resume
+        self.about = about
+        self.say = say
+        if out:
+            self.folder = usable_path("--out", out)
+        else:
+            self.folder = numbered(Path("runs") / recipe.name, bool(resume))
+        self.mirror: Path | None = None
+        mirrored: Path | None = None
+        if recipe.train.mirror:
+            self.mirror = usable_path("train.mirror", recipe.train.mirror)
+            mirrored = self.mirror / "checkpoints"
+            _refuse_as_mirror(self.mirror, self.folder)
         for option, place in self._places().items():
             self._refuse_another(option, place)
-        mirrored = self.mirror / "checkpoints" if self.mirror else None
         self.checkpoints = Checkpoints(self.folder / "checkpoints", mirrored, about, say)
         self.start = self._find_start() if resume else None
 
     @property
+    def _first_base(self) -> Mapping[str, Any]:
+        """The identity of the base that a resumed run began over, if that was written down."""
+        if not self.start:
+            return {}
+        return self.start.about.get("base", {})
+
+    @property
     def revision(self) -> str:
         """The hub's commit of the base that a resumed run began over; empty for any other base or run."""
-        before = self.start.about.get("base", {}) if self.start else {}
-        return before.get("revision") or ""
+        return self._first_base.get("revision") or ""
 
     def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
-        """Write down which base the run is over; a resumed run goes on over the same one.
+        """Record which base model is trained over, and refuse to resume over another.
 
         Args:
             base: its identity, from :func:`cria_tricks.models.identity.of`.
@@ -84,16 +93,17 @@ class Folders:
         Raises:
             BadInput: if it is another, and that is not wanted.
         """
-        before = self.start.about.get("base", {}) if self.start else {}
+        before = self._first_base
         self.about["base"] = base
         if not self.start or not before:
             return {}
-        changed = any(identity.other(before, base, part) for part in ("weights", "config"))
-        if differ := identity.other(before, base, "tokenizer"):  # then the same rows are other tokens
-            raise BadInput(f"--resume: {self.start.path}: the base's tokenizer is another: {differ}; put it back")
         where = f"--resume: {self.start.path}"
+        differ = identity.other(before, base, "tokenizer")
+        if differ:  # then the same rows are other tokens
+            raise BadInput(f"{where}: the base's tokenizer is another: {differ}; put it back")
         for warning in identity.compare(before, base, where, allowed=other_base, moved="--set model=DIR"):
             self.say(f"warning: {warning}")
+        changed = any(identity.other(before, base, part) for part in ("weights", "config"))
         return before if changed else {}
 
     @contextlib.contextmanager
@@ -114,12 +124,13 @@ class Folders:
         with atomic_files.only_writer(self.folder):
             if not self.resume:
                 self._refuse_another("--out", self.folder)  # another process may have been faster
+            saved = f"no step is saved in {self.folder} yet"
             if self.start:
+                saved = f"{self.start.path} is whole"
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # this machine is a new one
             if self.resume is not None:
-                saved = f"{self.start.path} is whole" if self.start else f"no step is saved in {self.folder} yet"
                 interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
@@ -128,8 +139,9 @@ class Folders:
             interrupts.now_saved(f"the run is finished, and its results are in {self.folder}")
 
     def monitor(self, rank: int) -> Path:
-        """Where a process writes its samples."""
-        return self.folder / (f"monitor-{rank}.jsonl" if rank else "monitor.jsonl")
+        """The file into which a process writes its samples."""
+        name = f"monitor-{rank}.jsonl" if rank else "monitor.jsonl"
+        return self.folder / name
 
     def mirror_results(self) -> None:
         """Copy the results beside the copied checkpoints; a mirror that fails only warns."""
@@ -146,7 +158,7 @@ class Folders:
             self.say(f"warning: train.mirror: {error.reason}; the results are in {self.folder} alone")
 
     def _copy_records(self, folder: Path, to: Path) -> None:
-        """What trackers and the monitor wrote has no manifest, so it is simply copied."""
+        """Copy what trackers and the monitor wrote; it has no manifest, so nothing is checked."""
         for path in _records(folder):
             with atomic_files.unwritten_in_one_line(to / path.name):
                 if path.is_dir():
@@ -155,10 +167,13 @@ class Folders:
                     shutil.copyfile(path, to / path.name)
 
     def _places(self) -> dict[str, Path]:
-        return {"--out": self.folder} | ({"train.mirror": self.mirror} if self.mirror else {})
+        """The folders of the run, by the option that names each."""
+        if self.mirror:
+            return {"--out": self.folder, "train.mirror": self.mirror}
+        return {"--out": self.folder}
 
     def _refuse_another(self, option: str, place: Path) -> None:
-        """Whose is what lies there?"""
+        """Refuse a folder in which another run lies."""
         there = refuse_taken(option, place, self.resume)
         if not there:
             return
@@ -185,24 +200,34 @@ class Folders:
         return None
 
 
+def _refuse_as_mirror(mirror: Path, folder: Path) -> None:
+    if mirror.resolve() == folder.resolve():
+        raise BadInput(f"train.mirror={mirror}: is the run's own folder; name a second one")
+    if not mirror.absolute().parent.is_dir():
+        # On Colab, making it would put the copy on the disk that goes away with the machine.
+        raise BadInput(f"train.mirror={mirror}: there is no folder {mirror.parent}; is the drive mounted?")
+
+
 def numbered(first: Path, resume: bool) -> Path:
-    """The next free one of NAME, NAME-2, ...; to resume, the last taken one."""
-    folder = newest = first
+    """Find the next free one of NAME, NAME-2, ...; to resume, the last taken one."""
+    free = first
+    last_taken = first  # a run that is resumed before anything was written starts here
     for number in itertools.count(2):
-        if not taken(folder):
+        if not taken(free):
             break
-        newest, folder = folder, first.with_name(f"{first.name}-{number}")
-    return newest if resume else folder
+        last_taken = free
+        free = first.with_name(f"{first.name}-{number}")
+    return last_taken if resume else free
 
 
 def taken(folder: Path) -> str:
-    """The first name a run would write that is there already."""
+    """Name the first file of a run that is already in a folder; empty if there is none."""
     names = ("checkpoints", *RESULTS, "recipe.toml", RUN)
     return next((name for name in names if (folder / name).exists()), "")
 
 
 def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
-    """Refuse a file, and the folder of another run unless it shall be gone on with.
+    """Refuse a file, and the folder of another run unless that run is resumed.
 
     Args:
         option: that named it.
@@ -222,7 +247,11 @@ def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
 
 
 def _records(folder: Path) -> list[Path]:
-    return [path for pattern in RECORDS for path in folder.glob(pattern)]
+    """List what trackers and the monitor have written in a folder."""
+    found: list[Path] = []
+    for pattern in RECORDS:
+        found += folder.glob(pattern)
+    return found
 
 
 def _make_room(option: str, folder: Path, needed: int) -> None:

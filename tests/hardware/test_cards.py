@@ -1,10 +1,12 @@
 """Cards and machines: the seed's table, found by name, refused in one line."""
 
+from dataclasses import replace
+
 import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
-from cria_tricks.hardware import T4
+from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
 from cria_tricks.predict.selection_guide import MACHINES
 
@@ -67,3 +69,14 @@ def test_names_are_found_however_they_are_written():
     assert find_flavor("L4x1") is FLAVORS["l4x1"]
     with pytest.raises(BadInput, match="did you mean a10g-large"):
         find_flavor("a10-large")
+
+
+def test_a_device_knows_its_16_bits_and_whether_grouped_heads_must_be_repeated():
+    def facts(device: Device) -> tuple[str, str, bool]:
+        return device.half_precision, device.best_precision, device.needs_expand_kv
+
+    assert facts(T4) == ("fp16", "fp16", True)
+    assert facts(CARDS["a100"].device) == ("bf16", "bf16", False)
+    plain_cpu = Device("cpu", "old", (0, 0), real_bf16=False, memory_bytes=1)
+    assert facts(plain_cpu) == ("fp16", "fp32", False)
+    assert facts(replace(plain_cpu, real_bf16=True)) == ("bf16", "bf16", False)
