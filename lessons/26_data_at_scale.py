@@ -1,5 +1,6 @@
 # ---
 # jupyter:
+#   extra: data
 #   jupytext:
 #     cell_metadata_filter: tags,-all
 #     text_representation: {extension: .py, format_name: percent}

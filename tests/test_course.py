@@ -7,12 +7,13 @@ import torch
 
 from cria_tricks import course
 from cria_tricks.bench import case as cases
+from cria_tricks.course import measured
 
 
 def test_with_a_card_a_lesson_measures_both_steps_and_draws_on_as_if_there_were_none(monkeypatch, capsys):
     """The card is a CPU that course takes for one: the steps and the table are real."""
     has_one = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True), random=torch.random)
-    monkeypatch.setattr(course, "torch", has_one)
+    monkeypatch.setattr(measured, "torch", has_one)
     asked = []
     monkeypatch.setattr(cases, "measure", lambda *case, real=cases.measure: asked.append(real(*case)) or asked[-1])
     torch.manual_seed(0)
@@ -33,7 +34,7 @@ def test_without_a_card_it_shows_what_is_committed_and_says_so_when_nothing_is(m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     course.on_a_gpu("nf4", off="", on="")
     assert "| `nf4` on |" in capsys.readouterr().out
-    monkeypatch.setattr(course.results, "COMMITTED", tmp_path)
+    monkeypatch.setattr(measured.results, "COMMITTED", tmp_path)
     course.on_a_gpu("nf4", off="", on="")
     assert capsys.readouterr().out == "no GPU here, and no committed results of nf4 beside this package\n"
 

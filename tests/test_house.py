@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +190,34 @@ def test_the_package_is_a_few_folders_that_say_what_they_are():
         files = list(folder.glob("*.py"))
         assert len(files) <= (30 if folder.name == "tricks" else 22), folder  # with its __init__
         assert tree.first_line(folder.name).endswith("."), folder
+
+
+UPWARD = "recipe -> resolve -> plan -> load -> trainer -> run -> report, one way BROKEN"
+CIRCLE = "no circle of files anywhere BROKEN"
+LAZY = "\n\ndef planted():\n    from {} import {}\n"
+FOR_TYPES = "\n\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {} import {}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("common/units.py", "", ["Contracts: 2 kept, 0 broken."]),
+        ("bill/block.py", LAZY.format("cria_tricks.run", "api"), [UPWARD, "bill.block -> cria_tricks.run.api"]),
+        ("data/rows.py", FOR_TYPES.format("cria_tricks.run", "api"), [UPWARD, "data.rows -> cria_tricks.run.api"]),
+        ("bill/constants.py", LAZY.format("cria_tricks.bill", "block"), [CIRCLE, ".constants"]),
+    ],
+    ids=["as it is", "upward in a function", "upward for types", "a circle in one folder"],
+)  # fmt: skip
+def test_one_planted_import_breaks_the_contracts(file: str, line: str, said: list[str], tmp_path: Path):
+    copy = Path(shutil.copytree(PACKAGE, tmp_path / "cria_tricks"))
+    shutil.copy(PACKAGE.parent / "pyproject.toml", tmp_path)
+    with (copy / file).open("a", encoding="utf-8") as planted:
+        planted.write(line)
+    lint = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    done = subprocess.run(lint, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == (1 if line else 0), done.stdout
+    assert all(words in done.stdout for words in said), done.stdout
 
 
 def test_a_plan_is_made_without_the_heavy_libraries():

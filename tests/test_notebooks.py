@@ -97,6 +97,21 @@ def test_the_capstone_asks_colab_for_a_t4():
     assert book.metadata.colab.gpuType == "T4"
 
 
+def test_a_lesson_that_needs_an_extra_installs_it():
+    book = nbformat.reads((notebooks.NOTEBOOKS / "26_data_at_scale.ipynb").read_text(), as_version=4)
+    (install,) = [cell.source for cell in book.cells if "Installs cria_tricks" in cell.source]
+    assert '"cria_tricks[data] @ git+' in install
+    assert 'is None for name in ("cria_tricks", "datasketch", "py3langid")' in install
+    compile(install, "install cell", "exec")
+    others = [path for path in notebooks.NOTEBOOKS.glob("*.ipynb") if not path.name.startswith("26_")]
+    assert not any("cria_tricks[data]" in path.read_text() for path in others)
+
+
+def test_what_is_there_with_its_extra_is_not_installed_again(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: pytest.fail("pip was called"))
+    exec(notebooks.install_cell("data"), {})
+
+
 def test_the_same_lesson_gives_the_same_bytes(course):
     lesson = course / "lessons" / "01_one.py"
     assert notebooks.make(lesson) == notebooks.make(lesson)

@@ -26,6 +26,7 @@ USED_BY = {
     "pytest-xdist": ("Makefile", "--numprocesses"),
     "pytest-benchmark": ("pyproject.toml", "--benchmark-skip"),
     "ruff": ("Makefile", "bin/ruff"),
+    "import-linter": ("Makefile", "bin/lint-imports"),
     "mypy": ("Makefile", "bin/mypy"),
     "ipykernel": ("tools/executed.py", "NotebookClient"),  # the kernel that it starts
     "mkdocs": ("Makefile", "-m mkdocs"),
@@ -94,7 +95,21 @@ def unused(declared: Iterable[str], modules: Iterable[str]) -> set[str]:
 
 
 def test_all_that_the_package_imports_is_declared():
-    assert undeclared(imported("cria_tricks"), set(named(PROJECT["dependencies"])) | set(OPTIONAL)) == {}
+    declared = set(named([*PROJECT["dependencies"], *EXTRAS["data"]]))
+    assert undeclared(imported("cria_tricks"), declared | set(OPTIONAL)) == {}
+
+
+def test_only_the_files_that_clean_texts_import_the_extra_for_data():
+    at_the_top, anywhere = set(), set()
+    for path in (ROOT / "cria_tricks").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for nodes_, found in ((tree.body, at_the_top), (ast.walk(tree), anywhere)):
+            for node in nodes_:
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    words = ast.unparse(node)
+                    found |= {path.name for name in ("datasketch", "py3langid") if name in words}
+    assert at_the_top == set(), "a run that does not need them would fail"
+    assert anywhere == {"duplicates.py", "filters.py"}
 
 
 @pytest.mark.parametrize("folder", ["tests", "tools", "benchmarks"])
@@ -109,7 +124,7 @@ def test_all_that_the_rest_imports_is_declared(folder):
 def test_a_dependency_that_is_missing_is_found():
     """Without these three, which were imported and not declared."""
     missing = {"huggingface_hub", "numpy", "tokenizers"}
-    declared = set(named(PROJECT["dependencies"])) - {canonicalize_name(name) for name in missing}
+    declared = set(named([*PROJECT["dependencies"], *EXTRAS["data"]])) - {canonicalize_name(name) for name in missing}
     assert set(undeclared(imported("cria_tricks"), declared | set(OPTIONAL))) == missing
 
 
@@ -149,4 +164,4 @@ def test_what_the_texts_tell_to_install_is_an_extra():
         for names in re.findall(r"(?:cria_tricks|\.)\[([a-z,]+)\]['\"]", path.read_text(encoding="utf-8")):
             told |= set(names.split(","))
     assert told <= set(EXTRAS)
-    assert {"monitor", "dev", "peers", "site"} <= told
+    assert {"data", "monitor", "dev", "peers", "site"} <= told

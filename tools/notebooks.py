@@ -2,7 +2,8 @@
 
 A notebook is its lesson with a badge on top and, before the first code, a cell that installs what is missing. It has
 no outputs, and nothing in it depends on when or where it was made, so the same lesson gives the same bytes. It is
-never edited: what is changed there is lost. A lesson says in its header what it needs (``accelerator: GPU``).
+never edited: what is changed there is lost. A lesson says in its header what it needs: ``accelerator: GPU``, and
+``extra: data`` for the libraries of an extra.
 """
 
 import argparse
@@ -26,7 +27,13 @@ FOLDED = "# @title Code\n"
 """With this line Colab folds a cell's code."""
 
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
-KEPT = sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in PROJECT["dependencies"]})
+
+
+def _names(requirements: list[str]) -> list[str]:
+    return sorted({re.split(r"[<>=~! ]", requirement)[0] for requirement in requirements})
+
+
+KEPT = _names(PROJECT["dependencies"])
 _INSTALL = r"""
 # Installs cria_tricks where it is missing, and with it only what is missing. What it needs and is here already keeps
 # its version, torch and transformers before all; if that cannot be, pip stops and says what is in the way.
@@ -51,6 +58,19 @@ if importlib.util.find_spec("cria_tricks") is None:
 INSTALL = _INSTALL.strip().replace("NAMES", " ".join(KEPT)).replace("REPOSITORY", REPOSITORY).replace("BRANCH", BRANCH)
 
 
+def install_cell(extra: str = "") -> str:
+    """The code of the cell that installs what is missing, with an extra's libraries where a lesson needs them."""
+    if not extra:
+        return INSTALL
+    libraries = _names(PROJECT["optional-dependencies"][extra])
+    looked_for = ", ".join(f'"{name}"' for name in ["cria_tricks", *libraries])
+    with_libraries = INSTALL.replace(
+        'if importlib.util.find_spec("cria_tricks") is None:',
+        f"if any(importlib.util.find_spec(name) is None for name in ({looked_for})):",
+    )
+    return with_libraries.replace('"cria_tricks @ ', f'"cria_tricks[{extra}] @ ')
+
+
 def lessons() -> list[Path]:
     """The lessons, in their order."""
     return sorted(LESSONS.glob("[0-9][0-9]_*.py"))
@@ -67,7 +87,7 @@ def make(lesson: Path) -> str:
     book = jupytext.read(lesson, fmt="py:percent")
     cells = book.cells
     badge = nbformat.v4.new_markdown_cell(f"[![Open in Colab]({BADGE})]({colab_address(lesson.stem)})")
-    install = nbformat.v4.new_code_cell(INSTALL)
+    install = nbformat.v4.new_code_cell(install_cell(book.metadata.get("extra", "")))
     place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
     book.cells = [badge, *cells[:place], install, *cells[place:]]
     for cell in book.cells:

@@ -84,8 +84,11 @@ def _loaded(recipe: Recipe) -> tuple[Plan, Any]:
 def random_rows(many: int = 11, longest: int = 24) -> list[dict[str, list[int]]]:
     """Rows of random words, of ragged lengths; eleven leave the last window of four one row short."""
     draw = random.Random(0)
-    rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(many)]
-    return [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]} for ids in rows]
+    rows = []
+    for _ in range(many):
+        ids = [draw.randrange(3, 500) for _ in range(draw.randint(6, longest))]
+        rows.append({"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]})
+    return rows
 
 
 def command(
@@ -99,7 +102,8 @@ def command(
     sizes = dict(zip(AXES, (data, stages, size), strict=True))
     refuse_cube(recipe, numbers.processes(), sizes)
     with processes.joined(recipe.parallel.timeout):
-        here, rows = World(numbers.rank(), numbers.processes()), random_rows()
+        here = World(numbers.rank(), numbers.processes())
+        rows = random_rows()
         expected = here.first(lambda: alone(recipe, rows)).training
         _, found = over_the_cube(recipe, rows, sizes)
         if here.is_first:

@@ -22,12 +22,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import dill
+from cria_tricks.course import by_value
 
 SECONDS = 240.0
-"""How long a process waits for another before it gives up."""
+"""How long a process waits for another before it gives up, in seconds."""
 PATIENCE = 2.0
-"""How long the others have to answer when one has failed."""
+"""How long the others have to answer when one has failed, in seconds."""
 
 _ENDED = True, "it has ended, and what it printed says why"
 
@@ -60,8 +60,8 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(*arguments)`` in every process; a function of a notebook goes there with what it uses.
 
-        What cannot travel, a class of autograd, a function that torch has decorated or a module that is not installed,
-        is imported or defined inside the function.
+        A class of the notebook cannot travel, and neither can a function that torch has decorated or a module that is
+        not installed: import or define them inside the function.
 
         Returns:
             What the processes return, by rank.
@@ -69,7 +69,7 @@ class Ranks:
         Raises:
             RuntimeError: with the traceback of the first process that failed.
         """
-        call = dill.dumps((function, arguments), recurse=True)
+        call = by_value.dumps((function, arguments))
         for pipe in self._pipes:
             with contextlib.suppress(ConnectionError):
                 pipe.send_bytes(call)
@@ -77,7 +77,8 @@ class Ranks:
         while len(answers) < self.size:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             failed = any(wrong for wrong, _ in answers.values())
-            ready = wait(waiting, PATIENCE if failed else None)
+            patience = PATIENCE if failed else None
+            ready = wait(waiting, patience)
             if not ready:  # the others wait for what will never come
                 break
             answers |= {rank: _answer(pipe) for pipe, rank in waiting.items() if pipe in ready}
@@ -107,7 +108,7 @@ class Ranks:
 def _answer(pipe: Connection) -> Any:
     """Whether the call failed, and what it returned or the traceback."""
     try:
-        return dill.loads(pipe.recv_bytes())
+        return by_value.loads(pipe.recv_bytes())
     except (EOFError, OSError):
         return _ENDED
 
@@ -142,10 +143,10 @@ def _serve(pipe: Connection) -> None:
             except EOFError:
                 os._exit(0)  # without a farewell: the others may be gone already
             try:
-                function, arguments = dill.loads(call)
-                result = dill.dumps((False, function(*arguments)), recurse=True)
+                function, arguments = by_value.loads(call)
+                result = by_value.dumps((False, function(*arguments)))
             except BaseException:
-                result = dill.dumps((True, traceback.format_exc()))
+                result = by_value.dumps((True, traceback.format_exc()))
             pipe.send_bytes(result)
 
 

@@ -8,6 +8,7 @@ from cria_tricks.data.counts import ADDED, KEPT, Tally
 from cria_tricks.data.duplicates import Repeats
 from cria_tricks.data.filters import Sieve
 from cria_tricks.data.rows import Chat
+from cria_tricks.data.rules import refuse_missing_libraries
 from cria_tricks.data.sources import Source
 from cria_tricks.data.tokens import TokenRows, tokenize
 from cria_tricks.recipe import Recipe
@@ -25,7 +26,7 @@ class Prepare:
         augment: makes altered copies of a row, each with the name of its kind; needed if the recipe asks for copies.
 
     Raises:
-        BadInput: for a language that cannot be told.
+        BadInput: for a language that cannot be told, or a library that is not installed.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Prepare:
         say: Callable[[str], None] = lambda sentence: None,
         augment: Copies | None = None,
     ):
+        refuse_missing_libraries(recipe.data)
         self.sieve = Sieve(recipe.data, held_out, say)
         self.augment = augment
         assert augment or not any(getattr(recipe.data, field) for field in ADDED), "nothing makes the copies"

@@ -1,7 +1,9 @@
-"""Refuse settings of the data that cannot work together."""
+"""Refuse settings of the data that cannot work together, or not without a library."""
+
+import importlib.util
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Data, Recipe
 
 
 def refuse(recipe: Recipe) -> None:
@@ -31,3 +33,19 @@ def refuse(recipe: Recipe) -> None:
             "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false (rows of "
             "texts are full without it)"
         )
+
+
+def refuse_missing_libraries(data: Data) -> None:
+    """Refuse settings whose library is not installed. Nothing is imported for this.
+
+    Raises:
+        BadInput: naming the setting, the library and the extra that brings it.
+    """
+    needed = {}
+    if data.duplicates == "near":
+        needed["data.duplicates=near"] = "datasketch"
+    if data.language:
+        needed[f"data.language={data.language}"] = "py3langid"
+    for setting, library in needed.items():
+        if importlib.util.find_spec(library) is None:
+            raise BadInput(f"{setting} needs {library}: pip install 'cria_tricks[data]', or leave it out")

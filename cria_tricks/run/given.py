@@ -39,6 +39,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
     if other_base and not resume:
         raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
     trackers(wanted.train.report_to)
+    data_settings.refuse_missing_libraries(wanted.data)
     sources.glance(wanted.data.train, "train")
     sources.glance(wanted.data.eval, "eval")
     if out:
