@@ -189,6 +189,7 @@ class _Table:
 
     def shared(self, mine: np.ndarray) -> np.ndarray:
         """Count the shingles that each row has in common with a set, shape (N,)."""
+        # Equal hashes lie side by side: from begin up to end are the rows that have the same shingle.
         begin = np.searchsorted(self.hashes, mine, "left")
         end = np.searchsorted(self.hashes, mine, "right")
         owners = [self.owners[begin[i] : end[i]] for i in np.flatnonzero(end > begin)]
@@ -229,6 +230,7 @@ class Repeats:
             return "duplicate"
         if self.bands is not None:
             signature = sign(found)
+            # Rows that share a band are only candidates; their whole signatures decide.
             if any(signature.jaccard(self.signatures[key]) >= NEAR for key in self.bands.query(signature)):
                 return "near duplicate"
             self.bands.insert(len(self.signatures), signature, check_duplication=False)
@@ -248,5 +250,5 @@ def sign(found: Sequence[str]) -> Any:
 
     hashes = shingles(found[:SIGNED], ROW)
     signature = MinHash(num_perm=PERMUTATIONS, hashfunc=lambda value: value)
-    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))
+    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))  # datasketch permutes numbers of 32 bits
     return LeanMinHash(signature)
