@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from cria_tricks.data.rows import Chat
+from cria_tricks.data.rows import QUESTION, Chat
 
 _WORD = re.compile(r"\w+")
-QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
-"""A question in a prompt that marks it, as those of the Kwanzaa set do."""
+
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
