@@ -63,13 +63,15 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
             _as_the_umask_says(aside)
             if manifest:
                 _write_manifest(aside)
+            # Content first: a power cut after the rename must not leave the new name over files that are not written.
             for path in aside.rglob("*"):
                 _sync(path)
             _sync(aside)
+            # A folder cannot replace another that holds files, so the old one steps aside for a moment.
             if folder.exists():
                 folder.rename(old)
             aside.rename(folder)
-            _sync(folder.parent)
+            _sync(folder.parent)  # the names themselves are in there
     except BaseException:
         _put_back(old, folder)
         shutil.rmtree(aside, ignore_errors=True)

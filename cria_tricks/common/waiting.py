@@ -44,9 +44,10 @@ class Waiting:
         now = self.clock()
         left = max(self.printed, self.said) + PATIENCE - now
         if self.paused or not self.phases or interrupts.is_speaking():
-            return PATIENCE / 8
+            return PATIENCE / 8  # nothing tells this thread when that is over, so it looks again soon
         if left > 0:
             return left
+        # A progress bar leaves the cursor in its line; the sentence begins a new one.
         self.say("\n" * self.in_a_line + f"still {self.phases[-1]}, {now - max(self.began, self.printed):.0f} s\n")
         self.said = now
         self.in_a_line = False

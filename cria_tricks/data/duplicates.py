@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from cria_tricks.data.rows import Chat
+from cria_tricks.data.rows import QUESTION, Chat
 
 _WORD = re.compile(r"\w+")
-QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
-"""A question in a prompt that marks it, as those of the Kwanzaa set do."""
+
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
@@ -189,6 +188,7 @@ class _Table:
 
     def shared(self, mine: np.ndarray) -> np.ndarray:
         """Count the shingles that each row has in common with a set, shape (N,)."""
+        # Equal hashes lie side by side: from begin up to end are the rows that have the same shingle.
         begin = np.searchsorted(self.hashes, mine, "left")
         end = np.searchsorted(self.hashes, mine, "right")
         owners = [self.owners[begin[i] : end[i]] for i in np.flatnonzero(end > begin)]
@@ -229,6 +229,7 @@ class Repeats:
             return "duplicate"
         if self.bands is not None:
             signature = sign(found)
+            # Rows that share a band are only candidates; their whole signatures decide.
             if any(signature.jaccard(self.signatures[key]) >= NEAR for key in self.bands.query(signature)):
                 return "near duplicate"
             self.bands.insert(len(self.signatures), signature, check_duplication=False)
@@ -248,5 +249,5 @@ def sign(found: Sequence[str]) -> Any:
 
     hashes = shingles(found[:SIGNED], ROW)
     signature = MinHash(num_perm=PERMUTATIONS, hashfunc=lambda value: value)
-    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))
+    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))  # datasketch permutes numbers of 32 bits
     return LeanMinHash(signature)

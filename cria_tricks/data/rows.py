@@ -16,6 +16,7 @@ system message.
 
 import itertools
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from cria_tricks.common.names import repeated
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 """What ``from`` may be in a ShareGPT row, and our role for it."""
+QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A question in a prompt that marks it, as those of the Kwanzaa set do."""
 ONE_A_LINE = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
 """What to do with a file that is one JSON list."""
 

@@ -84,6 +84,7 @@ class Lines:
         self.description = f"{path.name}, {self.size:,} bytes, streamed, fingerprint {self.sha256}"
 
     def __getstate__(self) -> dict[str, Any]:
+        # datasets pickles what makes its items, and an open file cannot be pickled.
         return {name: value for name, value in vars(self).items() if name != "_file"}
 
     @cached_property
@@ -100,6 +101,7 @@ class Lines:
     def items(self, shards: Sequence[tuple[int, int, int]], seed: int) -> Iterator[dict[str, int]]:
         for shard, begin, end in shards:
             places = self._places(begin, end)
+            # Drawn from seed and shard alone, so that a resumed run finds the same order.
             for index in np.random.default_rng([seed, shard]).permutation(len(places)):
                 yield {"number": int(places[index])}
 

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cria_tricks.data.duplicates import QUESTION
-from cria_tricks.data.rows import Chat
+from cria_tricks.data.rows import QUESTION, Chat
 from cria_tricks.kwanzaa.reply import Reply, plain, read
 
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)

@@ -46,13 +46,14 @@ class LiveBytes(TorchDispatchMode):
     def track(self, tensor: torch.Tensor) -> None:
         """Count a tensor that was made outside of the context; of one in pieces, this process's own."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # the address of the C++ object: views have one storage, and so one key
         if key in self._known or tensor.is_meta:
             return
         size = storage.nbytes()
         self._known[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
+        # Called when the last tensor over this storage is gone, and not when Python ends.
         weakref.finalize(storage, self._free, key).atexit = False
 
     def track_all(self, tensors: Iterable[torch.Tensor]) -> None:

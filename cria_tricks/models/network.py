@@ -134,6 +134,7 @@ def bound() -> None:
     if getattr(made, "bounded", False):
         return
 
+    # The library makes its client when it first needs one, so the hooks go into the function that makes it.
     def factory() -> Any:
         client = made()
         client.event_hooks["request"].append(_before)

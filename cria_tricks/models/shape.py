@@ -114,6 +114,7 @@ class Shape:
         """The paths of the model's modules in transformers, those that hold no weights left out."""
         into_heads, out_of_heads = self.stages[:2]
         attention = [*into_heads, *out_of_heads]
+        # transformers keeps all experts' matrices in one module, beside the router that is called gate.
         mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
         norms = ["input_layernorm", "post_attention_layernorm"]
         if self.norms_behind:
@@ -180,6 +181,7 @@ class Shape:
     @property
     def active_weights(self) -> int:
         """Parameters of the matrices that a token is multiplied by, the head included."""
+        # An expert has three matrices of D x F: gate, up and down.
         idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner
         return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
 

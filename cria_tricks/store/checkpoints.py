@@ -121,16 +121,12 @@ class Checkpoints:
         damaged: dict[Path, str] = {}
         for path in self._all():
             why = _unfit(path)
-            if not why:
-                try:
-                    found = _read(path)
-                except (OSError, ValueError, KeyError, TypeError):
-                    why = f"{RUN} cannot be read"
-                else:
-                    for other, what in damaged.items():
-                        self.say(f"{other} is damaged ({what}): going on from {path.name} instead")
-                    return found
-            damaged[path] = why
+            found = None if why else _read(path)
+            if found:
+                for other, what in damaged.items():
+                    self.say(f"{other} is damaged ({what}): going on from {path.name} instead")
+                return found
+            damaged[path] = why or f"{RUN} cannot be read"
         if damaged:
             path, why = next(iter(damaged.items()))
             raise BadInput(
@@ -222,9 +218,13 @@ def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [f"{', '.join(changed)}: the resumed run may differ in the last bits"]
 
 
-def _read(path: Path) -> Checkpoint:
-    about = json.loads((path / RUN).read_text(encoding="utf-8"))
-    return Checkpoint(path, _step(path), about, about["spent"])
+def _read(path: Path) -> Checkpoint | None:
+    """Read what a checkpoint says of itself; ``None`` if that is not what we write."""
+    try:
+        about = json.loads((path / RUN).read_text(encoding="utf-8"))
+        return Checkpoint(path, _step(path), about, about["spent"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _in(folder: Path) -> list[Path]:
