@@ -10,7 +10,6 @@ T tokens of a row.
 
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.block_operations import keeps_nothing
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import Operation
@@ -42,34 +41,92 @@ class Point:
 
 def kept(operations: list[Operation]) -> dict[str, int]:
     """What a block keeps from its forward pass to its backward pass, in bytes by tensor."""
-    return {
-        name: size for operation in operations for name, size in (*operation.pins.items(), *operation.keeps.items())
-    }
+    found: dict[str, int] = {}
+    for operation in operations:
+        found |= operation.pins
+        found |= operation.keeps
+    return found
+
+
+def _pinned(operations: list[Operation]) -> dict[str, int]:
+    """What of it checkpointing and offloading cannot take away, by tensor."""
+    found: dict[str, int] = {}
+    for operation in operations:
+        found |= operation.pins
+    return found
 
 
 def pinned_bytes(operations: list[Operation]) -> int:
-    """What of it checkpointing and offloading cannot take away."""
-    return sum({name: size for operation in operations for name, size in operation.pins.items()}.values())
+    """Bytes of what checkpointing and offloading cannot take away."""
+    return sum(_pinned(operations).values())
 
 
 def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
     """Bytes that a block would keep, if a gradient went below its first adapted matrix."""
-    first = next(i for i, operation in enumerate(operations) if operation.name in memory.adapted)
-    alike = next(
-        names for names in memory.shape.stages if operations[first].name in names
-    )  # their input has no gradient
+    names = [operation.name for operation in operations]
+    first = next(number for number, name in enumerate(names) if name in memory.adapted)
+    alike = next(stage for stage in memory.shape.stages if names[first] in stage)  # their input has no gradient
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)
     above = kept(learning)
     spared = sum(above.get(f"{name} whole", 0) + above.get(f"{name}'s dropout", 0) for name in alike)
-    if memory.kernel in ("eager", "math"):  # they keep what a gradient needs, factor by factor
-        scores, halves = {"q_proj", "k_proj"}, "probabilities in 16 bits"
-        needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, halves: {"v_proj"}}
-        needed["probabilities"] = scores if halves in above else scores | {"v_proj"}
-        adapted = set(memory.adapted) | ({"q_proj", "k_proj", "v_proj"} if "qkv_proj" in memory.adapted else set())
-        spared += sum(above.get(name, 0) for name, matrices in needed.items() if not matrices & adapted)
+    if memory.kernel in ("eager", "math"):
+        spared += _factors_without_use(memory, above)
     return spared + sum(size for name, size in kept(operations).items() if name not in above)
+
+
+def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
+    """Bytes of what attention does not keep in the first block: without a kernel it keeps factor by factor.
+
+    A product keeps a factor for the gradient of the other one, so those of matrices without an adapter need none.
+    """
+    scores = {"q_proj", "k_proj"}
+    needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, "probabilities in 16 bits": {"v_proj"}}
+    needed["probabilities"] = scores if "probabilities in 16 bits" in above else scores | {"v_proj"}
+    adapted = set(memory.adapted)
+    if "qkv_proj" in adapted:
+        adapted |= {"q_proj", "k_proj", "v_proj"}
+    return sum(above.get(name, 0) for name, matrices in needed.items() if not matrices & adapted)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What lives beside every operation of an open block.
+
+    Attributes:
+        bytes: of all of it.
+        skips_down: whether the block that is made again ends before its last product, down_proj.
+    """
+
+    bytes: int
+    skips_down: bool
+
+
+def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
+    n, width = memory.all_tokens, memory.shape.width
+    again = memory.checkpointed and not memory.keeps_nothing
+    # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
+    # block is made again, up to the one before, while the gradient of what that one gave waits.
+    frozen_down = any(operation.name == "down_proj" and not operation.learns for operation in operations)
+    late = memory.checkpointed and memory.quantised and frozen_down
+    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
+    # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
+    # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
+    # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
+    if again:
+        many = (memory.hidden_itemsize < FP32) + (1 if late or magnitudes else 2)
+    elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
+        many = 3
+    else:
+        many = int(bool(memory.adapted))
+    found = many * n * width * memory.hidden_itemsize + n * memory.shape.inner * memory.product_itemsize * late
+    if magnitudes:
+        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x;
+        # and the base waits for the gradient as narrow as its product.
+        narrow = memory.product_itemsize < FP32
+        found += n * width * (FP32 + narrow * (FP32 + memory.product_itemsize))
+    return _Beside(found, late)
 
 
 def points(memory: StepFacts, operations: list[Operation], *, learns: bool = False) -> list[Point]:
@@ -80,51 +137,43 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         operations: of the block.
         learns: whether its weights' gradients are counted here.
     """
-    # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
-    # block is made again, up to the one before, while the gradient of what that one gave waits.
-    late = (
-        memory.checkpointed
-        and memory.quantised
-        and any(operation.name == "down_proj" and not operation.learns for operation in operations)
-    )
-    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
-    # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
-    # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
-    # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
-    many = 3 if memory.stream < FP32 or keeps_nothing(memory) else bool(memory.adapted)
-    if memory.checkpointed and not keeps_nothing(memory):
-        many = (memory.stream < FP32) + (1 if late or magnitudes else 2)
-    hidden = memory.all_tokens * memory.shape.width * memory.stream
-    beside = many * hidden + memory.all_tokens * memory.shape.inner * memory.product * late
-    if magnitudes:
-        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x;
-        # and the base waits for the gradient as narrow as its product.
-        narrow = memory.product < FP32
-        beside += memory.all_tokens * memory.shape.width * (FP32 + narrow * (FP32 + memory.product))
-    found, tensors, pins, normed = [], dict[str, int](), dict[str, int](), ""
+    around = _beside(memory, operations)
+    beside = around.bytes
+    hidden = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
+    pinned = _pinned(operations)
     learnt = sum(operation.learns for operation in operations) if learns else 0
-    pinned = {name: size for operation in operations for name, size in operation.pins.items()}
+    found: list[Point] = []
+    tensors: dict[str, int] = {}
+    pins: dict[str, int] = {}
+    normed = ""
     for operation in operations:
-        if late and operation.name == "down_proj":
+        if around.skips_down and operation.name == "down_proj":
             continue
-        if keeps_nothing(memory):
+        if memory.keeps_nothing:
             tensors = {}  # each operation's own are fetched when their turn comes
         tensors |= operation.keeps
-        pins |= operation.pins if memory.learning_blocks else {}
-        read = dict(operation.reads) if keeps_nothing(memory) else {}
-        held = pins | read | tensors
+        if memory.learning_blocks:
+            pins |= operation.pins
+        held = pins | tensors
+        if memory.keeps_nothing:
+            held = pins | dict(operation.reads) | tensors
         if operation.name in ("first norm", "second norm"):
             normed = f"{operation.name}'s output"  # is read until the next norm has run
-        opened = operation.forward + beside + (0 if normed in held else hidden)
+        opened = operation.forward + beside
+        if normed not in held:
+            opened += hidden
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
-        if operation.name == "weighted values" and keeps_nothing(memory):
+        if operation.name == "weighted values" and memory.keeps_nothing:
             # The block is given the probabilities too, and drops them at its end.
-            beside += memory.all_tokens * memory.tokens * memory.shape.heads * max(memory.stream, memory.product)
+            beside += memory.all_tokens * memory.tokens * memory.shape.heads * memory.widest_itemsize
         # What is pinned stays until the whole backward pass has run.
-        alive = sum(tensors.values()) if memory.checkpointed else sum((pinned | tensors).values())
-        if keeps_nothing(memory) and operation.fetched is not None:
+        alive = sum((pinned | tensors).values())
+        if memory.checkpointed:
+            alive = sum(tensors.values())
+        if memory.keeps_nothing and operation.fetched is not None:
             alive = sum(pinned.values()) + operation.fetched
         made = operation.learns * memory.accumulates  # a new gradient, which is added to an earlier one
         found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
-        learnt -= operation.learns if learns else 0  # those of the operations after it are there already
+        if learns:
+            learnt -= operation.learns  # those of the operations after it are there already
     return found

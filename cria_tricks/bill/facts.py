@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.operation import Operation
 from cria_tricks.bill.rows import Row
 from cria_tricks.bill.waiting import BlockTensors, Waiting
 from cria_tricks.hardware.device import Device
@@ -23,16 +24,17 @@ class StepFacts:
         batch: rows of a micro-batch.
         tokens: of a row.
         trained_tokens: of a micro-batch.
-        matrices: bytes of the blocks' matrices as they are stored, experts' apart.
+        block_weight_bytes: bytes of the blocks' matrices as they are stored, experts' apart.
+        learning_operations: rule for the operations of what learns: of a block, or of a trained copy beside it.
         block_waits: rule for what of a block waits until its backward pass.
         loss_moments: rule for the rows at the moments around the loss, by the names of these moments.
         state_bytes: rule for the bytes of the optimizer's two states of a tensor of so many elements.
         embedding_state_bytes: the same for the embedding.
-        others: bytes of an element of the other weights: embedding, head, norms, biases, experts.
-        operand: bytes of an element of what products multiply.
+        other_weight_itemsize: bytes of an element of the other weights: embedding, head, norms, biases, experts.
+        compute_itemsize: bytes of an element of what products multiply.
         bf16: whether these two bytes are bf16.
-        stream: of the hidden states between the blocks.
-        product: of what a product gives.
+        hidden_itemsize: of the hidden states between the blocks.
+        product_itemsize: of what a product gives.
         unpacks: whether a product unpacks its weight first.
         pins_inputs: whether products keep their inputs out of autograd's sight, where checkpointing cannot drop them.
         trains_all: whether the loaded weights train.
@@ -60,16 +62,17 @@ class StepFacts:
     batch: int
     tokens: int
     trained_tokens: int
-    matrices: int
+    block_weight_bytes: int
+    learning_operations: Callable[["StepFacts"], list[Operation]]
     block_waits: Callable[[BlockTensors], Waiting]
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]]
     state_bytes: Callable[[int], int]
     embedding_state_bytes: Callable[[int], int]
-    others: int = FP32
-    operand: int = FP32
+    other_weight_itemsize: int = FP32
+    compute_itemsize: int = FP32
     bf16: bool = False
-    stream: int = FP32
-    product: int = FP32
+    hidden_itemsize: int = FP32
+    product_itemsize: int = FP32
     unpacks: bool = False
     pins_inputs: bool = False
     trains_all: bool = True
@@ -100,6 +103,16 @@ class StepFacts:
     def quantised(self) -> bool:
         """Whether matrices are stored in 8 bits or 4."""
         return self.unpacks or self.pins_inputs
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether blocks keep nothing on the device from their forward pass: none learns, or all is sent away."""
+        return not self.learning_blocks or (self.offloaded and not self.checkpointed)
+
+    @property
+    def widest_itemsize(self) -> int:
+        """Bytes of an element of what comes of a hidden state and a product's result together."""
+        return max(self.hidden_itemsize, self.product_itemsize)
 
     @property
     def all_tokens(self) -> int:

@@ -63,23 +63,23 @@ def _sizes(memory: StepFacts, processes: int) -> _Sizes:
     matrices, small, root, added = _tensors(memory)
     trained = [*matrices, *small, *root] if memory.trains_all else added
     packed, each = _stored(memory, matrices)
-    scales = memory.matrices - round(each * _all(packed))  # what 4-bit weights are scaled by is cut by nobody
+    scales = memory.block_weight_bytes - round(each * _all(packed))  # what 4-bit weights are scaled by is cut by nobody
 
     def pieces(cuts: Iterable[_Cut], size: float) -> int:
         return round(size * sum(cut.piece(processes) for cut in cuts))
 
     sizes = (
         pieces(packed, each) + scales,
-        pieces([*small, *root], memory.others),
+        pieces([*small, *root], memory.other_weight_itemsize),
         pieces(added, FP32),
         pieces(trained, FP32),
         pieces(trained, 2 * FP32),
     )
     in_blocks = added if memory.adapted or memory.learns_beside else []  # else a head, or a prompt
-    blocks = round(each * _all(packed)) + memory.others * _all(small) + FP32 * _all(in_blocks)
+    blocks = round(each * _all(packed)) + memory.other_weight_itemsize * _all(small) + FP32 * _all(in_blocks)
     learning = [*matrices, *small] if memory.trains_all else in_blocks
     learns = FP32 * _all(learning)
-    at_the_top = memory.others * _all(root) + FP32 * (_all(added) - _all(in_blocks))
+    at_the_top = memory.other_weight_itemsize * _all(root) + FP32 * (_all(added) - _all(in_blocks))
     return _Sizes(
         dict(zip(STATE, sizes, strict=True)),
         blocks // memory.shape.layers,
@@ -179,8 +179,8 @@ def gathered(memory: StepFacts, processes: int) -> Gathered:
         return padded([*(loaded if memory.trains_all else []), *beside], FP32)
 
     return Gathered(
-        padded(packed, each) + padded(small, memory.others) + padded(in_blocks, FP32),
-        padded(root, memory.others) + padded(at_the_top, FP32),
+        padded(packed, each) + padded(small, memory.other_weight_itemsize) + padded(in_blocks, FP32),
+        padded(root, memory.other_weight_itemsize) + padded(at_the_top, FP32),
         learning([*matrices, *small], in_blocks),
         learning(root, at_the_top),
     )
@@ -189,7 +189,7 @@ def gathered(memory: StepFacts, processes: int) -> Gathered:
 def _stored(memory: StepFacts, matrices: list[_Cut]) -> tuple[list[_Cut], float]:
     """The blocks' matrices as they lie in memory, and bytes of an element."""
     if not memory.unpacks:
-        return matrices, memory.matrices / _all(matrices)
+        return matrices, memory.block_weight_bytes / _all(matrices)
     # Two in a byte, in one column.
     return [_Cut(cut.many, divided_up(cut.elements, 2), divided_up(cut.elements, 2)) for cut in matrices], 1
 

@@ -183,7 +183,7 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     if adapted and not tricks.gradient_checkpointing:
         back -= 3  # nobody asks for the gradient of the embedding, which is the first block's q, k and v's input
     steps, r = tricks.gradient_accumulation, recipe.lora.r
-    product, stream, width = memory.product, memory.stream, shape.width
+    product, stream, width = memory.product_itemsize, memory.hidden_itemsize, shape.width
     calls = (
         (n * width * product, wide * shape.layers, "what o and down make, summed"),
         (n * r * product, again * thin_rows * shape.layers, "what LoRA's A beside them make"),

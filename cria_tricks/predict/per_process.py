@@ -137,13 +137,13 @@ def _stage(
     steps = moments(memory)
     at_the_end = {"loss", "log-softmax", "head", "last norm"} if not head else set()
     waiting = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
-    k, hidden = recipe.tricks.gradient_accumulation, memory.all_tokens * part.width * memory.stream
+    k, hidden = recipe.tricks.gradient_accumulation, memory.all_tokens * part.width * memory.hidden_itemsize
     under_way = min(stages - number, k) if piped else 1
     more = (
         Row("blocks: other micro-batches", (under_way - 1) * waiting, f"{under_way - 1} more are under way"),
         Row("pipeline: buffers", piped * k * hidden * (2 - first - last), f"what comes in, for all {k} micro-batches"),
     )
-    no_norm = {} if last else {"weights: all others": -part.width * memory.others}
+    no_norm = {} if last else {"weights: all others": -part.width * memory.other_weight_itemsize}
     found = [
         Moment(moment.name, tuple(replace(row, bytes=row.bytes + no_norm.get(row.name, 0)) for row in moment.rows)
                + (more if moment.name != "optimizer step" else more[1:]))

@@ -150,13 +150,13 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
     """Rows at the moments around the loss: logits of c tokens, c V, whatever the number of tokens."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.operand
+    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
     logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
-    normed = n * shape.width * memory.stream
+    normed = n * shape.width * memory.hidden_itemsize
     norm = normed if memory.offloaded else loss.normalised(memory) + normed
     hidden = 2 * a  # each of a trained token's hidden states, and its gradient
-    if memory.stream != a:
-        hidden += memory.stream  # as they were picked, before they were cast
+    if memory.hidden_itemsize != a:
+        hidden += memory.hidden_itemsize  # as they were picked, before they were cast
     at_the_loss = (
         Row("final norm", norm, "its input and output"),
         Row("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),

@@ -177,7 +177,7 @@ def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
     """Have torch's attention run in the kernel that the device has for it."""
     kernel = "flash"  # a CPU's takes everything
     if memory.device.kind == "cuda":
-        dtype = torch.float32 if memory.operand == 4 else torch.float16
+        dtype = torch.float32 if memory.compute_itemsize == 4 else torch.float16
         kernel = kernel_for(memory.device, dtype, masked=masked, grouped=not repeats)
     return replace(memory, kernel=kernel, repeats_keys=repeats, maskless=not masked)
 

@@ -2,6 +2,7 @@
 
 from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
@@ -34,7 +35,8 @@ def facts(
         batch=batch,
         tokens=tokens,
         trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
-        matrices=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
+        block_weight_bytes=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
+        learning_operations=walk,
         block_waits=everything,
         loss_moments=full_loss,
         state_bytes=fp32_states,

@@ -97,8 +97,15 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return memory
     a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
     # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
-    product = 4 if memory.device.kind == "cuda" else memory.product
-    return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=product, pins_inputs=True)
+    product = 4 if memory.device.kind == "cuda" else memory.product_itemsize
+    return replace(
+        memory,
+        block_weight_bytes=shape.layers * a_block,
+        other_weight_itemsize=4,
+        hidden_itemsize=4,
+        product_itemsize=product,
+        pins_inputs=True,
+    )
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -55,7 +55,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Nothing is raised to fp32: not the weights beside the matrices, not hidden states, not adapters' inputs."""
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return memory
-    return replace(memory, others=2, stream=2, product=2, adapter_input_itemsize=2)
+    return replace(memory, other_weight_itemsize=2, hidden_itemsize=2, product_itemsize=2, adapter_input_itemsize=2)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -126,10 +126,12 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
     if recipe.tricks.precision == "fp32":
         return memory
-    memory = replace(memory, operand=2, product=2, bf16=recipe.tricks.precision == "bf16")
+    memory = replace(memory, compute_itemsize=2, product_itemsize=2, bf16=recipe.tricks.precision == "bf16")
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory
-    return replace(memory, matrices=memory.matrices // 2, others=2, stream=2)
+    return replace(
+        memory, block_weight_bytes=memory.block_weight_bytes // 2, other_weight_itemsize=2, hidden_itemsize=2
+    )
 
 
 UNSCALE = 8

@@ -158,7 +158,14 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return memory
     a_block = sum(stored_bytes(d_in * d_out, tricks.double_quantization) for d_in, d_out in shape.packable.values())
     # bitsandbytes gives a product back in the dtype of its input.
-    return replace(memory, matrices=shape.layers * a_block, others=4, stream=4, product=4, unpacks=True)
+    return replace(
+        memory,
+        block_weight_bytes=shape.layers * a_block,
+        other_weight_itemsize=4,
+        hidden_itemsize=4,
+        product_itemsize=4,
+        unpacks=True,
+    )
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cria_tricks.bill.block_operations import walk
+from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.operation import JOINED, Operation
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
@@ -96,7 +99,45 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         )
     a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
     added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
-    return replace(memory, trains_all=False, trains_head=False, added=added, learning_blocks=blocks, learns_beside=True)
+    # The flag is for the moments of a step: the frozen blocks have their own, and the gradient stops at the first copy.
+    return replace(
+        memory,
+        trains_all=False,
+        trains_head=False,
+        added=added,
+        learning_blocks=blocks,
+        learns_beside=True,
+        learning_operations=copy_and_join,
+    )
+
+
+def copy_and_join(memory: StepFacts) -> list[Operation]:
+    """The operations of the trained copy beside a frozen block, and of the matrix that joins the two."""
+    width = memory.shape.width
+    a = memory.compute_itemsize
+    # The copy's weights are fp32, and so is what its norms give.
+    beside = replace(
+        memory,
+        trains_all=True,
+        other_weight_itemsize=FP32,
+        hidden_itemsize=FP32,
+        product_itemsize=a,
+        unpacks=False,
+        pins_inputs=False,
+    )
+    # The gradient of the sum of both waits for the frozen block, whose turn comes after the copy's.
+    waits = memory.all_tokens * width * memory.hidden_itemsize
+    copied = []
+    for operation in walk(beside):
+        keeps = dict(operation.keeps)
+        for name in keeps:
+            if name.endswith("normalised"):  # a norm normalises in the dtype of its input
+                keeps[name] = keeps[name] * memory.hidden_itemsize // FP32
+        copied.append(replace(operation, keeps=keeps, backward=operation.backward + waits))
+    joined = memory.all_tokens * width * a
+    in_16_bits = width * width * a if a < FP32 else 0
+    join = dict(zip(JOINED, (joined, in_16_bits), strict=True))
+    return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -173,21 +173,28 @@ def test_plain_training_holds_all_weights_four_times():
 
 
 def test_mixed_precision_stores_what_is_frozen_in_two_bytes():
-    assert bill("lora").facts.matrices == 4 * MATRICES
-    assert bill("lora fp16").facts.matrices == 2 * MATRICES
-    assert bill("fp16").facts.matrices == 4 * MATRICES, "what trains stays in fp32"
-    assert (bill("fp16").facts.operand, bill("fp16").facts.stream, bill("lora bf16").facts.stream) == (2, 4, 2)
+    assert bill("lora").facts.block_weight_bytes == 4 * MATRICES
+    assert bill("lora fp16").facts.block_weight_bytes == 2 * MATRICES
+    assert bill("fp16").facts.block_weight_bytes == 4 * MATRICES, "what trains stays in fp32"
+    assert (
+        bill("fp16").facts.compute_itemsize,
+        bill("fp16").facts.hidden_itemsize,
+        bill("lora bf16").facts.hidden_itemsize,
+    ) == (2, 4, 2)
 
 
 def test_nf4_takes_four_bits_and_its_scales():
-    assert 8 * bill("lora nf4").facts.matrices / MATRICES == pytest.approx(4.5, abs=1e-3)
-    assert 8 * bill("lora nf4 double").facts.matrices / MATRICES == pytest.approx(4.127, abs=1e-3)
-    assert (bill("lora nf4 fp16").facts.others, bill("lora nf4 fp16 lean").facts.others) == (4, 2)
+    assert 8 * bill("lora nf4").facts.block_weight_bytes / MATRICES == pytest.approx(4.5, abs=1e-3)
+    assert 8 * bill("lora nf4 double").facts.block_weight_bytes / MATRICES == pytest.approx(4.127, abs=1e-3)
+    assert (
+        bill("lora nf4 fp16").facts.other_weight_itemsize,
+        bill("lora nf4 fp16 lean").facts.other_weight_itemsize,
+    ) == (4, 2)
 
 
 def test_int8_takes_a_byte_and_a_scale_a_row_and_holds_inputs():
     rows = 16 * (2048 + 512 + 512 + 2048 + 8192 + 8192 + 2048)
-    assert bill("lora int8").facts.matrices == MATRICES + 4 * rows
+    assert bill("lora int8").facts.block_weight_bytes == MATRICES + 4 * rows
     pinned = block.pinned_bytes(block_operations.walk(bill("lora int8 fp16 sdpa").facts))
     assert pinned == N * (4 * 2048 + 2 * 2048 + 4 * 2048 + 4 * 8192), "two norms', attention's, the gated product"
     assert block.pinned_bytes(block_operations.walk(bill("lora nf4 fp16 sdpa").facts)) == 0
