@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 
+import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.cli import app, main
@@ -24,7 +25,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.store.run_folder import Folders
 from tests.parallel import steps
 
-ROWS = Path(models.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
+ROWS = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
 KEYS = {
     "eval_loss_before", "eval_loss_after", "train_loss", "tokens_per_second", "trained_tokens_per_second",
     "peak_bytes", "seconds", "adapter", "device", "warnings",

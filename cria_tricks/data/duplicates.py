@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cria_tricks.data.rows import Chat
+from cria_tricks.data.rows import Chat, marked_question
 
 _WORD = re.compile(r"\w+")
-_QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
@@ -132,8 +131,13 @@ def _parts(row: Chat) -> tuple[list[str], ...]:
     if row.text or not (row.messages or row.prompt.strip()):
         return (words(row.content),)
     turns = [message["content"] for message in row.messages if message["role"] == "user"] or [row.prompt]
-    questions = [(_QUESTION.findall(turn) or [turn])[-1] for turn in turns]
+    questions = [_question(turn) for turn in turns]
     return words("\n".join(questions)), words("\n".join(turns))
+
+
+def _question(turn: str) -> str:
+    question = marked_question(turn)
+    return question[1] if question else turn
 
 
 class _Table:

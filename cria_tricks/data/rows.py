@@ -16,6 +16,7 @@ system message.
 
 import itertools
 import json
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES
 """What ``from`` may be in a ShareGPT row, and our role for it."""
 ONE_A_LINE = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
 """What to do with a file that is one JSON list."""
+_QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A turn that begins with retrieved documents marks its question so; Kwanzaa's rows and ours do."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,16 @@ class Chat:
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
         return self.text or f"{self.prompt}\n{self.completion}"
+
+
+def marked_question(turn: str) -> re.Match[str] | None:
+    """Find the question that a user's turn marks with ``Query:`` or ``Question:``, the last one if there are several.
+
+    Returns:
+        The match, whose group 1 is the question; ``None`` where none is marked.
+    """
+    questions = list(_QUESTION.finditer(turn))
+    return questions[-1] if questions else None
 
 
 def read_jsonl(path: str | Path) -> list[Chat]:
