@@ -54,7 +54,7 @@ def test_the_figures_are_those_of_the_results(drawn):
 
 def test_every_figure_of_the_page_is_there():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    for name in plot.figures.SAYS:
-        for theme in plot.figures.THEMES:
+    for name in plot.style.SAYS:
+        for theme in plot.style.THEMES:
             link = f"assets/benchmarks/{name}-{theme}.svg"
             assert (link in text) == (ROOT / "docs" / link).exists(), link
