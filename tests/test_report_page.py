@@ -12,7 +12,7 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report import page
+from cria_tricks.report import figure, page
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import resolve
 from cria_tricks.trainer.fit import Run
@@ -218,7 +218,7 @@ torch 1.2.3
 
 
 def test_the_page_is_this_page():
-    assert report._markdown(made()) == PAGE
+    assert page.markdown(made()) == PAGE
 
 
 def without(page: str, start: str, end: str) -> str:
@@ -237,10 +237,10 @@ def test_the_page_leaves_out_what_is_not_there():
     expected = expected.replace(
         "| load | 10.0 MiB | 12.0 MiB |\n| train | 45.0 MiB | 99.0 MiB |", "| load | 10.0 MiB | 0 B |"
     )
-    assert report._markdown(nothing) == expected
+    assert page.markdown(nothing) == expected
     unmeasured = made()
     unmeasured["estimate"] |= {"measured_bytes": None, "unexplained_bytes": None, "ratio": None}
-    assert report._markdown(unmeasured) == without(PAGE, "| unexplained", "\n## Data")
+    assert page.markdown(unmeasured) == without(PAGE, "| unexplained", "\n## Data")
 
 
 SEEN = """## The machine meanwhile
@@ -268,10 +268,10 @@ def test_the_page_has_what_was_sampled_and_traced():
         "steps": (2, 4), "seconds": 0.125, "device": "cuda", "files": ["a.json", "b.json"],
         "operators": [{"name": "aten::mm", "calls": 12, "seconds": 0.062, "share": 0.496}],
     }  # fmt: skip
-    page = report._markdown(made(monitor=[None, reading], profile=traced))
+    text = page.markdown(made(monitor=[None, reading], profile=traced))
     expected = PAGE.replace("memory by phase", "memory by phase, first process")
-    assert page == expected.replace("## Data", SEEN + "## Data")
-    assert report._markdown(made(monitor=[None], profile=None)) == PAGE
+    assert text == expected.replace("## Data", SEEN + "## Data")
+    assert page.markdown(made(monitor=[None], profile=None)) == PAGE
 
 
 def figure_of(whole: dict[str, Any], monkeypatch) -> Any:
@@ -279,7 +279,7 @@ def figure_of(whole: dict[str, Any], monkeypatch) -> Any:
 
     kept, honest = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), honest(self, *a, **k)))
-    assert report._draw(whole).startswith(b"\x89PNG")
+    assert figure.draw(whole).startswith(b"\x89PNG")
     return kept[0]
 
 

@@ -1,4 +1,4 @@
-"""Talk to a trained adapter, over the base that it was trained over."""
+"""Load a trained adapter over its base, and generate answers with it."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ import torch
 from cria_tricks import models
 from cria_tricks.adapter import prompts
 from cria_tricks.adapter.folder import (
-    CONFIGS,
     RECIPE,
+    adapter_config,
     is_whole,
     refuse_another,
     refuse_moved_base,
@@ -43,14 +43,14 @@ def open_folder(
 ) -> tuple[Any, Any]:
     """Load an adapter over its base as it was trained, or a fully fine-tuned model.
 
-    An adapter that learnt beside quantised matrices has learnt to make up for their rounding too, so it gets the same
-    rounded numbers, unpacked: over the base as it was published the loss is another (``kwanzaa_small`` on the 27 real
-    rows: 0.618 instead of 0.489). What int8 rounds in every product, the activations, stays as it is.
+    An adapter that was trained over quantised matrices has learnt to make up for their rounding, too. So it gets the
+    same rounded numbers, unpacked: over the base as it was published the loss is higher (``kwanzaa_small`` on the 27
+    real rows: 0.618 instead of 0.489). The activations, which int8 rounds in every product, are not rounded here.
 
     Args:
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
-        device: where to; this machine's card, or its CPU, when left out.
-        dtype: of base and adapter; what the device computes fast when left out.
+        device: where the model goes; this machine's GPU, or its CPU, when left out.
+        dtype: dtype of base and adapter; what the device computes fast when left out.
         base: where the base lies now, if it is not where the adapter says.
         other_base: whether the base may be another one than the adapter was trained over.
         say: takes a warning.
@@ -59,35 +59,19 @@ def open_folder(
         Model in eval mode, and tokenizer.
 
     Raises:
-        BadInput: if the folder holds neither, is damaged or not safe to read, or the base cannot be had, is not the one
-            that the adapter was trained over, or has not the weights that its config describes.
+        BadInput: if the folder holds neither, or is damaged or not safe to read; if the base cannot be found, is not
+            the one that the adapter was trained over, or lacks weights that its config describes.
     """
     quiet_libraries()
-    folder, device = usable_path("adapter", folder), device or this_device()
-    dtype = dtype or getattr(torch, DTYPE[device.best_precision])
+    folder = usable_path("adapter", folder)
+    device = device or this_device()
+    dtype = dtype or _dtype(device)
     config, below = base_of(folder, base)
     if below:
         for warning in other_than_trained_over(folder, below, other_base):
             say(f"warning: {warning}")
-    rounded = _rounding(folder, device)
     try:
-        model = pretrained.causal_lm(
-            below.path if below else folder,
-            below.name if below else str(folder),
-            dtype=dtype,
-            **flash_decoding.for_chat(device),
-            **rounded,
-        )
-        if rounded:
-            model = model.dequantize()
-        if config and config.name == SIDE_NETWORK:
-            add_side_network(model, json.loads(config.read_text())["blocks"])
-            load_side_network(model, folder)
-        elif below:
-            model = pretrained.adapter(model, folder)
-        # Not model.to(dtype): it rounds the rotary frequencies too, which shifts the positions of distant tokens.
-        for weight in model.parameters():
-            weight.data = weight.data.to(dtype)
+        model = _loaded(folder, config, below, device, dtype)
         tokenizer = pretrained.tokenizer(folder, str(folder))
     except BadInput:
         raise
@@ -100,8 +84,27 @@ def open_folder(
     return model.to(device.kind).eval(), tokenizer
 
 
+def _loaded(folder: Path, config: Path | None, below: models.Weights | None, device: Device, dtype: torch.dtype) -> Any:
+    """Load the base as the adapter met it in training, and lay the adapter over it; or load a whole model."""
+    weights = below or models.Weights(name=str(folder), path=str(folder), tokenizer=None)
+    rounding = _rounding(folder, device)
+    options = {**flash_decoding.for_chat(device), **rounding}
+    model = pretrained.causal_lm(weights.path, weights.name, dtype=dtype, **options)
+    if rounding:
+        model = model.dequantize()
+    if config and config.name == SIDE_NETWORK:
+        add_side_network(model, json.loads(config.read_text())["blocks"])
+        load_side_network(model, folder)
+    elif below:
+        model = pretrained.adapter(model, folder)
+    # Not model.to(dtype): it rounds the rotary frequencies too, which shifts the positions of distant tokens.
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
 def quantization_of(folder: Path) -> Tricks:
-    """The toggles with which the base's matrices were rounded while an adapter learnt, and no other.
+    """Find the toggles that quantised the base while an adapter was trained; all other toggles stay off.
 
     Raises:
         BadInput: if the folder's recipe cannot be read.
@@ -114,35 +117,38 @@ def quantization_of(folder: Path) -> Tricks:
 
 
 def _rounding(folder: Path, device: Device) -> dict[str, Any]:
-    """What makes ``from_pretrained`` round the base's matrices; nothing where none were."""
+    """Make the keywords with which ``from_pretrained`` quantises the base as training did."""
     tricks = quantization_of(folder)
     if tricks.quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig
 
     plan = resolve(Recipe(tricks=tricks.model_copy(update={"peft": "lora"})), device)
-    where = {"device_map": {"": 0}} if device.kind == "cuda" else {}  # it is packed where it arrives
-    return {"quantization_config": BitsAndBytesConfig(**plan.quantization), **where}
+    keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**plan.quantization)}
+    if device.kind == "cuda":
+        keywords["device_map"] = {"": 0}  # bitsandbytes packs weights when they arrive on their device
+    return keywords
 
 
 def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, models.Weights | None]:
-    """Check a folder, and bring the base model it names.
+    """Check a folder, and fetch the base model that it names.
 
     Args:
-        folder: of an adapter, or of a whole model.
+        folder: folder of an adapter, or of a whole model.
         base: where the base lies now, if it is not where the adapter says.
 
     Returns:
-        An adapter's config and its base; ``None`` twice for a whole model.
+        An adapter's config file and its base; ``None`` and ``None`` for a whole model.
 
     Raises:
         BadInput: if the folder holds neither, is damaged or not safe to read, or its base cannot be had.
     """
     refuse_another(folder, MANIFEST)
-    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
-    if config or any((folder / name).is_file() for name in ("config.json", MANIFEST)):
+    config = adapter_config(folder)
+    whole = (folder / "config.json").is_file()
+    if config or whole or (folder / MANIFEST).is_file():
         refuse_unsafe(folder)
-    if not config and not (folder / "config.json").is_file():
+    if not config and not whole:
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     if config is None:
         if base:
@@ -161,10 +167,13 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
 
 
 def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -> list[str]:
-    """Hold a base against the one that an adapter was trained over.
+    """Compare a base with the one that an adapter was trained over.
+
+    Returns:
+        A sentence for each difference.
 
     Raises:
-        BadInput: if it is another one, and that is not wanted.
+        BadInput: if they differ, and that is not allowed.
     """
     return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed)
 
@@ -176,9 +185,14 @@ def open_base(weights: models.Weights) -> Any:
         BadInput: if it cannot be had.
     """
     quiet_libraries()
-    device, weights = this_device(), models.fetch(weights)
-    options = {"dtype": getattr(torch, DTYPE[device.best_precision]), **flash_decoding.for_chat(device)}
+    device = this_device()
+    weights = models.fetch(weights)
+    options = {"dtype": _dtype(device), **flash_decoding.for_chat(device)}
     return pretrained.causal_lm(weights.path, weights.name, **options).to(device.kind).eval()
+
+
+def _dtype(device: Device) -> torch.dtype:
+    return getattr(torch, DTYPE[device.best_precision])
 
 
 def open_for_chat(
@@ -188,9 +202,9 @@ def open_for_chat(
 
     Args:
         folder: as for :func:`open_folder`.
-        raw: give every prompt as it is, whatever was trained.
+        raw: whether every prompt is given as it is, whatever was trained.
         system: a system message that is to begin the conversation.
-        **loading: for :func:`open_folder`.
+        **loading: further arguments of :func:`open_folder`.
 
     Returns:
         Model, tokenizer and format.
@@ -217,13 +231,13 @@ def answer(
     max_new_tokens: int,
     streamer: Any = None,
 ) -> str:
-    """Generate what comes next, greedily.
+    """Generate an answer greedily.
 
     Args:
         model: a causal language model in eval mode.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         said: the conversation so far, ending with the user's turn, for the chat template; or a text, as it is.
-        max_new_tokens: where it stops at the latest.
+        max_new_tokens: longest answer (tokens).
         streamer: is handed the text as it grows, e.g. ``transformers.TextStreamer``.
 
     Returns:

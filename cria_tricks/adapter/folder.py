@@ -1,14 +1,13 @@
-"""The adapter folder: what plain peft loads, a card, its provenance, and a manifest that says if it is whole."""
+"""Write and verify the adapter folder: files that plain peft loads, a card, the provenance, and a manifest."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cria_tricks import models
-from cria_tricks.adapter import folder as artifact
 from cria_tricks.common import atomic_files, safe_files
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.load.adapter_files import SIDE_NETWORK, save_weights
@@ -16,11 +15,14 @@ from cria_tricks.recipe import Recipe
 
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 """Files that name an adapter's base model: peft's, and ours for a side network."""
+MODEL_FILES = (*CONFIGS, "config.json")
+"""A folder that holds one of these holds an adapter or a whole model."""
 RESULTS = ("adapter", "model", "merged")
-"""Folders in a run's, in which there may be one."""
-RECIPE, PROVENANCE = "recipe.toml", "provenance.json"
+"""Folders inside a run's folder that may hold what it trained."""
+RECIPE = "recipe.toml"
+PROVENANCE = "provenance.json"
 _UNREAD = re.compile(r"\..*|.*\.(md|png|jpe?g|gif|svg|pdf)|licen[cs]e.*|notice.*|desktop\.ini", re.IGNORECASE)
-"""Names that no loader opens: hidden ones (the hub adds .gitattributes, downloads .cache/), texts and pictures."""
+"""Names of files that no loader opens: hidden ones (the hub adds .gitattributes and .cache/), texts and pictures."""
 
 
 def save(
@@ -33,22 +35,23 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the folder aside and rename it, so that it is there whole or not at all.
+    """Write the folder under another name and rename it at the end, so that it is there whole or not at all.
 
     Args:
         folder: ``.../adapter`` for an adapter, ``.../model`` for a fully fine-tuned model.
         model: a ``PeftModel``, a model with a side network, or a whole one.
         tokenizer: saved beside it.
-        base: the name of the base model that others can load; a cache folder of ours is none.
+        base: the name by which others can load the base model, so not a folder of our cache.
         card: the text of README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
         provenance: saved as provenance.json, from :func:`cria_tricks.adapter.provenance.describe`.
-        weights: the model's state dict, where its own is in pieces.
+        weights: the whole state dict, where the model holds only a shard of it.
     """
     with atomic_files.new_folder(folder) as aside:
         save_weights(model, aside, weights)
         tokenizer.save_pretrained(aside)
-        for config in (aside / name for name in CONFIGS if (aside / name).exists()):
+        config = adapter_config(aside)
+        if config:
             content = json.loads(config.read_text())
             content["base_model_name_or_path"] = base
             if isinstance(content.get("target_modules"), list):
@@ -67,7 +70,7 @@ def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
 
 
 def trained_over(folder: Path) -> dict[str, Any]:
-    """The identity of the base that an adapter was trained over, as far as its folder tells."""
+    """Read the identity of the base that an adapter was trained over, as far as its folder tells."""
     try:
         return dict(json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["base"])
     except FileNotFoundError:  # of plain peft
@@ -77,11 +80,11 @@ def trained_over(folder: Path) -> dict[str, Any]:
 
 
 def refuse_moved_base(folder: Path, base: str) -> None:
-    """Refuse an adapter whose base was a folder that is not there, before a model of its name is asked of the hub.
+    """Refuse an adapter whose base was a folder that is gone, before the hub is asked for a model of that name.
 
     Args:
-        folder: of the adapter.
-        base: the name in its config.
+        folder: the adapter's folder.
+        base: the base's name in the adapter's config.
 
     Raises:
         BadInput: if the folder is not there.
@@ -94,21 +97,21 @@ def refuse_another(folder: Path, *more: str) -> None:
     """Refuse a folder that holds neither an adapter nor a model, and name the one inside that does.
 
     Args:
-        folder: as it was given.
-        *more: names of files that make it one, too.
+        folder: the folder as the user named it.
+        *more: names of further files of which one is enough.
 
     Raises:
-        BadInput: if it holds none.
+        BadInput: if it holds none of them.
     """
     if not folder.exists():
         raise BadInput(f"{folder}: there is no such folder; name the folder of an adapter, such as runs/smoke/adapter")
     if not folder.is_dir():
         raise BadInput(f"{folder}: is a file; name the folder that it is in")
-    if any((folder / name).is_file() for name in (*CONFIGS, "config.json", *more)):
+    if _holds_one(folder, (*MODEL_FILES, *more)):
         return
-    inside = [name for name in RESULTS if any((folder / name / file).is_file() for file in (*CONFIGS, "config.json"))]
-    if inside:
-        raise BadInput(f"{folder}: is the folder of a run; what it has trained is in {folder / inside[0]}: name that")
+    for name in RESULTS:
+        if _holds_one(folder / name, MODEL_FILES):
+            raise BadInput(f"{folder}: is the folder of a run; what it has trained is in {folder / name}: name that")
     if (folder / "checkpoints").is_dir():
         raise BadInput(
             f"{folder}: is the folder of a run that has not ended, so there is no adapter yet; go on with it: "
@@ -117,16 +120,30 @@ def refuse_another(folder: Path, *more: str) -> None:
     raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
 
 
+def _holds_one(folder: Path, names: Iterable[str]) -> bool:
+    return any((folder / name).is_file() for name in names)
+
+
+def adapter_config(folder: Path) -> Path | None:
+    """Find the file that names an adapter's base; a whole model has none."""
+    for name in CONFIGS:
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds a whole model, and no adapter that names its base."""
-    return not any((folder / name).is_file() for name in CONFIGS)
+    """Tell whether a folder holds a whole model, and no adapter that names its base."""
+    return adapter_config(folder) is None
 
 
 def named_base(folder: Path) -> str:
-    """The base model that an adapter's config names; nothing where it cannot be read, or for a whole model."""
-    config = next((folder / name for name in CONFIGS if (folder / name).is_file()), None)
+    """Read the base model's name from an adapter's config; empty where it cannot be read, or for a whole model."""
+    config = adapter_config(folder)
+    if config is None:
+        return ""
     try:
-        found = json.loads(config.read_text(encoding="utf-8")) if config else {}
+        found = json.loads(config.read_text(encoding="utf-8"))
         return str(found.get("base_model_name_or_path") or "")
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
@@ -134,7 +151,13 @@ def named_base(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``verify`` found in a whole folder."""
+    """What ``verify`` found in an undamaged folder.
+
+    Attributes:
+        files: how many the manifest lists.
+        bytes: their sizes together.
+        unlisted: names of files that the manifest does not list.
+    """
 
     files: int
     bytes: int
@@ -153,61 +176,75 @@ def verify(folder: str | Path) -> Verified:
         raise BadInput(f"{folder}: has no {atomic_files.MANIFEST}, so it is no folder that cria train wrote")
     refuse_unsafe(folder)
     files = atomic_files.listed(folder)
-    return Verified(len(files), sum(about["bytes"] for about in files.values()), atomic_files.unlisted(folder))
+    size = sum(about["bytes"] for about in files.values())
+    return Verified(len(files), size, atomic_files.unlisted(folder))
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """What every load does before it reads: chat, merge, publish and evaluation.
+    """Refuse a damaged folder, and one whose files could do harm; chat, merge, publish and evaluation call this first.
 
-    A folder of ours is held against its manifest. That finds what a disk, a transfer or a careless hand did; it is no
-    signature, and who can write the folder can write the manifest too. So whatever it says, nothing in the folder may
-    run when it is read, or lead out of it. These rules hold for a folder of plain peft too, which has no manifest.
-    The base model that an adapter names is another folder by nature and may be anywhere: it is loaded without code and
-    without pickles wherever it is.
+    A folder of ours is compared with its manifest. That finds damage by a disk, a transfer or a careless hand. It is
+    no signature: whoever can write the folder can write the manifest, too. Therefore nothing in the folder may run when
+    it is read, and no link may lead out of it, whatever the manifest says. These two rules also hold for a folder of
+    plain peft, which has no manifest. The base model that an adapter names is another folder and may lie anywhere: it
+    is always loaded without code and without pickles.
 
     Raises:
         BadInput: naming the file, and what is wrong with it.
     """
-    ours = any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE))
     again = "take the folder from its source again"
-    if why := safe_files.way_out(folder):
+    ours = any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE))
+    # The order matters: no later check may follow a link out of the folder, or trust a file that is damaged.
+    why = safe_files.way_out(folder)
+    if why:
         raise BadInput(f"{folder}: {why}; {again}")
-    if ours and (why := atomic_files.damage(folder)):
-        raise BadInput(f"{folder}: {why}; {again}")
-    if why := safe_files.program(folder):
+    if ours:
+        why = atomic_files.damage(folder)
+        if why:
+            raise BadInput(f"{folder}: {why}; {again}")
+    why = safe_files.program(folder)
+    if why:
         raise BadInput(f"{folder}: {why}")
-    if ours and (strangers := [name for name in atomic_files.unlisted(folder) if may_be_read(name)]):
-        raise BadInput(f"{folder}: {strangers[0]} is not in {atomic_files.MANIFEST} and may be read: take it away")
+    if not ours:
+        return
+    for name in atomic_files.unlisted(folder):
+        if may_be_read(name):
+            raise BadInput(f"{folder}: {name} is not in {atomic_files.MANIFEST} and may be read: take it away")
 
 
 def may_be_read(name: str) -> bool:
-    """Whether some loader might open a file of this name; a card, a licence or a hidden file only people read."""
+    """Tell whether some loader might open a file of this name; only people read a card, a licence or a hidden file."""
     return not (name.startswith(".") or _UNREAD.fullmatch(Path(name).name))
 
 
 def adapter(
     folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
 ) -> Path:
-    """Look at the folder of an adapter or of a whole model.
+    """Check the folder of an adapter or of a whole model, before anything heavy is imported.
 
     Args:
-        folder: as it was given.
+        folder: the folder as the user named it.
         base: where its base lies now, if not where it says.
-        look_at_base: whether the base that an adapter names must be there, or to be had.
+        look_at_base: whether the base that an adapter names must be here, or on the hub.
         other_base: whether another base than it was trained over may be used.
 
     Raises:
-        BadInput: if it is none, is damaged or not safe to read, or its base cannot be had.
+        BadInput: if it is no such folder, is damaged or not safe to read, or its base cannot be found.
     """
     path = usable_path("adapter", folder)
-    artifact.refuse_another(path)
-    if named := artifact.named_base(path):
-        artifact.refuse_unsafe(path)
+    refuse_another(path)
+    named = named_base(path)
+    if named:
+        refuse_unsafe(path)
         if look_at_base and not base:
-            artifact.refuse_moved_base(path, named)
+            refuse_moved_base(path, named)
         if look_at_base:
             models.refuse_out_of_reach(str(base or named))
-    elif (base or other_base) and artifact.is_whole(path):
-        option = f"--base {base}" if base else "--other-base"
-        raise BadInput(f"{option}: {path} is a whole model and has no base below it; leave {option.split()[0]} out")
+        return path
+    if is_whole(path):
+        why = f"{path} is a whole model and has no base below it; leave"
+        if base:
+            raise BadInput(f"--base {base}: {why} --base out")
+        if other_base:
+            raise BadInput(f"--other-base: {why} --other-base out")
     return path

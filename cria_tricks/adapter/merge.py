@@ -1,7 +1,7 @@
-r"""A LoRA adapter merged into its base: one model in 16 bits, held against the unmerged one.
+r"""Merge a LoRA adapter into its base: one model in 16 bits, compared with the unmerged one.
 
-The base is what it was in training: matrices that were quantised then are rounded the same way and unpacked, because
-the adapter has learnt to make up for that rounding too.
+The base is rounded as it was in training: matrices that were quantised then are quantised the same way and unpacked,
+because the adapter has learnt to make up for that rounding, too.
 
 W' = W + s B A (DoRA: with each output feature brought to its learnt length) is computed in fp32 and rounded once to
 16 bits. A number so rounded is off by at most u times its size, u = 2^-8 in bf16 and 2^-11 in fp16. How far that moves
@@ -9,9 +9,9 @@ the logits depends on the model, so it is measured on this one and not guessed: 
 too, where every product's inputs and result are rounded with the same u. Both put relative errors of at most u on
 factors of the same products, the merge on one factor, the run in 16 bits on both and on the result. So the merged
 model's logits may differ from the unmerged ones, both computed in fp32, by no more than the unmerged model's own logits
-do between 16 bits and fp32. What exceeds that is no rounding, and is refused. (SmolLM2-135M with random LoRA weights,
-on a CPU: 0.32 of 0.67, with DoRA 0.40 of 0.76.) So is a merge that is off by more than half of what the adapter does:
-then the 16 bits have swallowed it.
+do between 16 bits and fp32. A larger difference is no rounding error, and is refused. (SmolLM2-135M with random LoRA
+weights, on a CPU: 0.32 of 0.67, with DoRA 0.40 of 0.76.) A merge that is off by more than half of the adapter's own
+effect is refused, too: rounding to 16 bits would destroy what the adapter learnt.
 """
 
 import contextlib
@@ -28,16 +28,19 @@ from cria_tricks.adapter.folder import CONFIGS, PROVENANCE, RECIPE, write_proven
 from cria_tricks.adapter.prompts import trained_kinds
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
+from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.adapter_files import SIDE_NETWORK
 from cria_tricks.models import Weights, pretrained
 from cria_tricks.recipe import Lora, Recipe, Tricks, from_toml
 
 CPU = Device("cpu", "CPU", (0, 0), real_bf16=False, memory_bytes=0)
-"""Where it is merged, on every machine: a card that trained on 4 bits may not hold the base in fp32."""
-ROWS, TOKENS = 4, 64
-"""How many fixed rows the models are compared on, and how long they are at most."""
-NEITHER = "has nothing to merge into the weights"
+"""Adapters are merged on the CPU of every machine: a GPU that trained on 4 bits may not hold the base in fp32."""
+ROWS = 4
+"""How many fixed rows the models are compared on."""
+TOKENS = 64
+"""Longest of these rows; the rest of a row is cut off."""
+NOTHING_TO_MERGE = "has nothing to merge into the weights"
 
 
 def merge(
@@ -66,7 +69,9 @@ def merge(
             differ by more than rounding can explain. Then nothing is written.
     """
     folder = usable_path("adapter", adapter)
-    target = usable_path("--out", out) if out else folder.absolute().parent / "merged"
+    target = folder.absolute().parent / "merged"
+    if out:
+        target = usable_path("--out", out)
     config, below = base_of(folder, base)
     _refuse_unmergeable(folder, config)
     if target.exists():
@@ -77,14 +82,16 @@ def merge(
     dtype = _stored_dtype(below)
     rows = _rows(tokenizer, model.get_input_embeddings().num_embeddings)
     unmerged = _logits(model, rows)
+    # How much 16 bits change the unmerged model bounds how much they may change the merged one.
     with torch.autocast("cpu", dtype=dtype):
         rounded = _logits(model, rows)
+    # How much the adapter changes the base tells whether rounding could swallow it.
     with model.disable_adapter():
         plain = _logits(model, rows)
     whole = _merged(model, folder)
     with atomic_files.new_folder(target) as aside:
         whole.to(dtype).save_pretrained(aside)
-        del whole, model
+        del whole, model  # before a third one is loaded: the three together may not fit
         check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
@@ -101,10 +108,10 @@ def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
     if config is None:
         raise BadInput(f"{folder}: is a whole model already; transformers and cria chat load it as it is")
     if config.name == SIDE_NETWORK:
-        raise BadInput(f"{folder}: a side network runs beside the base and {NEITHER}; use it with cria chat")
+        raise BadInput(f"{folder}: a side network runs beside the base and {NOTHING_TO_MERGE}; use it with cria chat")
     kind = json.loads(config.read_text(encoding="utf-8")).get("peft_type")
     if kind == "PROMPT_TUNING":
-        raise BadInput(f"{folder}: a learnt prompt is input and {NEITHER}; use it with peft or cria chat")
+        raise BadInput(f"{folder}: a learnt prompt is input and {NOTHING_TO_MERGE}; use it with peft or cria chat")
     if kind != "LORA":
         raise BadInput(f"{folder}: is a {kind} adapter, and only LoRA is merged here; try peft's merge_and_unload")
 
@@ -116,7 +123,8 @@ def _merged(model: Any, folder: Path) -> Any:
         if is_out_of_memory(error):
             raise
         raise BadInput(f"{folder}: cannot be merged: {first_line(error)}; use it unmerged") from None
-    head, embeddings = whole.get_output_embeddings(), whole.get_input_embeddings()
+    head = whole.get_output_embeddings()
+    embeddings = whole.get_input_embeddings()
     if head is not None and head.weight is not embeddings.weight:
         whole.config.tie_word_embeddings = False  # a trained head was a copy; saved as tied it would be lost
     return whole
@@ -124,18 +132,14 @@ def _merged(model: Any, folder: Path) -> Any:
 
 def _stored_dtype(base: Weights) -> torch.dtype:
     """bf16 for a base that is stored so; else fp16, the finer of the two."""
-    stored = pretrained.config(base.path, base.name).dtype
-    return torch.bfloat16 if stored == torch.bfloat16 else torch.float16
+    if pretrained.config(base.path, base.name).dtype == torch.bfloat16:
+        return torch.bfloat16
+    return torch.float16
 
 
 def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
-    """The same rows every time: the first held-out ones of our own set, as the adapter's tokenizer cuts them."""
-    from cria_tricks.data import sources
-
-    texts = [
-        "\n".join(message["content"] for message in row.messages)
-        for row in sources.find("nguzo_saba", "eval").rows[:ROWS]
-    ]
+    """Tokenise the same rows every time: the first held-out ones of our own set."""
+    texts = [row.content for row in sources.find("nguzo_saba", "eval").rows[:ROWS]]
     rows = [torch.tensor([tokenizer(text)["input_ids"][:TOKENS]]) for text in texts]
     if max(int(row.max()) for row in rows) >= vocabulary:
         raise BadInput("the tokenizer gives tokens that the base model does not have; the two do not belong together")
@@ -144,12 +148,12 @@ def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _logits(model: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Of every position of every row, shape (N, V), in fp32."""
+    """The logits at every position of every row, shape (N, V), in fp32."""
     return torch.cat([model(row, use_cache=False).logits[0].float() for row in rows])
 
 
 def _reloaded(folder: Path) -> Any:
-    """From the disk, as plain transformers loads it; computed in fp32, in which 16-bit weights are exact."""
+    """Load the model back as plain transformers does; in fp32, which holds 16-bit weights exactly."""
     return pretrained.causal_lm(folder, str(folder), dtype=torch.float32).eval()
 
 
@@ -167,7 +171,8 @@ def _compare(unmerged: torch.Tensor, merged: torch.Tensor) -> dict[str, Any]:
 
 
 def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
-    found, effect = check["largest_difference"], check["adapter_effect"]
+    found = check["largest_difference"]
+    effect = check["adapter_effect"]
     why = ""
     if not found <= check["bound"]:  # not a number is beyond it too
         why = f"16 bits explain {check['bound']:.3g}"
@@ -181,9 +186,10 @@ def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
 
 
 def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, check: dict[str, Any]) -> None:
-    """The card, and the adapter's recipe and provenance with what the merge found."""
+    """Write the card, and the adapter's recipe and provenance with what the merge found."""
     made: dict[str, Any] = {}
-    name, recipe = folder.absolute().name, _recipe(folder)
+    name = folder.absolute().name
+    recipe = _recipe(folder)
     if (folder / RECIPE).is_file():
         (aside / RECIPE).write_bytes((folder / RECIPE).read_bytes())
     with contextlib.suppress(FileNotFoundError):  # an adapter of plain peft has none
@@ -196,7 +202,7 @@ def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, chec
 
 
 def _recipe(folder: Path) -> Recipe:
-    """The recipe of an adapter's training; of plain peft's adapters as much as their config tells."""
+    """Read the recipe of an adapter's training; of plain peft's adapters as much as their config tells."""
     if (folder / RECIPE).is_file():
         return from_toml(folder / RECIPE)
     config = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8"))

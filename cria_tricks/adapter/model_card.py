@@ -1,4 +1,4 @@
-"""The card, README.md of an adapter's folder: what it is, where it comes from, what was measured and what was not."""
+"""Write the model card, README.md of an adapter's folder: origin, measurements, and what was not measured."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,20 @@ from cria_tricks.trainer import what_ran
 _LICENCES = {SMOLLM2: "apache-2.0"}
 _LLAMA = "Llama-3.2"
 _LIBRARIES = {"none": "transformers", "side_network": "cria_tricks"}
-"""What loads the folder; peft, where nothing is said."""
+"""The library that loads the folder, by ``tricks.peft``; peft for all other values."""
 HERE = "path/to/this/folder"
-"""Where the card's code says the folder is."""
+"""The path that the card's code gives for the folder; a reader replaces it."""
+COLUMNS = ("what", "value")
 WHOLE = Recipe()
-"""A recipe without an adapter: its result is a whole model."""
+"""A recipe without an adapter: training it gives a whole model."""
 
 
 def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
-    """README.md of the folder.
+    """Write README.md of an adapter's folder.
 
     Args:
-        report: of the run that made it.
-        made: its provenance, from :func:`cria_tricks.adapter.provenance.describe`.
+        report: the report of the run that made it.
+        made: the adapter's provenance, from :func:`cria_tricks.adapter.provenance.describe`.
         base: the base model's name.
         note: what a reader must know about the base's weights; often empty.
         recipe: what was asked.
@@ -39,7 +40,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             f"# {recipe.name}",
             "",
             what_ran.in_words(recipe, base, kinds),
-            *(["", note] if note else []),
+            *_paragraph(note),
             "",
             "## Data",
             "",
@@ -48,7 +49,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             "## Results",
             "",
-            *markdown_table(("what", "value"), _results(report)),
+            *markdown_table(COLUMNS, _results(report)),
             "",
             "This card knows the training run and nothing later. The losses are all that the run measured of quality: "
             "whether answers are true, well cited or safe, it did not measure. The scores of `cria eval`, where "
@@ -56,11 +57,11 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             "## On a GPU",
             "",
-            *markdown_table(("what", "value"), _on_a_gpu(report)),
+            *markdown_table(COLUMNS, _on_a_gpu(report)),
             "",
             "## Where it comes from",
             "",
-            *markdown_table(("what", "value"), _origin(made)),
+            *markdown_table(COLUMNS, _origin(made)),
             "",
             "`provenance.json` holds all of it, with the recipe, every metric and, where memory could be estimated, "
             "the estimate row by row.",
@@ -84,32 +85,37 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
 def merged_card(
     name: str, base: str, note: str, recipe: Recipe, kinds: Mapping[str, int], dtype: str, check: Mapping[str, Any]
 ) -> str:
-    """README.md of a merged model.
+    """Write README.md of a merged model.
 
     Args:
-        name: the recipe's, or the adapter folder's.
+        name: the recipe's name, or the adapter folder's.
         base: the base model's name.
         note: what a reader must know about the base's weights; often empty.
-        recipe: of the adapter's training, or what its config says of it.
-        kinds: how many training rows of each kind there were; empty where nothing says so.
-        dtype: of the merged weights.
-        check: what :func:`cria_tricks.adapter.merge.merge` found when it held them against the unmerged model.
+        recipe: the recipe of the adapter's training, or what its config says of it.
+        kinds: number of training rows of each kind; empty where it is not known.
+        dtype: dtype of the merged weights.
+        check: what :func:`cria_tricks.adapter.merge.merge` found when it compared them with the unmerged model.
     """
-    rounded, what = what_ran.quantized(recipe), what_ran.adapter(recipe)
-    if rounded:
-        rounded = f"Its training quantised the base to {rounded}, so these weights are rounded in the same way."
+    trained = rounded = ""
+    if kinds:
+        trained = f"The adapter was trained on {what_ran.rows_in_words(kinds)}."
+    quantized = what_ran.quantized(recipe)
+    if quantized:
+        rounded = f"Its training quantised the base to {quantized}, so these weights are rounded in the same way."
     return "\n".join(
         [
             *_front(base, "transformers", ["merged", *what_ran.tags(recipe)]),
             f"# {name}, merged",
             "",
-            f"`{base}` with {what} merged into its weights, in {dtype}. Plain transformers loads it.",
-            *(["", f"The adapter was trained on {what_ran.rows_in_words(kinds)}."] if kinds else []),
-            *(line for sentence in (rounded, note) if sentence for line in ("", sentence)),
+            f"`{base}` with {what_ran.adapter(recipe)} merged into its weights, in {dtype}. Plain transformers loads "
+            "it.",
+            *_paragraph(trained),
+            *_paragraph(rounded),
+            *_paragraph(note),
             "",
             "## Merged against unmerged",
             "",
-            *markdown_table(("what", "value"), check_rows(check)),
+            *markdown_table(COLUMNS, check_rows(check)),
             "",
             "Nothing else was measured on the merged model. What was measured on the adapter, and where it comes from, "
             "stands in `provenance.json` where the adapter brought one.",
@@ -126,28 +132,34 @@ def merged_card(
 
 
 def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines of the merge's check, for the card and for the screen."""
-    return [
+    """Write the merge's check as lines of a table, for the card and for the screen."""
+    rows = [
         ("positions compared", f"{check['positions']:,}"),
         ("largest difference of a logit", f"{check['largest_difference']:.3g}"),
         ("allowed: what 16 bits alone do to the unmerged model", f"{check['bound']:.3g}"),
         ("largest difference that the adapter itself makes", f"{check['adapter_effect']:.3g}"),
         ("same most likely token", f"{check['same_argmax']:.2%} of positions"),
-        *([("the base", check["other_base"])] if "other_base" in check else []),
     ]
+    if "other_base" in check:
+        rows.append(("the base", check["other_base"]))
+    return rows
+
+
+def _paragraph(text: str) -> list[str]:
+    """The lines of a paragraph and of the empty line before it; none for an empty one."""
+    return ["", text] if text else []
 
 
 def _front(base: str, library: str, tags: Sequence[str]) -> list[str]:
-    """What the hub reads. It takes a base only by its id there."""
+    """The YAML that the hub reads."""
+    lines = ["---"]
+    if is_hub_id(base):  # the hub takes nothing else for a base
+        lines.append(f"base_model: {base}")
+    lines.append(f"library_name: {library}")
     licence = _licence(base)
-    return [
-        "---",
-        *([f"base_model: {base}"] if is_hub_id(base) else []),
-        f"library_name: {library}",
-        *([f"license: {licence}"] if licence else []),
-        f"tags: [{', '.join(['cria_tricks', *tags])}]",
-        "---",
-    ]
+    if licence:
+        lines.append(f"license: {licence}")
+    return [*lines, f"tags: [{', '.join(['cria_tricks', *tags])}]", "---"]
 
 
 def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -161,50 +173,61 @@ def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("peak memory", human(report["peak_bytes"])),
         ("device", report["device"]),
         ("processes", str(_processes(report))),
-        ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]
 
 
 def _on_a_gpu(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same lines on every card, so that two can be laid side by side; a CPU's numbers are none of a GPU's."""
-    if report["plan"]["device"]["kind"] != "cuda":
-        there = ["not measured: this run was on a CPU", *["not measured"] * 5]
-    else:
-        training, found = report["memory"]["train"], report["estimate"]
-        beside = f", {found['ratio']:.3f} of the measured" if found and found["ratio"] else ""
-        estimated = report["estimated_peak_bytes"]
-        there = [
-            report["device"],
-            human(training["allocated_bytes"]),
-            human(training["reserved_bytes"]),
-            human(estimated) + beside if estimated else "not estimated: a kind of model that cannot be",
-            f"{report['tokens_per_second']:,.0f}",
-            f"{report['seconds'] / 60:,.1f}",
-        ]
+    """What the run took of a GPU: the same lines on every card, so that two cards can be compared line by line."""
     names = (
         "card", "peak memory of training, allocated", "and reserved", "estimated before it ran",
         "tokens per second", "minutes, loading and evaluation included",
     )  # fmt: skip
-    return list(zip(names, there, strict=True))
+    if report["plan"]["device"]["kind"] != "cuda":  # nothing that a CPU did says what a GPU would need
+        unmeasured = ["not measured: this run was on a CPU", *["not measured"] * 5]
+        return list(zip(names, unmeasured, strict=True))
+    training = report["memory"]["train"]
+    values = [
+        report["device"],
+        human(training["allocated_bytes"]),
+        human(training["reserved_bytes"]),
+        _estimated(report),
+        f"{report['tokens_per_second']:,.0f}",
+        f"{report['seconds'] / 60:,.1f}",
+    ]
+    return list(zip(names, values, strict=True))
+
+
+def _estimated(report: Mapping[str, Any]) -> str:
+    estimated = report["estimated_peak_bytes"]
+    if not estimated:
+        return "not estimated: a kind of model that cannot be"
+    found = report["estimate"]
+    if not found or not found["ratio"]:
+        return human(estimated)
+    return f"{human(estimated)}, {found['ratio']:.3f} of the measured"
 
 
 def _origin(made: Mapping[str, Any]) -> list[tuple[str, str]]:
-    package, data = made["package"], made["data"]
-    changed = " with changes" if package["changed"] else ""
+    recipe = made["recipe"]
     return [
         ("base model", provenance.in_words(made["base"])),
-        *((f"{part} rows", _which(about)) for part, about in data.items()),
-        ("recipe", f"`{made['recipe']['name']}`, switched: {_switched(made['recipe']['tricks'])}"),
+        *((f"{part} rows", _which(about)) for part, about in made["data"].items()),
+        ("recipe", f"`{recipe['name']}`, switched: {_switched(recipe['tricks'])}"),
         ("seed", str(made["seed"])),
-        (
-            "cria_tricks",
-            package["version"] + (f", commit {package['commit']}{changed}" if package["commit"] else ", installed"),
-        ),
+        ("cria_tricks", _package(made["package"])),
     ]
 
 
+def _package(package: Mapping[str, Any]) -> str:
+    if not package["commit"]:
+        return f"{package['version']}, installed"
+    changed = " with changes" if package["changed"] else ""
+    return f"{package['version']}, commit {package['commit']}{changed}"
+
+
 def _which(about: Mapping[str, Any]) -> str:
-    """Which rows exactly; nobody has counted those of a stream."""
+    """Identify the rows; those of a stream have no number, because nobody has counted them."""
     if about["rows"] is None:
         return f"a stream, fingerprint {about['sha256']}"
     return f"{about['rows']}, sha256 {about['sha256']}"
@@ -212,15 +235,17 @@ def _which(about: Mapping[str, Any]) -> str:
 
 def _switched(tricks: Mapping[str, Any]) -> str:
     defaults = Recipe().tricks.model_dump(mode="json")
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]) or "none"
+    switched = [f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]]
+    return ", ".join(switched) or "none"
 
 
 def _again(report: Mapping[str, Any]) -> str:
     if report["lengthened"]:
         why = ", and ".join(map(what_ran.lengthened, report["lengthened"]))
         return f"`cria train recipe.toml` does not repeat the run, because {why}."
-    processes = _processes(report)
-    several = f", started in {processes} processes," if processes > 1 else ""
+    several = ""
+    if _processes(report) > 1:
+        several = f", started in {_processes(report)} processes,"
     return f"`cria train recipe.toml`{several} repeats the run where the data that it names is at hand."
 
 
@@ -229,7 +254,7 @@ def _processes(report: Mapping[str, Any]) -> int:
 
 
 def _load(base: str, note: str, recipe: Recipe) -> str:
-    """The lines that load model and tokenizer."""
+    """Write the code that loads model and tokenizer."""
     tricks = recipe.tricks
     if tricks.peft == "side_network":
         return f'from cria_tricks.adapter.chat import open_folder\n\nmodel, tokenizer = open_folder("{HERE}")\n'
@@ -239,28 +264,30 @@ def _load(base: str, note: str, recipe: Recipe) -> str:
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'model = AutoModelForCausalLM.from_pretrained("{HERE}")\n{tokenizer}'
         )
-    if tricks.quantization == "none":
-        imports, config, chosen = "", "", ""
-    else:
-        imports, chosen = ", BitsAndBytesConfig", ", quantization_config=rounded"
+    config = chosen = ""
+    imports = ["AutoModelForCausalLM", "AutoTokenizer"]
+    if tricks.quantization != "none":
+        imports.append("BitsAndBytesConfig")
         config = "# It was trained over quantised matrices. Over the base as it was published its loss is another.\n"
         config += f"rounded = BitsAndBytesConfig({_bits(tricks)})\n"
+        chosen = ", quantization_config=rounded"
+    models = ""
+    place = json.dumps(base)
     if base.startswith("random:"):  # only this package can make these weights
-        models, place = "from cria_tricks import models\n", f'models.find("{base}").path'
-    else:
-        models, place = "", json.dumps(base)
+        models = "from cria_tricks import models\n"
+        place = f'models.find("{base}").path'
     if note:
         config += "# These are not exactly the weights that it was trained over: see above.\n"
     return (
         f"{models}from peft import PeftModel\n"
-        f"from transformers import AutoModelForCausalLM, AutoTokenizer{imports}\n\n{config}"
+        f"from transformers import {', '.join(imports)}\n\n{config}"
         f"base = AutoModelForCausalLM.from_pretrained({place}{chosen})\n"
         f'model = PeftModel.from_pretrained(base, "{HERE}")\n{tokenizer}'
     )
 
 
 def _ask(kinds: Mapping[str, int]) -> str:
-    """The lines that ask in the format that was trained."""
+    """Write the code that asks in the format that was trained."""
     if kinds.get("chat"):
         prompt = (
             'messages = [{"role": "user", "content": "Your question"}]\n'
@@ -268,8 +295,9 @@ def _ask(kinds: Mapping[str, int]) -> str:
             '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)'
         )
     else:
-        why = "# It was trained on text as it is, without a chat template.\n" if kinds else ""
-        prompt = why + 'prompt = tokenizer("The text to go on with", return_tensors="pt")'
+        prompt = 'prompt = tokenizer("The text to go on with", return_tensors="pt")'
+        if kinds:
+            prompt = f"# It was trained on text as it is, without a chat template.\n{prompt}"
     return (
         f"\n{prompt}\n"
         "out = model.generate(**prompt.to(model.device), max_new_tokens=200, do_sample=False)\n"
@@ -285,12 +313,16 @@ def _bits(tricks: Tricks) -> str:
 
 
 def _licence(base: str) -> str | None:
-    return _LICENCES.get(base) or ("llama3.2" if _LLAMA in base else None)
+    if _LLAMA in base:
+        return "llama3.2"
+    return _LICENCES.get(base)
 
 
 def _licence_note(base: str) -> list[str]:
     licence = _licence(base)
-    said = f"its licence ({licence}) applies." if licence else "see its licence."
+    said = "see its licence."
+    if licence:
+        said = f"its licence ({licence}) applies."
     return [f"Derived from {base}: {said} The training data's licence is named above where it is known.", ""]
 
 

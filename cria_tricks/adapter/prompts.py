@@ -1,4 +1,4 @@
-"""How a prompt is written for an adapter: as the rows were that it was trained on."""
+"""Write prompts for an adapter in the format of the rows that it was trained on."""
 
 import contextlib
 import json
@@ -15,12 +15,13 @@ from cria_tricks.trainer import what_ran
 
 @dataclass(frozen=True)
 class Format:
-    """How prompts are written.
+    """The format in which prompts are written.
 
     Attributes:
-        template: by the tokenizer's chat template, after the turns before; else as they are, each alone.
-        why: the reason, as the end of a sentence.
-        note: what the user is told; empty where nobody would ask.
+        template: whether the tokenizer's chat template writes them, together with the turns before; else each prompt
+            is given as it is, alone.
+        why: the reason for this format, as the end of a sentence.
+        note: what the user is told; empty where the format is the expected one.
     """
 
     template: bool
@@ -29,10 +30,10 @@ class Format:
 
 
 def trained_kinds(folder: Path) -> dict[str, int]:
-    """How many rows of each kind an adapter was trained on; empty where nothing says so.
+    """Read how many rows of each kind an adapter was trained on; empty where nothing says so.
 
-    Plain peft writes no provenance, and our first versions did not count kinds. Damage is not looked for here:
-    whatever loads the folder refuses it.
+    Plain peft writes no provenance, and our first versions did not count kinds. A damaged file counts as none here,
+    because every function that loads the folder refuses it.
     """
     try:
         kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train"]["kinds"]
@@ -45,7 +46,7 @@ def of_folder(folder: Path, raw: bool) -> Format | None:
     """Find the format without loading a tokenizer.
 
     Args:
-        folder: of an adapter or a whole model.
+        folder: folder of an adapter or a whole model.
         raw: whether the user wants the text as it is, whatever was trained.
 
     Returns:
@@ -56,11 +57,12 @@ def of_folder(folder: Path, raw: bool) -> Format | None:
     kinds = trained_kinds(folder)
     if not kinds:
         return None
-    template, why = "chat" in kinds, f"it was trained on {what_ran.rows_in_words(kinds)}"
+    why = f"it was trained on {what_ran.rows_in_words(kinds)}"
+    if "chat" not in kinds:
+        return Format(False, why, f"{why}: each prompt is given as it is")
     if set(kinds) == {"chat"}:
-        return Format(template, why)
-    how = "prompts are written as chats; --raw gives them as they are" if template else "each prompt is given as it is"
-    return Format(template, why, f"{why}: {how}")
+        return Format(True, why)
+    return Format(True, why, f"{why}: prompts are written as chats; --raw gives them as they are")
 
 
 def of_tokenizer(tokenizer: Any) -> Format:
@@ -76,7 +78,7 @@ def refuse_system(form: Format, system: str | None) -> None:
     """Refuse a system message where prompts are given as they are.
 
     Raises:
-        BadInput: naming the reason.
+        BadInput: with the reason.
     """
     if system and not form.template:
         raise BadInput(f"--system: there is no place for a system message: {form.why}; put it into the prompt")
@@ -86,7 +88,7 @@ def try_template(tokenizer: Any, system: str | None) -> None:
     """Write a question by the chat template, so that a broken one is found before anybody is asked.
 
     Args:
-        tokenizer: the adapter's.
+        tokenizer: the adapter's tokenizer.
         system: a system message, if there is one; some templates refuse it, others drop it without a word.
 
     Raises:
@@ -108,7 +110,7 @@ def write(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:
     """Tokenise a prompt as training does.
 
     Args:
-        tokenizer: the adapter's.
+        tokenizer: the adapter's tokenizer.
         said: a text, which is given as it is; or the conversation so far, which its chat template writes.
 
     Returns:

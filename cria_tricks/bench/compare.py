@@ -1,4 +1,4 @@
-"""A reader's own benchmark run beside the committed ones: the same figures and tables, one device more."""
+"""Draw a reader's own benchmark run beside the committed ones: the same figures and tables, with one more device."""
 
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[C
     for name, drawing in drawings.items():
         for theme in style.THEMES:
             atomic_files.write_file(out / f"{name}-{theme}.svg", style.save(drawing, theme))
-    text = ["# Your run beside the committed ones", *(style.picture(name, style.SAYS[name]) for name in drawings)]
+    text = ["# Your run beside the committed ones"]
+    text += [style.picture(name, style.SAYS[name]) for name in drawings]
     for name, block in tables.of_cases(cases, counted).items():
         text += [f"## {tables.TITLES[name]}", block]
     atomic_files.write_file(out / "report.md", "\n\n".join(text) + "\n")

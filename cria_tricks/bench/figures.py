@@ -1,4 +1,4 @@
-"""Figures of results, light and dark: each a function of plain data, the same bytes for the same data.
+"""Draw figures of results, light and dark; the same data gives the same bytes.
 
 Bytes and speeds are drawn as they were measured or counted; nothing here measures, and only growth's exponents are
 computed. ``save`` makes an SVG whose letters are paths, so that it looks alike everywhere.
@@ -6,7 +6,7 @@ computed. ``save`` makes an SVG whose letters are paths, so that it looks alike 
 
 import operator
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -21,17 +21,18 @@ from cria_tricks.hardware.device import T4
 
 
 def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
-    """Peak bytes of Llama-3.2-1B, one toggle after the other, beside what a T4 has."""
+    """Draw the peak bytes of Llama-3.2-1B, one toggle after the other, beside what a T4 has."""
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, height=0.34 * len(rungs) + 1.0)
         peaks = [rung["peak_bytes"] / GIB for rung in rungs.values()]
         places = range(len(peaks))
         fits = [rung["fits"] for rung in rungs.values()]
-        colours = [theme.series[0] if ok else theme.quiet for ok in fits]
-        axes.barh(places, peaks, color=colours, height=0.66)
+        bars = {True: theme.series[0], False: theme.quiet}
+        words = {True: theme.ink, False: theme.quiet}
+        axes.barh(places, peaks, color=[bars[ok] for ok in fits], height=0.66)
         for place, peak, ok in zip(places, peaks, fits, strict=True):
-            axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink if ok else theme.quiet)
+            axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=words[ok])
         capacity(axes, theme)
         axes.set_yticks(places, readable(rungs))
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(peaks) * 1.12), ylim=(len(peaks) - 0.4, -1.2))
@@ -42,26 +43,25 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
 
 
 def capacity(axes: Axes, theme: Theme) -> None:
-    """What a T4 has, as a line across bars of GiB."""
+    """Draw the memory of a T4 as a line across bars of GiB."""
     has = T4.memory_bytes / GIB
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.75, f" a T4 has {has:.1f} GiB", color=theme.alarm, va="center")
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, Drawing]:
-    """The figures in which a reader's own cases can stand: those that there is something for.
+    """Choose the figures in which a reader's own cases can stand; one without any data is left out.
 
     Args:
-        cases: of any devices.
+        cases: cases of any devices.
         counted: the dry runs of growth, by their labels.
     """
     cases = list(cases)
     found: dict[str, Drawing] = {}
-    if compared := pairs(cases):
-        found["tricks"] = ratios(compared)
-    if compared := capstone_pairs(cases):
-        found["together"] = ratios(compared)
-    if any(case.estimated_bytes and case.peak_allocated_bytes for case in cases):
+    for name, compared in (("tricks", pairs(cases)), ("together", capstone_pairs(cases))):
+        if compared:
+            found[name] = ratios(compared)
+    if any(estimate_error(case) is not None for case in cases):
         found["errors"] = errors(cases)
     for what, label in growth.AXES.items():
         by_bytes = growth.counted(counted, what) + growth.measured(cases, what, PEAK)
@@ -71,14 +71,30 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
     return found
 
 
-PEAK, TOKEN, STEP = (
-    operator.attrgetter(name) for name in ("peak_allocated_bytes", "seconds_per_token", "median_seconds")
-)
-"""What is compared of cases: bytes, seconds of a token, seconds of a step."""
+PEAK = operator.attrgetter("peak_allocated_bytes")
+"""Peak of a case (bytes)."""
+TOKEN = operator.attrgetter("seconds_per_token")
+"""Time of a token (seconds)."""
+STEP = operator.attrgetter("median_seconds")
+"""Time of a step (seconds)."""
+
+
+def estimate_error(case: Case) -> float | None:
+    """Compute how far the estimated peak of a case is off (percent); ``None`` without estimate or measurement."""
+    if not case.estimated_bytes or not case.peak_allocated_bytes:
+        return None
+    return 100 * (case.estimated_bytes / case.peak_allocated_bytes - 1)
 
 
 class Pair(NamedTuple):
-    """The same optimizer step without a toggle and with it."""
+    """The same optimizer step without a toggle and with it.
+
+    Attributes:
+        label: the toggle.
+        series: the points of one colour: those of a device, or of a way to compare.
+        off: the step without it.
+        on: the step with it.
+    """
 
     label: str
     series: str
@@ -91,16 +107,18 @@ APART = ("together", "growth", "interactions", "peers")
 
 
 def pairs(cases: Iterable[Case]) -> list[Pair]:
-    """Every trick's cases beside what they are to be held against, on the same device."""
-    found = [case for case in cases if case.bench not in APART]
-    return [
-        Pair(case.bench if case.name == "on" else f"{case.bench}: {case.name}", case.device, other, case)
-        for case, other in against(found)
-    ]
+    """Pair every trick's cases with their baselines on the same device."""
+    found = []
+    for case, other in against(case for case in cases if case.bench not in APART):
+        label = case.bench
+        if case.name != "on":
+            label += f": {case.name}"
+        found.append(Pair(label, case.device, other, case))
+    return found
 
 
 def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
-    """The capstone's toggles, each alone over what it needs, and each beside all others."""
+    """Pair the capstone's toggles with their baselines: each alone over what it needs, and each beside all others."""
     found = [case for case in cases if case.bench == "together"]
     several = len(by_device(found)) > 1
     made = []
@@ -115,16 +133,17 @@ def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
 
 
 def against(cases: Iterable[Case]) -> Iterator[tuple[Case, Case]]:
-    """Cases that ran, with those that they are to be held against."""
+    """Yield each case that ran and has a baseline that ran, with this baseline."""
     cases = [case for case in cases if case.status == "ok"]
     found = {(case.device, case.bench, case.name): case for case in cases}
     for case in cases:
-        if other := found.get((case.device, case.bench, case.against)):
-            yield case, other
+        baseline = found.get((case.device, case.bench, case.against))
+        if baseline:
+            yield case, baseline
 
 
 def ratios(compared: Sequence[Pair]) -> Drawing:
-    """Two panels, each toggle against the same step without it: bytes, and seconds of a trained token."""
+    """Draw two panels of each toggle against the same step without it: bytes, and seconds of a trained token."""
     labels = list(dict.fromkeys(pair.label for pair in compared))
     series = list(dict.fromkeys(pair.series for pair in compared))
     measures = (("bytes, times those without", PEAK), ("seconds of a token, times those without", TOKEN))
@@ -133,12 +152,14 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
         figure, all_axes = panels(2, height=0.27 * len(labels) + 1.3, sharey=True)
         for axes, (title, measure) in zip(all_axes, measures, strict=True):
             for number, name in enumerate(series):
-                points = [
-                    (on / off, labels.index(pair.label))
-                    for pair in compared
-                    if pair.series == name and (on := measure(pair.on)) and (off := measure(pair.off))
-                ]
-                xs, ys = zip(*points, strict=True) if points else ((), ())
+                xs = []
+                ys = []
+                for pair in compared:
+                    on = measure(pair.on)
+                    off = measure(pair.off)
+                    if pair.series == name and on and off:
+                        xs.append(on / off)
+                        ys.append(labels.index(pair.label))
                 axes.scatter(xs, ys, s=26, **marked(theme, number), label=name, zorder=3)
             axes.axvline(1, color=theme.quiet, linewidth=1)
             axes.set_xscale("log", base=2)
@@ -155,30 +176,38 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
 
 
 def frontier(result: Mapping[str, Any]) -> Drawing:
-    """Bytes against speed: our toggle sets, and TRL's flags; hollow where the bytes are those of an uncompiled twin."""
+    """Draw bytes against speed: our toggle sets, and TRL's flags.
+
+    Hollow points have the bytes of an uncompiled twin.
+    """
     points = {name: entry for name, entry in result["points"].items() if entry["speeds"]}
+    labels = {"ours": "cria_tricks", "trl": f"TRL {result['trl']}"}
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, height=4.2)
-        for number, way in enumerate(("ours", "trl")):
+        for number, (way, label) in enumerate(labels.items()):
             mine = {name: entry for name, entry in points.items() if entry["way"] == way}
             twins = {entry.get("bytes_of") for entry in mine.values()}
             peaks = {name: points[entry.get("bytes_of", name)]["peak_bytes"] / GIB for name, entry in mine.items()}
+            colour = theme.series[number]
+            marker = MARKERS[number]
             above = True
-            for name in sorted(mine, key=lambda name: (peaks[name], name in twins)):
-                hollow, x = "bytes_of" in mine[name], peaks[name]
+            for name in _from_left(peaks, twins):
+                hollow = "bytes_of" in mine[name]
+                x = peaks[name]
                 y = statistics.median(mine[name]["speeds"].values())
-                colour = theme.series[number]
                 face = "none" if hollow else colour
-                axes.scatter(x, y, s=46, facecolor=face, edgecolor=colour, marker=MARKERS[number], zorder=3)
-                above = hollow or (name not in twins and not above)  # names of neighbours are on either side
-                right = x > 0.9 * max(peaks.values()) and way == "trl"
-                axes.annotate(
-                    name, (x, y), xytext=(-6 if right else 6, 5 if above else -12), textcoords="offset points",
-                    color=colour, ha="right" if right else "left",
-                )  # fmt: skip
-            label = "cria_tricks" if way == "ours" else f"TRL {result['trl']}"
-            axes.scatter([], [], s=46, color=theme.series[number], marker=MARKERS[number], label=label)
+                axes.scatter(x, y, s=46, facecolor=face, edgecolor=colour, marker=marker, zorder=3)
+                # Names of neighbours stand on either side, and a twin's name below its hollow point's.
+                above = hollow or (name not in twins and not above)
+                over = 5 if above else -12
+                beside = 6
+                align = "left"
+                if way == "trl" and x > 0.9 * max(peaks.values()):  # at the right edge there is no room for a name
+                    beside = -6
+                    align = "right"
+                axes.annotate(name, (x, y), xytext=(beside, over), textcoords="offset points", color=colour, ha=align)
+            axes.scatter([], [], s=46, color=colour, marker=marker, label=label)
         axes.set(xlabel="peak of a training step, GiB", ylabel="trained tokens per second")
         axes.margins(0.15)
         axes.set_xlim(left=0)
@@ -190,41 +219,41 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
     return draw
 
 
+def _from_left(peaks: Mapping[str, float], twins: Collection[str]) -> list[str]:
+    """Sort points by their bytes; of two with the same bytes the twin comes last."""
+    return sorted(peaks, key=lambda name: (peaks[name], name in twins))
+
+
 def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Curve]) -> Drawing:
-    """Bytes and seconds against one thing that grows, both in logarithms, each line with its exponent."""
+    """Draw bytes and seconds against one thing that grows, both in logarithms, each line with its exponent."""
+    panes = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
+    panes = [pane for pane in panes if pane[0]]
+    names = [_split(curve) for curve in (*byte_curves, *second_curves)]
+    recipes = list(dict.fromkeys(recipe for recipe, _ in names))
+    places = list(dict.fromkeys(place for _, place in names))
 
     def draw(theme: Theme) -> Figure:
-        measured = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
-        measured = [(curves, label, unit) for curves, label, unit in measured if curves]
-        names = [curve.label.split(", ", 1) for curve in (*byte_curves, *second_curves)]
-        recipes, places = (list(dict.fromkeys(column)) for column in zip(*names, strict=True))
-        figure, all_axes = panels(len(measured), height=3.6 + 0.17 * max(len(byte_curves), len(second_curves)))
-        for axes, (curves, label, unit) in zip(all_axes, measured, strict=True):
+        figure, all_axes = panels(len(panes), height=3.6 + 0.17 * max(len(byte_curves), len(second_curves)))
+        for axes, (curves, label, unit) in zip(all_axes, panes, strict=True):
             for curve in curves:
-                recipe, place = curve.label.split(", ", 1)
-                colour, marker = theme.series[recipes.index(recipe) % 4], MARKERS[places.index(place) % 4]
-                power = f", grows like x^{curve.exponent:.2f}" if len(curve.xs) > 1 else ""
+                recipe, place = _split(curve)
+                power = ""
+                if len(curve.xs) > 1:
+                    power = f", grows like x^{curve.exponent:.2f}"
                 axes.plot(
                     curve.xs,
                     [y / unit for y in curve.ys],
-                    color=colour,
-                    marker=marker,
+                    color=theme.series[recipes.index(recipe) % 4],
+                    marker=MARKERS[places.index(place) % 4],
                     markersize=4,
                     linewidth=1.4,
                     label=curve.label + power,
                 )
             if unit == GIB:
-                axes.axhline(T4.memory_bytes / GIB, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
-                axes.annotate(
-                    "a T4", (0.01, T4.memory_bytes / GIB), xycoords=("axes fraction", "data"), color=theme.alarm,
-                    xytext=(0, 3), textcoords="offset points",
-                )  # fmt: skip
+                _memory_of_a_t4(axes, theme)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)
-            ticks: list[float] = []
-            for x in sorted({x for curve in curves for x in curve.xs}):
-                if not ticks or x > 1.5 * ticks[-1]:  # others would be written over each other
-                    ticks.append(x)
+            ticks = _ticks(curves)
             axes.set_xticks(ticks, [short(x) for x in ticks])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -236,16 +265,39 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
     return draw
 
 
+def _split(curve: Curve) -> tuple[str, str]:
+    """Split a curve's label into the recipe, which has the colour, and the place, which has the marker."""
+    recipe, _, place = curve.label.partition(", ")
+    return recipe, place
+
+
+def _memory_of_a_t4(axes: Axes, theme: Theme) -> None:
+    has = T4.memory_bytes / GIB
+    axes.axhline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.annotate(
+        "a T4", (0.01, has), xycoords=("axes fraction", "data"), color=theme.alarm,
+        xytext=(0, 3), textcoords="offset points",
+    )  # fmt: skip
+
+
+def _ticks(curves: Sequence[Curve]) -> list[float]:
+    """Choose the sizes that get a label on the axis; labels closer than these would be written over each other."""
+    sizes: set[float] = set()
+    for curve in curves:
+        sizes.update(curve.xs)
+    ticks: list[float] = []
+    for size in sorted(sizes):
+        if not ticks or size > 1.5 * ticks[-1]:
+            ticks.append(size)
+    return ticks
+
+
 def errors(cases: Iterable[Case]) -> Drawing:
-    """The bill by hand against the measured peak, in per cent, case by case."""
-    found = {
-        device: sorted(
-            100 * (case.estimated_bytes / case.peak_allocated_bytes - 1)
-            for case in some
-            if case.estimated_bytes and case.peak_allocated_bytes
-        )
-        for device, some in by_device(cases).items()
-    }
+    """Draw the bill by hand against the measured peak, in per cent, case by case."""
+    found = {}
+    for device, some in by_device(cases).items():
+        off = [estimate_error(case) for case in some]
+        found[device] = sorted(error for error in off if error is not None)
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, height=2.8)

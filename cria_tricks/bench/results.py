@@ -1,4 +1,4 @@
-"""Results of the benchmarks: a case, its JSON file, and the one schema of both."""
+"""Read and write results of the benchmarks: the schema of a case, and its JSON file."""
 
 import json
 import re
@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 
-_CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
-COMMITTED = _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "committed"
-"""The project's own, ``DEVICE/BENCH.NAME.json``: those of the checkout, else those that came with the package."""
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
+"""The project's own results, ``DEVICE/BENCH.NAME.json``: a checkout's, else those that came with the package."""
+if not COMMITTED.is_dir():
+    COMMITTED = Path(__file__).parents[1] / "committed"
 
 CASE_FILE = re.compile(r"[a-z0-9_]+\.[a-z0-9_+-]+\.json")
 """Other files are studies, of more than one run."""
@@ -56,36 +57,48 @@ class Case(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def median_seconds(self) -> float | None:
-        """Of a round."""
-        return statistics.median(self.seconds) if self.seconds else None
+        """Median time of a round (seconds)."""
+        if not self.seconds:
+            return None
+        return statistics.median(self.seconds)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens_per_second(self) -> float | None:
-        """Computed tokens, without padding."""
-        return self.tokens / self.median_seconds if self.tokens and self.median_seconds else None
+        """Speed in computed tokens, without padding."""
+        return self._per_second(self.tokens)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def trained_tokens_per_second(self) -> float | None:
-        """Tokens that had a loss."""
-        return self.trained_tokens / self.median_seconds if self.trained_tokens and self.median_seconds else None
+        """Speed in tokens that had a loss."""
+        return self._per_second(self.trained_tokens)
+
+    def _per_second(self, tokens: int | None) -> float | None:
+        if not tokens or not self.median_seconds:
+            return None
+        return tokens / self.median_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of a trained one; of a new one, where nothing is trained."""
+        """Time of a trained token (seconds); of a new token, where nothing is trained."""
         tokens = self.trained_tokens or self.tokens
-        return self.median_seconds / tokens if tokens and self.median_seconds else None
+        if not tokens or not self.median_seconds:
+            return None
+        return self.median_seconds / tokens
 
     @property
     def folder(self) -> str:
-        """The device's, among the results."""
+        """Name of the device's folder among the results."""
         return folder_of(self.kind, self.device)
 
 
 def folder_of(kind: str, device: str) -> str:
     """Name a device's folder: ``NVIDIA H200 as T4`` has its results in ``h200-as-t4``, any CPU in ``cpu``."""
-    return "cpu" if kind == "cpu" else re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
+    if kind == "cpu":
+        return "cpu"
+    name = device.lower().removeprefix("nvidia")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
 def write(case: Case, results: Path) -> Path:
@@ -107,8 +120,10 @@ def read(results: Path) -> list[Case]:
 
 
 def study(name: str, results: Path = COMMITTED) -> dict[str, Any] | None:
-    """A result file that is no case, of the first device that has one; none if it is not there."""
-    return next((_json(path) for path in sorted(results.glob(f"*/{name}.json"))), None)
+    """Read a result file that is no case, of the first device that has one; ``None`` if there is none."""
+    for path in sorted(results.glob(f"*/{name}.json")):
+        return _json(path)
+    return None
 
 
 def read_benchmark_json(path: Path) -> list[Case]:
@@ -118,7 +133,9 @@ def read_benchmark_json(path: Path) -> list[Case]:
         BadInput: if it is no such file, or a case has a wrong field.
     """
     found = _json(path)
-    cases = found.get(IN_BENCHMARK_JSON) if isinstance(found, dict) else None
+    cases = None
+    if isinstance(found, dict):
+        cases = found.get(IN_BENCHMARK_JSON)
     if not isinstance(cases, list) or not cases:
         raise BadInput(
             f"report {path}: holds no cases of ours; make it in a checkout with: pytest --benchmark-only "
@@ -147,7 +164,7 @@ def _json(path: Path) -> Any:
 def _case(values: Any, where: str) -> Case:
     computed = Case.model_computed_fields
     try:
-        return Case.model_validate({k: v for k, v in values.items() if k not in computed})
+        return Case.model_validate({field: value for field, value in values.items() if field not in computed})
     except (ValidationError, AttributeError) as error:
         if isinstance(error, ValidationError):
             first = error.errors()[0]

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Theme(NamedTuple):
-    """Colours of one mode; those of the series are told apart with any kind of colour vision."""
+    """Colours of one mode; the series' colours can be told apart with any kind of colour vision."""
 
     ink: str
     quiet: str
@@ -49,7 +49,8 @@ MARKERS = ("o", "s", "D", "^")
 
 
 def marked(theme: Theme, number: int) -> dict[str, Any]:
-    """A colour and a marker, 16 series apart."""
+    """Choose a colour and a marker for a series; 16 series get different pairs."""
+    # After each round of the four colours the markers are shifted by one, so that no pair comes twice.
     return {"color": theme.series[number % 4], "marker": MARKERS[(number + number // 4) % 4]}
 
 
@@ -78,7 +79,13 @@ def save(drawing: Drawing, theme: str) -> bytes:
 
 
 def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
-    """An empty figure of so many panels beside each other; inches."""
+    """Make an empty figure with panels beside each other.
+
+    Args:
+        number: how many panels.
+        height: height of the figure (inches).
+        **arguments: for matplotlib's ``subplots``.
+    """
     figure = Figure(figsize=(8.2, height), layout="constrained")
     FigureCanvasAgg(figure)  # no screen, and no global state, needed
     axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
@@ -89,18 +96,23 @@ def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[A
 
 
 def readable(labels: Iterable[str]) -> list[str]:
-    """Labels of a ladder: what is switched on has a plus before it."""
-    return [label if "=" not in label else f"+ {label}" for label in labels]
+    """Write the labels of a ladder: a plus stands before what is switched on."""
+    return [f"+ {label}" if "=" in label else label for label in labels]
 
 
 def short(value: float) -> str:
+    """Write a number of weights or tokens for an axis: ``1.5B``, ``135M``, ``2k``."""
+    if value >= 1e9:
+        return f"{value / 1e9:.2g}B"
     if value >= 1e6:
-        return f"{value / 1e9:.2g}B" if value >= 1e9 else f"{value / 1e6:.0f}M"
-    return f"{int(value) // 1024}k" if value >= 1024 and math.log2(value).is_integer() else f"{value:g}"
+        return f"{value / 1e6:.0f}M"
+    if value >= 1024 and math.log2(value).is_integer():
+        return f"{int(value) // 1024}k"
+    return f"{value:g}"
 
 
 def picture(name: str, sentence: str) -> str:
-    """HTML of a figure in the page's own mode, with what it shows in words."""
+    """Write the HTML of a figure in the page's own mode, light or dark, with what it shows in words."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
         f'<img alt="{sentence}" src="{name}-light.svg"></picture>'

@@ -1,11 +1,11 @@
-"""Tables of results, in Markdown: what a case cost, beside what the same step costs without the trick."""
+"""Lay out results as Markdown tables: what a case cost, beside the same step without the trick."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cria_tricks.bench import growth as growing
-from cria_tricks.bench.figures import APART, PEAK, STEP, TOKEN, Pair, against, capstone_pairs
+from cria_tricks.bench.figures import APART, PEAK, STEP, TOKEN, Pair, against, capstone_pairs, estimate_error
 from cria_tricks.bench.growth import Curve
 from cria_tricks.bench.results import Case, by_device
 from cria_tricks.common.markdown_table import markdown_table
@@ -19,7 +19,9 @@ TITLES = {
     "peers": "Beside others, in the same run",
     "growth": "Growth",
 }
-"""What a table of cases is about."""
+"""The heading of each table."""
+
+Measure = Callable[[Case], float | None]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,15 +30,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def tricks(cases: Iterable[Case]) -> str:
-    """Every case of every trick, one table a device, refusals included."""
+    """Lay out every case of every trick, one table a device, refusals included."""
     return "\n\n".join(f"{heading(some)}\n\n{_cases(some)}" for some in by_device(cases).values())
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-    """The tables in which a reader's own cases can stand, by name.
+    """Lay out the tables in which a reader's own cases can stand, by name.
 
     Args:
-        cases: of any devices.
+        cases: cases of any devices.
         counted: the dry runs of growth, by their labels.
     """
     cases = list(cases)
@@ -55,23 +57,22 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
 
 
 def rungs(cases: Iterable[Case]) -> str:
-    """The capstone's ladder as it was measured, rung by rung."""
+    """Lay out the capstone's ladder as it was measured, rung by rung."""
     found = []
     for some in by_device(case for case in cases if case.bench == "together").values():
-        by_name = {case.name: case for case in some}
-        after = {case.against: case for case in some if case.name.startswith("ladder_")}
-        chain, name = [], "off"
-        while name in by_name:
-            chain.append(by_name[name])
-            name = after[name].name if name in after else ""
+        # Each rung names the one below it as its baseline, so the order is that of a linked list.
+        above = {case.against: case for case in some if case.name.startswith("ladder_")}
+        chain = [case for case in some if case.name == "off"][:1]
+        while chain and chain[-1].name in above:
+            chain.append(above[chain[-1].name])
         found.append(f"{heading(some)}\n\n{_cases(chain)}")
     return "\n\n".join(found)
 
 
 def heading(cases: Sequence[Case]) -> str:
-    """On what, when, with which versions."""
-    days = sorted({case.date[:10] for case in cases})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    """Say on what device cases ran, when, and with which versions."""
+    days = sorted(case.date[:10] for case in cases)
+    when = " to ".join(sorted({days[0], days[-1]}))
     versions = cases[0].versions
     libraries = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "peft", "bitsandbytes"))
     models = ", ".join(dict.fromkeys(case.model.removeprefix("random:") for case in cases))
@@ -79,10 +80,10 @@ def heading(cases: Sequence[Case]) -> str:
 
 
 def _cases(cases: Sequence[Case]) -> str:
-    compared = {(case.bench, case.name): other for case, other in against(cases)}
+    baselines = {(case.bench, case.name): baseline for case, baseline in against(cases)}
     rows = []
     for case in cases:
-        other = compared.get((case.bench, case.name))
+        baseline = baselines.get((case.bench, case.name))
         name = f"`{case.bench}` {case.name}"
         if case.status != "ok":
             rows.append((name, f"{case.status}: {case.why}", "", "", _bytes(case.estimated_bytes), "", ""))
@@ -91,11 +92,11 @@ def _cases(cases: Sequence[Case]) -> str:
             (
                 name,
                 _bytes(case.peak_allocated_bytes),
-                _times(case, other, PEAK),
+                _times(case, baseline, PEAK),
                 _error(case),
                 _bytes(case.estimated_bytes),
                 _speed(case),
-                _times(case, other, TOKEN),
+                _times(case, baseline, TOKEN),
             )
         )
     columns = ("case", "peak", "times the baseline's", "estimate off by", "estimated", "tokens/s", "time, times its")
@@ -103,20 +104,26 @@ def _cases(cases: Sequence[Case]) -> str:
 
 
 def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
-    """Every rung of the dry run's ladder, and what the bill by hand says of it."""
-    rows, before = [], None
+    """Lay out every rung of the dry run's ladder, and what the bill by hand says of it."""
+    rows = []
+    before = None
     for label, rung in counted.items():
         peak = rung["peak_bytes"]
-        step = "" if before is None else f"{'-' if peak < before else '+'}{human(abs(peak - before))}"
-        off = 100 * (rung["estimated_bytes"] / peak - 1)
-        name = label if before is None else f"+ `{label}`"
-        rows.append((name, human(peak), step, "yes" if rung["fits"] else "no", f"{round(off, 2) + 0.0:+.2f} %"))
+        name = label
+        step = ""
+        if before is not None:
+            name = f"+ `{label}`"
+            sign = "-" if peak < before else "+"
+            step = sign + human(abs(peak - before))
+        fits = "yes" if rung["fits"] else "no"
+        off = round(100 * (rung["estimated_bytes"] / peak - 1), 2) + 0.0  # adding zero turns -0.0 into 0.0
+        rows.append((name, human(peak), step, fits, f"{off:+.2f} %"))
         before = peak
     return table(("toggle", "peak by dry run", "this step", "fits a T4", "by hand, off by"), rows)
 
 
 def toggles(compared: Sequence[Pair]) -> str:
-    """The capstone's toggles: bytes and time of each alone, and beside all others."""
+    """Lay out the capstone's toggles: bytes and time of each alone, and beside all others."""
     series = list(dict.fromkeys(pair.series for pair in compared))
     found = {(pair.label, pair.series): pair for pair in compared}
     rows = []
@@ -124,17 +131,19 @@ def toggles(compared: Sequence[Pair]) -> str:
         cells = [f"`{label}`"]
         for name in series:
             pair = found.get((label, name))
-            cells += [_times(pair.on, pair.off, PEAK), _times(pair.on, pair.off, TOKEN)] if pair else ["", ""]
-        rows.append(tuple(cells))
-    columns = ["toggle", *(f"{name}: {what}" for name in series for what in ("bytes", "time"))]
+            if pair:
+                cells += [_times(pair.on, pair.off, PEAK), _times(pair.on, pair.off, TOKEN)]
+            else:
+                cells += ["", ""]
+        rows.append(cells)
+    columns = ["toggle"]
+    for name in series:
+        columns += [f"{name}: bytes", f"{name}: time"]
     return table(columns, rows)
 
 
 def interactions(cases: Iterable[Case]) -> str:
-    """Two tricks at a time: neither, one, the other, both, and what both would be if each did what it does alone.
-
-    Bytes of one moment add, so there their differences are added; of seconds the ratios are multiplied.
-    """
+    """Lay out two tricks at a time: neither, one, the other, both, and both if each did what it does alone."""
     rows = []
     for device, some in by_device(case for case in cases if case.bench == "interactions").items():
         found: dict[str, dict[str, Case]] = {}
@@ -142,93 +151,115 @@ def interactions(cases: Iterable[Case]) -> str:
             pair, _, which = case.name.rpartition("-")
             found.setdefault(pair, {})[which] = case
         for pair, four in found.items():
-            for what, measure, write in (("peak", PEAK, _bytes), ("seconds", STEP, _seconds)):
-                values = [measure(four[which]) if which in four else None for which in FOUR]
-                neither, first, second, _ = values
-                alone = None
-                if neither and first and second:
-                    alone = first + second - neither if measure is PEAK else first * second / neither
-                rows.append((pair.replace("_", " "), what, *map(write, (*values, alone)), device))
+            name = pair.replace("_", " ")
+            rows.append((name, "peak", *map(_bytes, _of_four(four, PEAK)), device))
+            rows.append((name, "seconds", *map(_seconds, _of_four(four, STEP)), device))
     return table(("pair", "", *FOUR, "if independent", "device"), rows)
 
 
 FOUR = ("neither", "first", "second", "both")
+"""The cases of a pair of tricks."""
+
+
+def _of_four(four: Mapping[str, Case], measure: Measure) -> list[float | None]:
+    """Read a measure of each of four cases, and compute it for two tricks that do not touch each other."""
+    values = [measure(four[which]) if which in four else None for which in FOUR]
+    neither, first, second, _ = values
+    if not neither or not first or not second:
+        return [*values, None]
+    if measure is PEAK:  # bytes of one moment add
+        return [*values, first + second - neither]
+    return [*values, first * second / neither]  # each trick multiplies the seconds by a ratio of its own
 
 
 def frontier(result: Mapping[str, Any]) -> str:
-    """Every point of the frontier, and what our two recipes, ``fast`` and ``small``, are over TRL's."""
-    points, rows = result["points"], []
+    """Lay out every point of the frontier, and how our two recipes, ``fast`` and ``small``, compare with TRL's."""
+    points = result["points"]
+    rows = []
     for name, entry in points.items():
+        speed = ""
         speeds = list(entry["speeds"].values())
-        times = [over(points[ours], entry) if entry["way"] == "trl" and ours in points else {} for ours in OURS]
-        fast, small = times
-        peak = f"as `{entry['bytes_of']}`" if "bytes_of" in entry else _bytes(entry.get("peak_bytes"))
-        rows.append(
-            (
-                name,
-                f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})" if speeds else "",
-                peak,
-                f"{fast['speed']:.2f} ({fast['slowest']:.2f} to {fast['fastest']:.2f})" if "speed" in fast else "",
-                f"{small['bytes']:.2f}" if "bytes" in small else "",
-            )
-        )
+        if speeds:
+            speed = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+        peak = _bytes(entry.get("peak_bytes"))
+        if "bytes_of" in entry:
+            peak = f"as `{entry['bytes_of']}`"
+        faster = smaller = ""
+        if entry["way"] == "trl":
+            faster = _faster(points.get("fast"), entry)
+            smaller = _smaller(points.get("small"), entry)
+        rows.append((name, speed, peak, faster, smaller))
     columns = ("", "trained tokens/s", "peak", "speed of ours `fast` over it", "bytes of ours `small` over it")
     return table(columns, rows)
 
 
+def _faster(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
+    found = over(ours, theirs) if ours else {}
+    if "speed" not in found:
+        return ""
+    return f"{found['speed']:.2f} ({found['slowest']:.2f} to {found['fastest']:.2f})"
+
+
+def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
+    found = over(ours, theirs) if ours else {}
+    if "bytes" not in found:
+        return ""
+    return f"{found['bytes']:.2f}"
+
+
 def quality(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What changes the numbers, or what trains, against fp32 LoRA with the same seed: held-out loss and peak."""
+    """Lay out held-out loss and peak of what changes the numbers, or what trains, beside fp32 LoRA of the same seed."""
     plain = {run["seed"]: run["eval_loss_after"] for run in runs if run["case"] == "fp32"}
     rows = []
     for case in dict.fromkeys(run["case"] for run in runs):
         mine = [run for run in runs if run["case"] == case]
         losses = [run["eval_loss_after"] for run in mine]
-        apart = [run["eval_loss_after"] - plain[run["seed"]] for run in mine if run["seed"] in plain]
+        spread = apart = peak = ""
+        if len(mine) > 1:
+            spread = f"{max(losses) - min(losses):.4f}"
+        if case != "fp32":
+            differences = [run["eval_loss_after"] - plain[run["seed"]] for run in mine if run["seed"] in plain]
+            apart = " to ".join(f"{end:+.4f}" for end in _ends(differences))
         peaks = [run["peak_bytes"] for run in mine if "peak_bytes" in run]
-        rows.append(
-            (
-                f"`{case}`",
-                str(len(mine)),
-                f"{statistics.mean(losses):.4f}",
-                f"{max(losses) - min(losses):.4f}" if len(mine) > 1 else "",
-                "" if case == "fp32" else " to ".join(f"{end:+.4f}" for end in _ends(apart)),
-                _bytes(max(peaks)) if peaks else "",
-                f"{mine[0]['trainable']:,}",
-            )
-        )
+        if peaks:
+            peak = human(max(peaks))
+        loss = f"{statistics.mean(losses):.4f}"
+        rows.append((f"`{case}`", str(len(mine)), loss, spread, apart, peak, f"{mine[0]['trainable']:,}"))
     return table(("case", "seeds", "loss", "spread", "against fp32", "peak", "trained weights"), rows)
 
 
 def _ends(numbers: Sequence[float]) -> list[float]:
     """The smallest and the largest, or the only one."""
-    return sorted({min(numbers), max(numbers)}) if numbers else []
-
-
-OURS = ("fast", "small")
+    if not numbers:
+        return []
+    return sorted({min(numbers), max(numbers)})
 
 
 def over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """One point of the frontier over another: speed by runs of one pair, and bytes."""
-    pairs = [ours["speeds"][n] / theirs["speeds"][n] for n in ours["speeds"] if n in theirs["speeds"]]
-    found = {"speed": statistics.median(pairs), "slowest": min(pairs), "fastest": max(pairs)} if pairs else {}
+    """Divide one point of the frontier by another: its speed run by run, and its bytes."""
+    found = {}
+    speeds = theirs["speeds"]
+    ratios = [speed / speeds[run] for run, speed in ours["speeds"].items() if run in speeds]
+    if ratios:
+        found = {"speed": statistics.median(ratios), "slowest": min(ratios), "fastest": max(ratios)}
     if "peak_bytes" in ours and "peak_bytes" in theirs:
         found["bytes"] = ours["peak_bytes"] / theirs["peak_bytes"]
     return found
 
 
 def growth(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """The exponents of all growth figures."""
-    rows = [
-        (what, curve.label, f"{curve.xs[0]:g} to {curve.xs[-1]:g}", f"{curve.exponent:.2f}")
-        for what, some in curves.items()
-        for curve in some
-        if len(curve.xs) > 1
-    ]
+    """Lay out the exponents of all growth figures."""
+    rows = []
+    for what, some in curves.items():
+        for curve in some:
+            if len(curve.xs) > 1:  # one point has no slope
+                sizes = f"{curve.xs[0]:g} to {curve.xs[-1]:g}"
+                rows.append((what, curve.label, sizes, f"{curve.exponent:.2f}"))
     return table(("what grows with what", "recipe", "from, to", "exponent"), rows)
 
 
 def published(entries: Iterable[Mapping[str, str]]) -> str:
-    """Figures of others, each with its source and what makes it another thing than ours."""
+    """Lay out published figures of others, each with its source and why it cannot be compared with ours."""
     columns = ("what", "figure", "on", "source", "date", "not comparable, because")
     keys = ("what", "figure", "card", "source", "date", "why")
     return table(columns, [tuple(entry[key] for key in keys) for entry in entries])
@@ -242,9 +273,13 @@ def _seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value is not None else ""
 
 
-def _times(case: Case, other: Case | None, measure: Any) -> str:
-    mine, its = measure(case), measure(other) if other else None
-    return f"{mine / its:.2f}" if mine and its else ""
+def _times(case: Case, baseline: Case | None, measure: Measure) -> str:
+    """Write how many times the baseline's value a case has."""
+    mine = measure(case)
+    its = measure(baseline) if baseline else None
+    if not mine or not its:
+        return ""
+    return f"{mine / its:.2f}"
 
 
 def _speed(case: Case) -> str:
@@ -253,6 +288,7 @@ def _speed(case: Case) -> str:
 
 
 def _error(case: Case) -> str:
-    if not case.estimated_bytes or not case.peak_allocated_bytes:
+    error = estimate_error(case)
+    if error is None:
         return ""
-    return f"{100 * (case.estimated_bytes / case.peak_allocated_bytes - 1):+.2f} %"
+    return f"{error:+.2f} %"

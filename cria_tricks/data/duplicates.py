@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cria_tricks.data.rows import QUESTION, Chat
+from cria_tricks.data.rows import Chat, marked_question
 
 _WORD = re.compile(r"\w+")
-
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
@@ -170,9 +169,14 @@ def _asked(row: Chat) -> _Asked:
     turns = [message["content"] for message in row.messages if message["role"] == "user"] or [row.prompt]
     questions = []
     for turn in turns:
-        marked = QUESTION.findall(turn)
-        questions.append(marked[-1] if marked else turn)
+        marked = marked_question(turn)
+        questions.append(marked[1] if marked else turn)
     return _Asked(words("\n".join(questions)), words("\n".join(turns)), is_text=False)
+
+
+def _question(turn: str) -> str:
+    question = marked_question(turn)
+    return question[1] if question else turn
 
 
 class _Table:

@@ -29,10 +29,10 @@ from cria_tricks.common.names import repeated
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 """What ``from`` may be in a ShareGPT row, and our role for it."""
-QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
-"""A question in a prompt that marks it, as those of the Kwanzaa set do."""
 ONE_A_LINE = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
 """What to do with a file that is one JSON list."""
+_QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A turn that begins with retrieved documents marks its question so; Kwanzaa's rows and ours do."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,16 @@ class Chat:
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
         return self.text or f"{self.prompt}\n{self.completion}"
+
+
+def marked_question(turn: str) -> re.Match[str] | None:
+    """Find the question that a user's turn marks with ``Query:`` or ``Question:``, the last one if there are several.
+
+    Returns:
+        The match, whose group 1 is the question; ``None`` where none is marked.
+    """
+    questions = list(_QUESTION.finditer(turn))
+    return questions[-1] if questions else None
 
 
 def read_jsonl(path: str | Path) -> list[Chat]:

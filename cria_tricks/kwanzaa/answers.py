@@ -1,4 +1,4 @@
-"""The file in which answers are kept: every finished batch is written at once, and a second start goes on after it."""
+"""Keep answers in a file: every finished batch is written at once, and a second start goes on after it."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from cria_tricks.common.errors import BadInput
 
 @dataclass(frozen=True)
 class Written:
-    """What a model made of one row.
+    """A model's answer to one row, and its loss on the reference.
 
     Attributes:
-        text: its answer; empty where nothing was asked, because the row is a text.
-        tokens: of the answer, with the one that ends it; 0 where nothing was asked.
-        ended: whether it came to an end by itself, before the longest answer that was allowed.
-        loss: of the reference's tokens, summed, in nats.
-        trained: how many those are.
+        text: the model's answer; empty where nothing was asked, because the row is a text.
+        tokens: length of the answer with its end token (tokens); 0 where nothing was asked.
+        ended: whether the model ended it, before the longest answer that was allowed.
+        loss: sum over the reference's trained tokens (nats).
+        trained: number of these tokens.
     """
 
     text: str
@@ -31,14 +31,14 @@ class Written:
 
 
 class Answers:
-    """A system's answers on disk: a first line that says whose they are, then one line a row.
+    """A system's answers on disk: the first line says whose they are, then there is one line for each row.
 
     Args:
         path: ``answers-SYSTEM.jsonl``.
-        about: what decides the answers: model, prompts, settings.
+        about: everything that decides the answers: model, prompts, settings.
 
     Attributes:
-        rows: what is there so far, by the row's number.
+        rows: the answers that are there so far, by the row's number.
 
     Raises:
         BadInput: if the file holds answers of something else, or cannot be read or written.
@@ -51,7 +51,8 @@ class Answers:
             atomic_files.write_file(path, json.dumps(dict(about)) + "\n")
             return
         whole = self._whole_lines()
-        self._refuse_another(whole[0] if whole else "", about)
+        header = "".join(whole[:1])
+        self._refuse_another(header, about)
         try:
             for line in whole[1:]:
                 entry = json.loads(line)
@@ -64,17 +65,17 @@ class Answers:
         self._saved()
 
     def add(self, answered: Mapping[int, Written]) -> None:
-        """Write a batch, and have the system really write it.
+        """Write a batch through to the disk, so that it survives a crash of the machine.
 
         Raises:
             BadInput: if it cannot be written; what was there before is whole.
         """
-        lines = "".join(json.dumps({"row": row, **asdict(written)}) + "\n" for row, written in answered.items())
+        lines = [json.dumps({"row": row, **asdict(written)}) + "\n" for row, written in answered.items()]
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(lines)
+                file.write("".join(lines))
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # flushing alone leaves the lines in the system's memory
         except OSError as error:
             raise BadInput(
                 f"{self.path}: cannot be written: {error.strerror}; make room, then give the same command again: it "

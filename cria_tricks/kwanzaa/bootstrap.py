@@ -1,4 +1,4 @@
-"""How far a mean over few rows could have come out otherwise: the bootstrap, seeded."""
+"""Confidence intervals of means over few rows, by a seeded bootstrap."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,32 +11,36 @@ SEED = 0
 
 
 def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed: int = SEED) -> "torch.Tensor":
-    """Draw as many rows as there are, with replacement, again and again, and take each column's mean every time.
+    """Compute each column's mean over many bootstrap samples of the rows, drawn with replacement.
 
-    All columns meet the same draws. So the difference of two columns of the result is that of a paired comparison.
+    All columns use the same samples, so the difference of two columns of the result is that of a paired comparison.
 
     Args:
         columns: K lists of R numbers, one for each row.
-        draws: how often.
-        seed: of the draws.
+        draws: how many samples of R rows are drawn.
+        seed: seeds the draws.
 
     Returns:
         Shape (draws, K), float64.
     """
-    import torch  # here, so that what is wrong with the rows is said without
+    import torch  # here, because importing it takes seconds, and rows that are wrong are refused without it
 
     values_RK = torch.tensor(columns, dtype=torch.float64).T
     rows = values_RK.shape[0]
     generator = torch.Generator().manual_seed(seed)
-    picks = (torch.randint(rows, (rows,), generator=generator) for _ in range(draws))
-    return torch.stack([torch.bincount(pick, minlength=rows).double() @ values_RK / rows for pick in picks])
+    means = []
+    for _ in range(draws):
+        sample = torch.randint(rows, (rows,), generator=generator)
+        times_drawn = torch.bincount(sample, minlength=rows).double()
+        means.append(times_drawn @ values_RK / rows)
+    return torch.stack(means)
 
 
 def interval(samples: "torch.Tensor") -> tuple[float, float]:
-    """The middle 95 % of what was drawn: the percentile interval. With few rows it is somewhat too narrow.
+    """Find the middle 95 % of the draws: the percentile interval. With few rows it is somewhat too narrow.
 
     Args:
-        samples: one number a draw, shape (draws,).
+        samples: one number for each draw, shape (draws,).
     """
     import torch
 

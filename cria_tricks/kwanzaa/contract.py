@@ -23,13 +23,13 @@ Uuid = Annotated[str, Field(pattern=r"^(?i:[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[
 Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)$")]
 
 
-class Part(BaseModel):
-    """An object of the answer. Strict: ``"3"`` is no number, and ``1`` is no boolean."""
+class ContractObject(BaseModel):
+    """An object of the answer, read strictly: ``"3"`` is no number, and ``1`` is no boolean."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
 
-class Toggles(Part):
+class Toggles(ContractObject):
     """What the user had switched on."""
 
     require_citations: bool
@@ -37,7 +37,7 @@ class Toggles(Part):
     creative_mode: bool
 
 
-class Body(Part):
+class Body(ContractObject):
     """The answer itself."""
 
     text: Annotated[str, Field(min_length=1, max_length=10_000)]
@@ -46,7 +46,7 @@ class Body(Part):
     completeness: Literal["complete", "partial", "insufficient_data"] = ABSENT
 
 
-class Source(Part):
+class CitedSource(ContractObject):
     """A document that the answer cites."""
 
     citation_label: Label
@@ -62,7 +62,7 @@ class Source(Part):
     relevance_score: Share = ABSENT
 
 
-class Filters(Part):
+class Filters(ContractObject):
     """What the search was narrowed to."""
 
     content_type: list[str] = ABSENT
@@ -73,7 +73,7 @@ class Filters(Part):
     tags: list[str] = ABSENT
 
 
-class Result(Part):
+class Result(ContractObject):
     """A document that the search found."""
 
     rank: Annotated[int, Field(ge=1)]
@@ -86,7 +86,7 @@ class Result(Part):
     snippet: Annotated[str, Field(max_length=2000)] = ABSENT
 
 
-class RetrievalSummary(Part):
+class RetrievalSummary(ContractObject):
     """What was searched, and what was found."""
 
     query: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -98,7 +98,7 @@ class RetrievalSummary(Part):
     embedding_model: str = ABSENT
 
 
-class Unknowns(Part):
+class Unknowns(ContractObject):
     """What the answer could not say."""
 
     unsupported_claims: list[Note]
@@ -107,7 +107,7 @@ class Unknowns(Part):
     out_of_scope: list[Note] = ABSENT
 
 
-class Integrity(Part):
+class Integrity(ContractObject):
     """What the answer says of its own citations."""
 
     citation_required: bool = ABSENT
@@ -117,7 +117,7 @@ class Integrity(Part):
     safety_flags: list[Annotated[str, Field(max_length=200)]] = ABSENT
 
 
-class Provenance(Part):
+class Provenance(ContractObject):
     """When and by what the answer was made."""
 
     generated_at: Time
@@ -128,14 +128,14 @@ class Provenance(Part):
     adapter_version: str = ABSENT
 
 
-class Answer(Part):
+class Answer(ContractObject):
     """A whole answer."""
 
     model_config = ConfigDict(extra="forbid")
 
     version: Annotated[str, Field(pattern=r"^kwanzaa\.answer\.v[0-9]+$")]
     answer: Body
-    sources: Annotated[list[Source], Field(max_length=100)]
+    sources: Annotated[list[CitedSource], Field(max_length=100)]
     retrieval_summary: RetrievalSummary
     unknowns: Unknowns
     persona: Literal["educator", "researcher", "creator", "builder"] = ABSENT

@@ -1,4 +1,4 @@
-"""Adapter, base and reference side by side on held-out rows: answers, loss, perplexity, and how sure they are.
+"""Evaluate adapter, base and reference on held-out rows: answers, loss, perplexity, and confidence intervals.
 
 Where the rows keep the answer contract, the answers are scored, too.
 """
@@ -9,26 +9,27 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
+from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.folder import CONFIGS, RECIPE, is_whole, trained_over
+from cria_tricks.adapter.folder import CONFIGS, MODEL_FILES, RECIPE, is_whole, trained_over
 from cria_tricks.common import atomic_files
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.kwanzaa.page import UNSCORED, markdown
-from cria_tricks.kwanzaa.prompt import Row, keeps_contract, read_rows
-from cria_tricks.kwanzaa.reply import plain, read
+from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
+from cria_tricks.kwanzaa.reply import plain_reply, read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
-
-if TYPE_CHECKING:
-    from cria_tricks.models import Weights
+from cria_tricks.models import identity
+from cria_tricks.recipe import Recipe, from_toml
 
 OUT = Path("runs/eval")
 """Where results go without an adapter to stand beside."""
@@ -39,10 +40,10 @@ class Settings:
     """How answers are made.
 
     Attributes:
-        batch_size: rows that are answered together.
+        batch_size: number of rows that are answered together.
         max_new_tokens: longest answer, in tokens.
         base: where the base lies now, if it is not where the adapter says.
-        other_base: whether the base may be another one than was trained over.
+        other_base: whether the base may be another one than the adapter was trained over.
     """
 
     batch_size: int = 8
@@ -86,25 +87,15 @@ def evaluate(
         BadInput: naming what is wrong and what would be right.
         OutOfMemory: if a batch does not fit.
     """
-    settings, console = settings or Settings(), console or Aside()
+    settings = settings or Settings()
+    console = console or Aside()
     folder = _adapter_folder(adapter, base, reference, settings)
     source = _find(data)
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
-    if reference and not contract:
-        raise BadInput(
-            f"--reference: {_first_without(source.rows[:limit])}: the row does not end with an answer of the contract "
-            "kwanzaa.answer.v1 (a JSON object with answer.text), so it cannot be scored; leave --reference out"
-        )
-    place = usable_path("--out", out) if out else folder.absolute().parent / "eval" if folder else OUT
-    if place.exists() and not place.is_dir():
-        raise BadInput(f"--out {place}: is a file; name a folder")
-    if any((place / name).exists() for name in (*CONFIGS, "config.json", atomic_files.MANIFEST)):
-        raise BadInput(f"--out {place}: holds an adapter or a model, where more files do harm; name another folder")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {place}: cannot be made: {error.strerror}; name another folder") from None
+    if reference:
+        _refuse_unscorable(source.rows[:limit])
+    place = _made_folder(out, folder)
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
     with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
@@ -138,6 +129,25 @@ def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, set
     return path
 
 
+def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
+    """Make the folder of the results."""
+    if out:
+        place = usable_path("--out", out)
+    elif adapter:
+        place = adapter.absolute().parent / "eval"
+    else:
+        place = OUT
+    if place.exists() and not place.is_dir():
+        raise BadInput(f"--out {place}: is a file; name a folder")
+    if any((place / name).exists() for name in (*MODEL_FILES, atomic_files.MANIFEST)):
+        raise BadInput(f"--out {place}: holds an adapter or a model, where more files do harm; name another folder")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {place}: cannot be made: {error.strerror}; name another folder") from None
+    return place
+
+
 def _find(data: str) -> Source:
     if not data:
         raise BadInput("--data: is empty; name a file, a folder or a data set")
@@ -150,49 +160,52 @@ def _find(data: str) -> Source:
         raise BadInput(said) from None
 
 
-def _first_without(chats: Sequence[Chat]) -> str:
-    return next(chat.where for chat in chats if not keeps_contract(chat))
+def _refuse_unscorable(chats: Sequence[Chat]) -> None:
+    """Refuse to score the data's own answers where one of them does not keep the contract."""
+    for chat in chats:
+        if not keeps_contract(chat):
+            raise BadInput(
+                f"--reference: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
+                "(a JSON object with answer.text), so it cannot be scored; leave --reference out"
+            )
 
 
-def _scored(rows: Sequence[Row], written: Mapping[int, Written]) -> list[Scored]:
-    reader = read if rows[0].contract else plain
+def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Scored]:
+    reader = read_reply if rows[0].contract else plain_reply
     return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
 
 
 def _answers(
     folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
-    """The answers of the adapter, and of its base if asked for; and what they were made with."""
-    from cria_tricks.adapter.chat import open_folder, quantization_of
-    from cria_tricks.common.version import versions
+    """Answer the rows with the adapter, and with its base if asked for.
+
+    Returns:
+        The answers of each system, by the row's number; and what they were made with.
+    """
+    # torch and transformers take seconds to import. What is wrong with the arguments is said before.
+    from cria_tricks.adapter.chat import open_folder
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
-    from cria_tricks.models import identity
 
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
     below = _below(folder, base, settings)
-    files = identity.of(below) if below else {}
     beneath = None if is_whole(folder) else settings.base
     model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
     for warning in warnings:
         console.print(warning)
     prompts = prompt_ids(source.rows, tokenizer)
-    rounded = quantization_of(folder)
-    with_what = {
-        "base": below.name if below and settings.base else _base_name(folder, must=False),
-        "base_files": {**files.get("weights", {}), **files.get("config", {})},
-        "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "max_new_tokens": settings.max_new_tokens,
-    }
+    with_what = _made_with(folder, below, model, settings)
     if any(chat.text for chat in source.rows):
         with_what["text_length"] = length_of_texts(folder)
+    asked_for = {"adapter": fingerprint(folder)}
+    if base:
+        asked_for["base"] = ""
     found = {}
-    for system in ("adapter", "base") if base else ("adapter",):
+    for system, adapter in asked_for.items():
         about = {
             "system": system,
-            "adapter": fingerprint(folder) if system == "adapter" else "",
+            "adapter": adapter,
             **with_what,
             "prompts": hash_of(prompts),
             "references": hash_of([chat.answer for chat in source.rows]),
@@ -213,14 +226,33 @@ def _answers(
                     system=system,
                 )
         found[system] = answers.rows
-    more = {"warnings": warnings} if warnings else {}
-    return found, with_what | more | {"batch_size": settings.batch_size, "versions": versions()}
+    if warnings:
+        with_what["warnings"] = warnings
+    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
 
 
-def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
-    """The base that an adapter is laid over, or that a whole model began as, if that one is to answer, too."""
-    from cria_tricks import models
-    from cria_tricks.adapter.chat import base_of
+def _made_with(folder: Path, below: models.Weights | None, model: Any, settings: Settings) -> dict[str, Any]:
+    """Identify what answers: answers of another base, dtype or device are not mixed with these."""
+    from cria_tricks.adapter.chat import quantization_of  # heavy, as above
+
+    files = identity.of(below) if below else {}
+    base = ""
+    if below and settings.base:
+        base = below.name
+    rounded = quantization_of(folder)
+    return {
+        "base": base or _base_name(folder, must=False),
+        "base_files": {**files.get("weights", {}), **files.get("config", {})},
+        "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+
+
+def _below(folder: Path, base: bool, settings: Settings) -> models.Weights | None:
+    """Find the base of an adapter; of a whole model what it was trained from, if that is to answer, too."""
+    from cria_tricks.adapter.chat import base_of  # heavy, as above
 
     if not is_whole(folder):
         return base_of(folder, settings.base)[1]
@@ -232,17 +264,17 @@ def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
 
 
 @contextlib.contextmanager
-def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other_base: bool) -> Iterator[Any]:
-    """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
-    from cria_tricks.adapter.chat import open_base, other_than_trained_over
+def _asked(model: Any, system: str, folder: Path, below: models.Weights | None, other_base: bool) -> Iterator[Any]:
+    """Give the model that answers: with its adapter, without it, or the base that a whole model was trained from."""
+    from cria_tricks.adapter.chat import open_base, other_than_trained_over  # heavy, as above
     from cria_tricks.load.adapters import without_adapter
     from cria_tricks.tricks.side_network import SideBlock
 
     if system == "adapter":
         yield model
     elif hasattr(model, "peft_config") or any(isinstance(module, SideBlock) for module in model.modules()):
-        with without_adapter(model) as plain:
-            yield plain
+        with without_adapter(model) as base:
+            yield base
     else:
         assert below
         other_than_trained_over(folder, below, other_base)
@@ -251,22 +283,25 @@ def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other
 
 
 def length_of_texts(folder: Path) -> int:
-    """Tokens of the rows into which texts are cut: as in the training that made a folder, or by default."""
-    from cria_tricks.recipe import Recipe, from_toml
-
-    path = folder / RECIPE
-    return (from_toml(path) if path.is_file() else Recipe()).data.max_length
+    """Find the length of the rows into which texts are cut (tokens): the training's, or the default one."""
+    recipe = Recipe()
+    if (folder / RECIPE).is_file():
+        recipe = from_toml(folder / RECIPE)
+    return recipe.data.max_length
 
 
 def _base_name(folder: Path, must: bool = True) -> str:
-    """What an adapter, or a whole model that ``cria train`` wrote, was trained from."""
-    from cria_tricks.recipe import from_toml
+    """Read the name of the base of an adapter, or of a whole model that ``cria train`` wrote.
 
+    Args:
+        folder: the adapter's, or the model's.
+        must: whether it is an error if nothing names it; else the name is then empty.
+    """
     for name in CONFIGS:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return str(json.loads((folder / name).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    if (folder / "recipe.toml").is_file():
-        return from_toml(str(folder / "recipe.toml")).model
+    if (folder / RECIPE).is_file():
+        return from_toml(folder / RECIPE).model
     if must:
         raise BadInput(
             f"--with-base: {folder} holds a whole model and no recipe.toml that names what it was trained from; "

@@ -1,9 +1,9 @@
-"""Answers on held-out rows: batched, greedy, bounded; and the loss of the answers that the data gives."""
+"""Batched greedy answers to held-out rows, and the loss of the answers that the data gives."""
 
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
 
 BROKEN = 700.0
-"""Nats per token from which on nobody takes the perplexity: Python's floats end at exp(709)."""
+"""Highest loss of which the perplexity is still a Python float (nats per token): floats end at exp(709)."""
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """What is before the answer, as token ids; empty for a text, and for a completion without a prompt.
+    """Tokenise what stands before each answer; nothing for a text, and for a completion without a prompt.
 
     Raises:
         BadInput: if the tokenizer's chat template cannot write them.
@@ -35,7 +35,9 @@ def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
 
 def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
     if not chat.messages:
-        return tokenizer(chat.prompt)["input_ids"] if chat.prompt else []
+        if not chat.prompt:
+            return []
+        return tokenizer(chat.prompt)["input_ids"]
     ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
     if not ids:
         raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
@@ -43,14 +45,16 @@ def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of what decides a folder's answers: all of its files but the card and the manifest."""
-    files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    deciding = (path for path in files if path.name not in ("README.md", atomic_files.MANIFEST))
-    return hash_of({path.name: atomic_files.entry(path)["sha256"] for path in deciding})
+    """Hash what decides a folder's answers: all of its files but the card and the manifest."""
+    hashes = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in ("README.md", atomic_files.MANIFEST):
+            hashes[path.name] = atomic_files.entry(path)["sha256"]
+    return hash_of(hashes)
 
 
 def hash_of(data: Any) -> str:
-    """The sha256 of plain JSON data."""
+    """Compute the sha256 of plain JSON data."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
@@ -88,7 +92,8 @@ def answer_rows(
         Diverged: if a loss is not finite; the batches before are written.
         OutOfMemory: naming a way out; the batches before are written.
     """
-    order = sorted(set(range(len(chats))) - answers.rows.keys(), key=lambda row: (len(prompts[row]), row))
+    missing = set(range(len(chats))) - answers.rows.keys()
+    order = sorted(missing, key=lambda row: (len(prompts[row]), row))
     done = len(chats) - len(order)
     bar = new_bar(console)
     try:
@@ -96,9 +101,8 @@ def answer_rows(
             task = bar.add_task(system, total=len(chats), completed=done, note="answers")
             for begin in range(0, len(order), batch_size):
                 batch = order[begin : begin + batch_size]
-                asked = [row for row in batch if prompts[row]]
-                texts = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens) if asked else []
-                written = dict.fromkeys(batch, ("", 0, True)) | dict(zip(asked, texts, strict=True))
+                written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
+                # One row at a time: the loss takes the logits of all tokens, the answers only those of the last one.
                 losses = {row: reference_loss(model, tokenizer, chats[row], text_length) for row in batch}
                 answers.add({row: Written(*written[row], *losses[row]) for row in batch})
                 bar.advance(task, len(batch))
@@ -113,6 +117,18 @@ def answer_rows(
         ) from None
 
 
+def _answered(
+    model: Any, tokenizer: Any, prompts: Mapping[int, list[int]], max_new_tokens: int
+) -> dict[int, tuple[str, int, bool]]:
+    """Answer a batch, by the rows' numbers; a row without a prompt has an empty answer."""
+    answers = dict.fromkeys(prompts, ("", 0, True))
+    asked = [row for row in prompts if prompts[row]]
+    if asked:
+        found = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens)
+        answers |= zip(asked, found, strict=True)
+    return answers
+
+
 def answer_batch(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[tuple[str, int, bool]]:
@@ -122,19 +138,25 @@ def answer_batch(
     from each row's first real token, so in exact arithmetic a row's answer does not depend on its neighbours.
 
     Returns:
-        For each its text, how many tokens it has, and whether it ended by itself.
+        For each prompt the answer's text, its length (tokens), and whether the model ended it.
     """
     adapter = getattr(model, "active_peft_config", None)
     if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
         # Before a learnt prompt peft drops the positions, and padding would shift those of every token.
         return [answer_batch(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
-    longest = max(map(len, prompts))
     ends = _end_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask_BT = torch.tensor(
-        [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
-    )
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0]
+    longest = max(map(len, prompts))
+    padded = []
+    masks = []
+    for prompt in prompts:
+        missing = longest - len(prompt)
+        padded.append([pad] * missing + prompt)
+        masks.append([0] * missing + [1] * len(prompt))
+    ids_BT = torch.tensor(padded, device=model.device)
+    mask_BT = torch.tensor(masks, device=model.device)
     pretrained.refuse_unknown_tokens(model, int(ids_BT.max()), "this model")
     with torch.no_grad():
         out_BT = model.generate(
@@ -148,21 +170,30 @@ def answer_batch(
         )
     found = []
     for new in out_BT[:, longest:].tolist():
-        end = next((place for place, token in enumerate(new) if token in ends), None)
-        answer = new if end is None else new[: end + 1]
-        found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), end is not None))
+        answer = _until_end(new, ends)
+        ended = bool(answer) and answer[-1] in ends
+        found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), ended))
     return found
 
 
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Cut off the padding behind the first end token: a batch goes on until its last answer has ended."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
+
+
 def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
-    """The loss of what the data has trained of a row, summed over its tokens, and their number.
+    """Measure the loss of a row's trained tokens: their sum (nats), and their number.
 
     A text is cut into rows of ``text_length`` tokens, as in training. No other row is cut.
 
     Raises:
         Diverged: if the loss is not finite, or beyond what any model reaches.
     """
-    rows = tokenize([chat], tokenizer, text_length if chat.text else sys.maxsize).rows
+    length = text_length if chat.text else sys.maxsize
+    rows = tokenize([chat], tokenizer, length).rows
     loss = 0.0
     pretrained.refuse_unknown_tokens(model, max(max(row["input_ids"]) for row in rows), "this model")
     for row in rows:
@@ -177,6 +208,10 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    named = model.generation_config.eos_token_id
-    ends = named if isinstance(named, list) else [] if named is None else [named]
-    return list(dict.fromkeys([tokenizer.eos_token_id, *ends]))
+    ends = [tokenizer.eos_token_id]
+    named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
+    if isinstance(named, list):
+        ends += named
+    elif named is not None:
+        ends.append(named)
+    return list(dict.fromkeys(ends))

@@ -1,6 +1,6 @@
-"""What ``eval.json`` holds, as Markdown to read."""
+"""Write ``eval.json`` as Markdown to read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cria_tricks.common.markdown_table import cell, markdown_table
@@ -34,7 +34,7 @@ UNSCORED = (
     "kwanzaa.answer.v1, so they are left out."
 )
 _LONGEST = 1200
-"""Letters of a text that an example shows."""
+"""Length of a text that an example shows at most (characters)."""
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -43,130 +43,159 @@ def markdown(found: Mapping[str, Any]) -> str:
     Args:
         found: from :func:`cria_tricks.kwanzaa.summary.summarise`.
     """
-    systems = found["systems"]
-    names = list(systems)
-    first = systems[names[0]]
-    contract = "violations" in first
-    with_what = [
-        f"{key} {found[key]}" for key in ("base", "quantization", "dtype", "device", "max_new_tokens") if found.get(key)
-    ]
-    versions = [f"{name} {version}" for name, version in found.get("versions", {}).items()]
     lines = [
         "# Evaluation",
         "",
         f"{found['rows']} of {found['rows_in_data']} rows of {found['data']}.",
-        *([f"Adapter: {found['adapter']}; {', '.join(with_what)}."] if "adapter" in found else []),
-        *([f"Versions: {', '.join(versions)}."] if versions else []),
+        *_made_with(found),
         "",
-        "## Scores",
-        "",
-        "Mean over the rows; in brackets the middle 95 % of 10,000 bootstrap draws of the rows.",
-        "",
-        *_table(*scores_table(found)),
-        *(
-            ["Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`.", ""]
-            if contract
-            else [UNSCORED, ""]
-        ),
-        f"The loss is on whole rows, and it is not quite the training report's where that cut some. {_texts(found)}"
-        "Loss and perplexity: the lower the better.",
-        "",
-        "## Counts",
-        "",
-        *_table(
-            ["what", *names],
-            *(
-                [label, *(_count(systems[name][key]) for name in names)]
-                for key, label in _COUNTS.items()
-                if key in first
-            ),
-        ),
-        *(_broken_and_refused(systems) if contract else []),
-        f"## {len(found['examples'])} examples",
-        "",
+        *_scores(found),
+        *_counts(found["systems"]),
     ]
+    if _keeps_contract(found["systems"]):
+        lines += _violations(found["systems"])
+        lines += _refusals(found["systems"])
+    lines += [f"## {len(found['examples'])} examples", ""]
     for example in found["examples"]:
         lines += _example(example)
     return "\n".join(lines)
 
 
-def _texts(found: Mapping[str, Any]) -> str:
-    length = found.get("text_length")
-    return f"A text is not answered; for its loss it is cut into rows of {length:,} tokens. " if length else ""
+def _keeps_contract(systems: Mapping[str, Any]) -> bool:
+    """Tell whether the rows keep the answer contract: only then are its violations counted."""
+    first = next(iter(systems.values()))
+    return "violations" in first
 
 
-def _broken_and_refused(systems: Mapping[str, Any]) -> list[str]:
-    kinds = dict.fromkeys(kind for system in systems.values() for kind in system["violations"])
+def _made_with(found: Mapping[str, Any]) -> list[str]:
+    """Name the adapter and the versions; nothing where no model answered."""
+    lines = []
+    if "adapter" in found:
+        keys = ("base", "quantization", "dtype", "device", "max_new_tokens")
+        with_what = ", ".join(f"{key} {found[key]}" for key in keys if found.get(key))
+        lines.append(f"Adapter: {found['adapter']}; {with_what}.")
+    versions = [f"{name} {version}" for name, version in found.get("versions", {}).items()]
+    if versions:
+        lines.append(f"Versions: {', '.join(versions)}.")
+    return lines
+
+
+def _scores(found: Mapping[str, Any]) -> list[str]:
+    head, *rows = scores_table(found)
+    where = UNSCORED
+    if _keeps_contract(found["systems"]):
+        where = "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`."
+    texts = ""
+    if found.get("text_length"):
+        texts = f"A text is not answered; for its loss it is cut into rows of {found['text_length']:,} tokens. "
     return [
-        "## Violations of the contract",
+        "## Scores",
         "",
-        *_table(
-            ["share of rows with", *systems],
-            *([kind, *(f"{system['violations'].get(kind, 0):.2f}" for system in systems.values())] for kind in kinds),
-        ),
-        "## Refusals",
+        "Mean over the rows; in brackets the middle 95 % of 10,000 bootstrap draws of the rows.",
         "",
-        *_table(
-            ["rows", *systems],
-            *(
-                [label, *(str(system["confusion"][key]) for system in systems.values())]
-                for key, label in _CASES.items()
-            ),
-        ),
+        *_table(head, rows),
+        "",
+        where,
+        "",
+        f"The loss is on whole rows, and it is not quite the training report's where that cut some. {texts}"
+        "Loss and perplexity: the lower the better.",
+        "",
     ]
+
+
+def _counts(systems: Mapping[str, Any]) -> list[str]:
+    first = next(iter(systems.values()))
+    rows = []
+    for key, label in _COUNTS.items():
+        if key in first:
+            rows.append([label, *(_count(system[key]) for system in systems.values())])
+    return ["## Counts", "", *_table(["what", *systems], rows), ""]
+
+
+def _violations(systems: Mapping[str, Any]) -> list[str]:
+    kinds: dict[str, None] = {}  # an ordered set
+    for system in systems.values():
+        kinds |= dict.fromkeys(system["violations"])
+    rows = []
+    for kind in kinds:
+        shares = [system["violations"].get(kind, 0) for system in systems.values()]
+        rows.append([kind, *(f"{share:.2f}" for share in shares)])
+    return ["## Violations of the contract", "", *_table(["share of rows with", *systems], rows), ""]
+
+
+def _refusals(systems: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for key, label in _CASES.items():
+        rows.append([label, *(str(system["confusion"][key]) for system in systems.values())])
+    return ["## Refusals", "", *_table(["rows", *systems], rows), ""]
 
 
 def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
-    """The scores with their intervals, a column for each system, and their difference; the first row is the head."""
-    systems, differences = found["systems"], found["differences"]
-    shown = [key for key in NAMES if any(key in system for system in systems.values())]
-    return [
-        ["score", *systems, *(["adapter minus base"] if differences else [])],
-        *(
-            [
-                NAMES[key],
-                *(_value(system.get(key)) for system in systems.values()),
-                *([_value(differences[key], "+")] if differences else []),
-            ]
-            for key in shown
-        ),
-    ]
+    """Lay out the scores with their intervals, a column for each system and one for their difference.
+
+    Returns:
+        Rows of cells; the first row is the head.
+    """
+    systems = found["systems"]
+    differences = found["differences"]
+    rows = [["score", *systems]]
+    for key, name in NAMES.items():
+        values = [system.get(key) for system in systems.values()]
+        if any(values):
+            rows.append([name, *map(_value, values)])
+            if differences:
+                rows[-1].append(_value(differences[key], "+"))
+    if differences:
+        rows[0].append("adapter minus base")
+    return rows
 
 
 def _example(example: Mapping[str, Any]) -> list[str]:
-    documents = [f"[{number}] {title}" for number, title in enumerate(example["documents"], 1)]
-    texts = {"reference": (example["reference"], "")}
+    asked = example["query"].strip().splitlines() or ["(nothing is asked)"]
+    where = f"{example['row']}."
+    if any(system["scores"] for system in example["systems"].values()):
+        documents = [f"[{number}] {title}" for number, title in enumerate(example["documents"], 1)]
+        where += f" Documents: {'; '.join(documents) or 'none'}"
+    lines = [f"### {asked[0]}", "", where, ""]
+    answers = {"reference": _quoted(example["reference"])}
+    scores = {"reference": ""}
     for name, system in example["systems"].items():
-        scores = ", ".join(f"{scorer} {value:.2f}" for scorer, value in system["scores"].items())
-        said = f" ({scores}{'' if system['read'] else '; no JSON could be read'})" if scores else ""
-        texts[name] = (system["text"], said)
-    scored = any(system["scores"] for system in example["systems"].values())
-    return [
-        f"### {''.join(example['query'].strip().splitlines()[:1]) or '(nothing is asked)'}",
-        "",
-        f"{example['row']}." + f" Documents: {'; '.join(documents) or 'none'}" * scored,
-        "",
-        *(line for name, (text, scores) in texts.items() for line in (f"**{name}**{scores}", "", *_quoted(text), "")),
-    ]
+        answers[name] = _quoted(system["text"])
+        scores[name] = _scores_in_words(system)
+    for name, quoted in answers.items():
+        lines += [f"**{name}**{scores[name]}", "", *quoted, ""]
+    return lines
+
+
+def _scores_in_words(system: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{scorer} {value:.2f}" for scorer, value in system["scores"].items())
+    if not said:
+        return ""
+    if not system["read"]:
+        said += "; no JSON could be read"
+    return f" ({said})"
 
 
 def _quoted(text: str) -> list[str]:
-    cut = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
-    return [f"> {line}".rstrip() for line in cut.splitlines() or ["(no text)"]]
-
-
-def _table(*rows: Sequence[str]) -> list[str]:
-    columns, *lines = [[cell(text) for text in row] for row in rows]
-    return [*markdown_table(columns, lines), ""]
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST] + " ..."
+    return [f"> {line}".rstrip() for line in text.splitlines() or ["(no text)"]]
 
 
 def _value(found: Mapping[str, float] | None, sign: str = "") -> str:
-    return " ".join(
-        [f"{found['value']:{sign}.3f}", f"[{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"] if found else []
-    )
+    if found is None:
+        return ""
+    return f"{found['value']:{sign}.3f} [{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"
 
 
 def _count(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.2f}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    escaped = [list(map(cell, row)) for row in (columns, *rows)]
+    return markdown_table(escaped[0], escaped[1:])

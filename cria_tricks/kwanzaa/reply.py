@@ -1,4 +1,4 @@
-"""What a model wrote, read as an answer, and what in it breaks the contract."""
+"""Model output, parsed as an answer, and its violations of the contract."""
 
 import json
 import re
@@ -25,6 +25,11 @@ KINDS = {
 }
 """What pydantic calls an error, and what we call it; its other names, all ``..._type``, are ``"wrong type"``."""
 
+_TEXT_FIELD = re.compile(r'"text"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
+"""The field ``text`` of an object that may break off inside it."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
+"""A JSON string, or the beginning of one that is never closed."""
+
 UNREADABLE = ("empty answer", "no JSON object", "invalid JSON", "truncated JSON")
 """Violations that leave nothing to hold against the contract."""
 VIOLATIONS = (*UNREADABLE, "text around the JSON", *dict.fromkeys(KINDS.values()), "wrong type")
@@ -46,12 +51,12 @@ class Violation:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model wrote, read as an answer as far as it is one.
+    """Model output, parsed as an answer as far as it is one.
 
     Attributes:
-        raw: all of it.
+        raw: all that the model wrote.
         fields: the JSON object in it; ``None`` where none could be read.
-        violations: of the contract; empty when there are none.
+        violations: all violations of the contract; empty when there are none.
     """
 
     raw: str
@@ -60,33 +65,41 @@ class Reply:
 
     @cached_property
     def text(self) -> str:
-        """What a reader would read: ``answer.text``; of a broken object what can be found of it; else all."""
+        """The answer's words: ``answer.text``; as much of it as a broken object holds; all of what is no object."""
         if self.fields is None:
-            if found := re.search(r'"text"\s*:\s*"((?:[^"\\]|\\.)*)', self.raw, re.DOTALL):
+            found = _TEXT_FIELD.search(self.raw)
+            if found:
                 return _unescaped(found[1])
             return self.raw.strip()
-        body = self.fields.get("answer")
-        text = body.get("text") if isinstance(body, dict) else body
-        return text.strip() if isinstance(text, str) else ""
+        text = self.fields.get("answer")
+        if isinstance(text, dict):
+            text = text.get("text")
+        if not isinstance(text, str):
+            return ""
+        return text.strip()
 
     @property
     def sources(self) -> list[dict[str, Any]]:
         """The objects under ``sources``, whether or not they are whole."""
         sources = (self.fields or {}).get("sources")
-        return [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+        if not isinstance(sources, list):
+            return []
+        return [source for source in sources if isinstance(source, dict)]
 
     def said(self, part: str, field: str) -> Any:
         """A field of a part, e.g. ``said("answer", "completeness")``; ``None`` where it is not there."""
         found = (self.fields or {}).get(part)
-        return found.get(field) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
+        return found.get(field)
 
     def counts(self) -> Counter[str]:
-        """How often each kind of violation is there."""
+        """Count the violations of each kind."""
         return Counter(violation.kind for violation in self.violations)
 
 
-def read(raw: str) -> Reply:
-    """Find the first JSON object in a text, also inside a Markdown fence, and hold it against the contract.
+def read_reply(raw: str) -> Reply:
+    """Find the first JSON object in a text, also inside a Markdown fence, and validate it against the contract.
 
     Args:
         raw: what the model wrote.
@@ -94,23 +107,27 @@ def read(raw: str) -> Reply:
     text = raw.strip()
     start = text.find("{")
     if start < 0:
-        return Reply(raw, None, (Violation("no JSON object" if text else "empty answer"),))
+        kind = "no JSON object" if text else "empty answer"
+        return Reply(raw, None, (Violation(kind),))
     try:
         fields, end = json.JSONDecoder(parse_constant=_no_json_number).raw_decode(text, start)
     except (ValueError, RecursionError):  # a number of thousands of digits, or brackets thousands deep
-        return Reply(raw, None, (Violation("invalid JSON" if _closes(text[start:]) else "truncated JSON"),))
+        kind = "invalid JSON" if _closes(text[start:]) else "truncated JSON"
+        return Reply(raw, None, (Violation(kind),))
+    violations = []
     around = text[:start] + text[end:]
-    violations = [Violation("text around the JSON")] if around.strip() else []
+    if around.strip():
+        violations.append(Violation("text around the JSON"))
     try:
         Answer.model_validate(fields)
     except ValidationError as error:
-        violations += [
-            Violation(KINDS.get(found["type"], "wrong type"), _path(found["loc"])) for found in error.errors()
-        ]
+        for found in error.errors():
+            kind = KINDS.get(found["type"], "wrong type")
+            violations.append(Violation(kind, _path(found["loc"])))
     return Reply(raw, fields, tuple(violations))
 
 
-def plain(raw: str) -> Reply:
+def plain_reply(raw: str) -> Reply:
     """Take a text for the whole of an answer, where no contract is asked for."""
     return Reply(raw, {"answer": raw}, ())
 
@@ -120,9 +137,9 @@ def _no_json_number(name: str) -> None:
 
 
 def _closes(text: str) -> bool:
-    """Whether the first brace is closed again somewhere, strings left out."""
+    """Tell whether the first brace is closed again somewhere; braces inside strings do not count."""
     depth = 0
-    for brace in re.findall(r"[{}]", re.sub(r'"(?:[^"\\]|\\.)*("|$)', "", text, flags=re.DOTALL)):
+    for brace in re.findall(r"[{}]", _STRING.sub("", text)):
         depth += 1 if brace == "{" else -1
         if depth == 0:
             return True
@@ -137,4 +154,6 @@ def _unescaped(text: str) -> str:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).removeprefix(".")
+    """Write the place of a field as ``sources[0].year``."""
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place)
+    return path.removeprefix(".")

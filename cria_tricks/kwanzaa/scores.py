@@ -1,7 +1,7 @@
-"""The four behaviours, a function each: from a held-out row and a reply to a number between 0 and 1, and why.
+"""Score four behaviours, one function each: a held-out row and a reply give a number between 0 and 1, and the reasons.
 
-They read text and know nothing: none of them can tell whether an answer is true. What each does not see stands in its
-docstring.
+The scorers compare texts, so none of them can tell whether an answer is true. Each docstring says what its scorer does
+not see.
 """
 
 import re
@@ -10,22 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cria_tricks.kwanzaa import statements
-from cria_tricks.kwanzaa.prompt import Document, Row
+from cria_tricks.kwanzaa.prompt import Document, QARow
 from cria_tricks.kwanzaa.reply import Reply
 
 _REFUSES = (
+    # I cannot, I'm not able, I do not know, I lack ...
     r"\bI(?:'m|’m| am)? (?:can(?:no|'|’)t|can not|could not|couldn['’]t|do not have|don['’]t have|do not know|"
     r"don['’]t know|(?:not|un)\s?(?:able|equipped)\b|have no\b|lack\b)",
+    # I focus on ..., not on ...
     r"\bI focus on\b.*,\s*not\b",
+    # The documents do not say ...
     r"\b(?:documents?|sources?|corpus|passages?|texts?)\b.{0,40}\b(?:do|does|did) not "
     r"(?:say|tell|mention|contain|state|hold|answer|give|provide|include|cover|address)",
+    # My corpus lacks ...
     r"\b(?:corpus|documents?|sources?)\b.{0,20}\black(?:s|ed)?\b",
+    # No relevant documents were found.
     r"\bno (?:relevant )?(?:documents?|sources?|information|data)\b.{0,40}\b(?:found|retrieved|available|given|here)\b",
 )
 _REFUSAL = re.compile("|".join(_REFUSES), re.IGNORECASE | re.DOTALL)
 _PLACEHOLDER = re.compile(r"\[(?:This|Generated) answer\b")
 _OPENING = 2
-"""Statements in which a refusal says that it is one."""
+"""Number of statements, from the first on, in which a refusal must say that it is one."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,16 @@ class Score:
     """What a scorer found.
 
     Attributes:
-        value: 0 to 1.
-        why: counts, and what was found wanting, as plain JSON data.
+        value: the score (0 to 1).
+        why: counts, and what was found wrong or missing, as plain JSON data.
     """
 
     value: float
     why: dict[str, Any] = field(default_factory=dict)
 
 
-def format_compliance(row: Row, reply: Reply) -> Score:
-    """Whether the whole reply is one JSON object that keeps the contract.
+def format_compliance(row: QARow, reply: Reply) -> Score:
+    """Check that the whole reply is one JSON object that keeps the contract.
 
     Definition: 1 with no violation, else 0. ``why`` names each violation and its field, and says whether an object
     could be read at all; over rows that gives the rate of each.
@@ -50,18 +55,16 @@ def format_compliance(row: Row, reply: Reply) -> Score:
     Blind to: what stands in the fields. Made-up sources in the right form pass, and so does a confidence of 1 in
     nonsense. Of a key that is there twice only the last counts.
     """
-    return Score(
-        float(not reply.violations),
-        {
-            "json": reply.fields is not None,
-            "violations": dict(reply.counts()),
-            "where": [f"{v.kind}: {v.where}" if v.where else v.kind for v in reply.violations],
-        },
-    )
+    where = []
+    for violation in reply.violations:
+        place = f": {violation.where}" if violation.where else ""
+        where.append(violation.kind + place)
+    why = {"json": reply.fields is not None, "violations": dict(reply.counts()), "where": where}
+    return Score(float(not reply.violations), why)
 
 
-def citation_accuracy(row: Row, reply: Reply) -> Score:
-    """Whether the labels [n] are right, and whether the statements that need one have one: F1 of the two.
+def citation_accuracy(row: QARow, reply: Reply) -> Score:
+    """Check that the labels [n] are right, and that the statements that need one have one: F1 of the two.
 
     Definition: a label is right if document n was retrieved and is among the answer's ``sources`` (by its title or
     address; without readable JSON, if it was retrieved). Precision is the share of right labels. A statement needs a
@@ -75,34 +78,50 @@ def citation_accuracy(row: Row, reply: Reply) -> Score:
     """
     if not reply.text:
         return Score(0.0, {"labels": 0, "right": 0, "needed": 0, "covered": 0, "wrong": [], "uncited": []})
-    known = {d.number for d in row.prompt.documents if reply.fields is None or _among(d, reply.sources)}
+    documents = row.prompt.documents
+    if reply.fields is not None:  # prose has no list of sources
+        documents = tuple(document for document in documents if _among(document, reply.sources))
+    known = {document.number for document in documents}
     cited = statements.labels(reply.text)
-    wrong = sorted({label for label in cited if label not in known})
-    need: list[statements.Statement] = []
-    if not (should_refuse(row) and refuses(reply)):
-        parts = statements.statements(reply.text)
-        need = [part for part in parts if part.subject and (part.labels or statements.items(part))]
-        if not need and row.prompt.documents:
-            need = [statements.Statement(" ".join(reply.text.split()), tuple(cited), True)]
+    need = _need_a_label(row, reply)
     uncited = [part.text for part in need if known.isdisjoint(part.labels)]
-    right, covered = sum(label in known for label in cited), len(need) - len(uncited)
-    precision = right / len(cited) if cited else 1.0
-    recall = covered / len(need) if need else 1.0
-    return Score(
-        2 * precision * recall / (precision + recall) if precision + recall else 0.0,
-        {
-            "labels": len(cited),
-            "right": right,
-            "needed": len(need),
-            "covered": covered,
-            "wrong": wrong,
-            "uncited": uncited,
-        },
-    )
+    right = sum(label in known for label in cited)
+    covered = len(need) - len(uncited)
+    precision = _share(right, len(cited))
+    recall = _share(covered, len(need))
+    f1 = 0.0
+    if precision + recall:
+        f1 = 2 * precision * recall / (precision + recall)
+    why = {
+        "labels": len(cited),
+        "right": right,
+        "needed": len(need),
+        "covered": covered,
+        "wrong": sorted(set(cited) - known),
+        "uncited": uncited,
+    }
+    return Score(f1, why)
 
 
-def grounding(row: Row, reply: Reply) -> Score:
-    """Whether what can be looked up in the answer stands in the documents or in the question.
+def _need_a_label(row: QARow, reply: Reply) -> list[statements.Statement]:
+    """List the statements that need a label; the whole answer as one where no single one does."""
+    if should_refuse(row) and refuses(reply):
+        return []
+    parts = statements.statements(reply.text)
+    need = [part for part in parts if part.subject and (part.labels or statements.items(part))]
+    if not need and row.prompt.documents:
+        whole = " ".join(reply.text.split())
+        return [statements.Statement(whole, tuple(statements.labels(reply.text)), subject=True)]
+    return need
+
+
+def _share(part: int, total: int) -> float:
+    """A share of a total; 1 where there is nothing to have a share of, so that nothing is missing."""
+    return part / total if total else 1.0
+
+
+def grounding(row: QARow, reply: Reply) -> Score:
+    """Check that what can be looked up in the answer stands in the documents or in the question.
 
     Definition: the share of its numbers, years, names and quotes that are there: a number by its value (``7`` is there
     where ``seven`` is), a name if all its words are, a quote of three words or more word for word. Numbers and quotes
@@ -115,16 +134,18 @@ def grounding(row: Row, reply: Reply) -> Score:
     if not reply.text:
         return Score(0.0, {"items": 0, "unsupported": []})
     evidence = statements.Evidence(row.prompt.evidence)
-    found = [item for part in statements.statements(reply.text) for item in statements.items(part)]
-    unsupported = [item for item in found if not evidence.holds(item)]
-    return Score(
-        1 - len(unsupported) / len(found) if found else 1.0,
-        {"items": len(found), "unsupported": [f"{item.kind}: {item.text}" for item in unsupported]},
-    )
+    found: list[statements.Item] = []
+    for part in statements.statements(reply.text):
+        found += statements.items(part)
+    unsupported = [f"{item.kind}: {item.text}" for item in found if not evidence.holds(item)]
+    value = 1.0
+    if found:
+        value = 1 - len(unsupported) / len(found)
+    return Score(value, {"items": len(found), "unsupported": unsupported})
 
 
-def refusal(row: Row, reply: Reply) -> Score:
-    """Whether it refuses where the data's answer refuses, and answers where that answers.
+def refusal(row: QARow, reply: Reply) -> Score:
+    """Check that the reply refuses where the data's answer refuses, and answers where that answers.
 
     Definition: the reference says what is right, in its own fields (see :func:`should_refuse`); the reply is judged by
     its words (see :func:`refuses`). 1 if the two agree, else 0; over rows the four cases make a confusion matrix.
@@ -133,24 +154,27 @@ def refusal(row: Row, reply: Reply) -> Score:
     later than in the second sentence; an answer that says "I cannot" and then answers all the same. Nonsense counts
     as an answer.
     """
-    should, did = should_refuse(row), refuses(reply) if reply.text else None
+    should = should_refuse(row)
+    did = None  # equal to neither True nor False
+    if reply.text:
+        did = refuses(reply)
     return Score(float(should == did), {"should": should, "did": did})
 
 
-SCORERS: dict[str, Callable[[Row, Reply], Score]] = {
+SCORERS: dict[str, Callable[[QARow, Reply], Score]] = {
     "format": format_compliance,
     "citations": citation_accuracy,
     "grounding": grounding,
     "refusal": refusal,
 }
-"""The four, by the names they have in reports."""
+"""The four scorers, by the names that they have in reports."""
 
 
-def should_refuse(row: Row) -> bool:
-    """Whether the documents do not hold the answer, as the reference says it.
+def should_refuse(row: QARow) -> bool:
+    """Tell whether the reference says that the documents do not hold the answer.
 
-    In ``integrity.fallback_behavior`` (a refusal, or a question back); where that is left out, in
-    ``answer.completeness`` (insufficient data). Not by its sources: a refusal may cite what it did find.
+    It says so in ``integrity.fallback_behavior`` (a refusal, or a question back); where that is left out, in
+    ``answer.completeness`` (insufficient data). Its sources do not count: a refusal may cite what it did find.
     """
     behaviour = row.reference.said("integrity", "fallback_behavior")
     if behaviour is not None:
@@ -158,7 +182,7 @@ def should_refuse(row: Row) -> bool:
     return row.reference.said("answer", "completeness") == "insufficient_data"
 
 
-def kind(row: Row) -> str:
+def kind(row: QARow) -> str:
     """Say what the data's own answer is: ``placeholder``, ``refusal`` or ``answer``.
 
     A placeholder announces an answer in brackets and gives none, as in "[This answer would ...]". A refusal is marked
@@ -166,11 +190,13 @@ def kind(row: Row) -> str:
     """
     if _PLACEHOLDER.match(row.reference.text):
         return "placeholder"
-    return "refusal" if should_refuse(row) else "answer"
+    if should_refuse(row):
+        return "refusal"
+    return "answer"
 
 
 def refuses(reply: Reply) -> bool:
-    """Whether a reply's first two statements say that it cannot, or may not, answer, before any cited fact."""
+    """Tell whether a reply's first two statements say that it cannot, or may not, answer, before any cited fact."""
     for part in statements.statements(reply.text)[:_OPENING]:
         if _REFUSAL.search(part.text):
             return True
@@ -181,9 +207,10 @@ def refuses(reply: Reply) -> bool:
 
 def _among(document: Document, sources: list[dict[str, Any]]) -> bool:
     for source in sources:
-        label, url = source.get("citation_label"), source.get("canonical_url")
-        if document.url and url == document.url:
+        if document.url and source.get("canonical_url") == document.url:
             return True
+        label = source.get("citation_label")
+        # A label may leave out the end of a title, from a colon on.
         if isinstance(label, str) and label and f"{document.title}:".startswith(f"{label.strip()}:"):
             return True
     return False

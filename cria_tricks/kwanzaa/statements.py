@@ -1,18 +1,26 @@
-"""An answer's text, taken apart: statements, the labels that cover them, and what in them can be looked up."""
+"""Split an answer's text into statements, the labels that cover them, and what in them can be looked up."""
 
 import re
 from dataclasses import dataclass, replace
 
-_LABELS = re.compile(r"\[(\d+(?:\s*,\s*\d+)*)\]")
+LABELS = re.compile(r"\[(\d+(?:\s*,\s*\d+)*)\]")
+"""Labels of documents in a text: ``[1]``, or ``[1, 2]`` for two."""
 _BULLET = re.compile(r"^(?P<indent>\s*)(?:[-*•+]|\d+[.)])\s+")
+# A bold label before the text of its line: **Umoja:** unity
 _BOLD_LABEL = re.compile(r"^\*\*[^*\[]+:\*\*\s+(?=\S)")
 _FENCED = re.compile(r"^\s*```.*?(?:^\s*```|\Z)", re.MULTILINE | re.DOTALL)
+# A sentence may end inside a quotation or a bracket.
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+")
+# After these a full stop ends no sentence.
 _ABBREVIATED = re.compile(r"(?:^|[\s(.])(?:Dr|Mr|Mrs|Ms|St|Jr|Sr|Rev|Prof|No|vs?|e\.g|i\.e|[A-Z])\.$")
 _TO_THE_READER = re.compile(r"(?<!\w)(?:I|[Mm]e|[Mm]y|[Yy]ou|[Yy]our)(?!\w)")
+# Whole numbers and decimals, with commas and a dollar; neither the 40 of "the 40s" nor the 7 of "7th" is one.
 _NUMBER = re.compile(r"(?<![\w.])\$?(?!\d\ds\b)(\d+(?:,\d{3})*(?:\.\d+)?)(?!\d|(?:th|st|nd|rd)\b)")
+_YEAR = re.compile(r"1[5-9]\d\d|20\d\d")
 _WORD = re.compile(r"[^\W\d_][\w’'-]*")
+# What stands before a word that has its capital from its place: the text's begin, a colon or a dash.
 _OPENS = re.compile(r"(?:^|[:–—]|\s-)\W*$")
+# Between double quotes, or between single ones that are no apostrophes.
 _QUOTE = re.compile(r"[\"“]([^\"“”\n]+)[\"”]|(?<![\w’'])['‘]((?:[^'‘’\n]|(?<=\w)['’](?=\w))+)['’](?!\w)")
 _COUNTED = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -28,8 +36,8 @@ class Statement:
 
     Attributes:
         text: without bullet and without labels.
-        labels: those that cover it: its own, those of a later sentence of its paragraph, and those of the line that
-            introduces its list.
+        labels: the documents that cover it: its own labels, those of a later sentence of its paragraph, and those of
+            the line that introduces its list.
         subject: whether it speaks of the subject: no heading, no question, and not to or of the reader or writer.
     """
 
@@ -52,19 +60,21 @@ class Item:
 
 
 def labels(text: str) -> list[int]:
-    """Every ``[n]`` of a text, in order; ``[1, 2]`` is two."""
-    return [int(number) for match in _LABELS.finditer(text) for number in match[1].split(",")]
+    """Find every ``[n]`` of a text, in order; ``[1, 2]`` is two."""
+    numbers = ",".join(match[1] for match in LABELS.finditer(text))
+    return [int(number) for number in numbers.split(",") if number]
 
 
 def statements(text: str) -> list[Statement]:
-    """Take a text apart. Code between fences, and the bold label that a line begins with, are left out.
+    """Split a text into statements; code between fences, and the bold label that a line begins with, are left out.
 
-    A heading is a line that ends with a colon, or one that ends like no sentence and has a list right below it. What
-    covers it, and whom it speaks to, goes for the list or the one line below it.
+    A heading is a line that ends with a colon, or one without a full stop that has a list right below it. The labels
+    that cover it also cover the list or the one line below it, and a list under a heading that speaks to the reader
+    does not speak of the subject.
     """
     found: list[Statement] = []
-    above: list[tuple[int, Statement]] = []  # headings that are open, each with its indentation
-    fresh = False  # whether the line above is one
+    above: list[tuple[int, Statement]] = []  # headings whose lists are not over, each with its indentation
+    fresh = False  # whether the line above is a heading
     lines = [line for line in _FENCED.sub("", text).splitlines() if line.strip(" -_*#>")]
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         indent, content = _unbulleted(line)
@@ -74,30 +84,39 @@ def statements(text: str) -> list[Statement]:
         if not own:
             continue
         for _, heading in above:
-            own = [
-                replace(s, labels=(*s.labels, *heading.labels), subject=s.subject and not _to_the_reader(heading.text))
-                for s in own
-            ]
-        fresh = own[-1].text.endswith(":") or (own[-1].text[-1] not in ".!?" and _unbulleted(following)[0] > indent)
+            own = [_under(heading, statement) for statement in own]
+        last = own[-1]
+        ends_open = last.text[-1] not in ".!?"
+        list_follows = _unbulleted(following)[0] > indent
+        fresh = last.text.endswith(":") or (ends_open and list_follows)
         if fresh:
-            above.append((indent, own[-1]))
-            own[-1] = replace(own[-1], subject=False)
+            above.append((indent, last))
+            own[-1] = replace(last, subject=False)
         found += own
     return found
 
 
+def _under(heading: Statement, statement: Statement) -> Statement:
+    """A statement of a list, with the labels of the line that introduces the list."""
+    subject = statement.subject and not _to_the_reader(heading.text)
+    return replace(statement, labels=(*statement.labels, *heading.labels), subject=subject)
+
+
 def _unbulleted(line: str) -> tuple[int, str]:
-    """How far an item is indented, -1 for what is none, and the line without bullet and emphasis."""
+    """Split an item of a list into its indentation and its text without emphasis; -1 for a line that is no item."""
     bullet = _BULLET.match(line)
-    content = line[bullet.end() :] if bullet else line.strip("#> ")
-    content = _BOLD_LABEL.sub("", content).replace("**", "")
-    return (len(bullet["indent"]) if bullet else -1), content
+    indent = -1
+    content = line.strip("#> ")
+    if bullet:
+        indent = len(bullet["indent"])
+        content = line[bullet.end() :]
+    return indent, _BOLD_LABEL.sub("", content).replace("**", "")
 
 
 def _sentences(line: str) -> list[Statement]:
     pieces: list[str] = []
     for piece in _SENTENCE_END.split(line.strip()):
-        leading = re.match(rf"(?:{_LABELS.pattern}\s*)+", piece)
+        leading = re.match(rf"(?:{LABELS.pattern}\s*)+", piece)
         if pieces and leading:  # labels behind the full stop belong to the sentence before it
             pieces[-1] += " " + leading[0].strip()
             piece = piece[leading.end() :]
@@ -107,9 +126,9 @@ def _sentences(line: str) -> list[Statement]:
             pieces.append(piece)
     found: list[Statement] = []
     covered: list[int] = []
-    for piece in reversed(pieces):
+    for piece in reversed(pieces):  # from the end, because a label covers the sentences before it, too
         covered = labels(piece) + covered
-        plain = " ".join(_LABELS.sub("", piece).split())
+        plain = " ".join(LABELS.sub("", piece).split())
         if not plain:
             continue
         subject = not _to_the_reader(plain) and not plain.rstrip(".").endswith("?")
@@ -122,18 +141,25 @@ def _to_the_reader(text: str) -> bool:
 
 
 def items(statement: Statement) -> list[Item]:
-    """What can be looked up in a statement: every number and quote, and, where it speaks of the subject, names.
+    """Find what can be looked up in a statement: every number and quote, and, where it speaks of the subject, names.
 
     A name is a run of words with a capital. The first word, also after a colon or a dash, is no part of one, as it may
     have its capital from there. A quote has three words or more. A decade in two digits, as in "the 40s", is left out.
     """
     found = [Item("quote", quote) for quote in _quotes(statement.text) if len(quote.split()) >= 3]
-    unquoted = _QUOTE.sub(lambda match: match[0] if len(match[0].split()) < 3 else " ", statement.text)
+    unquoted = _QUOTE.sub(_short_quote, statement.text)
     for match in _NUMBER.finditer(unquoted):
         digits = match[1].replace(",", "")
-        kind = "year" if re.fullmatch(r"1[5-9]\d\d|20\d\d", match[1]) else "number"
+        kind = "year" if _YEAR.fullmatch(match[1]) else "number"
         found.append(Item(kind, digits))
-    return found + [Item("name", name) for name in _names(unquoted)] if statement.subject else found
+    if statement.subject:
+        found += [Item("name", name) for name in _names(unquoted)]
+    return found
+
+
+def _short_quote(match: re.Match[str]) -> str:
+    """Keep a quote of one or two words, which may be a name; take out a longer one, which is looked up as a whole."""
+    return match[0] if len(match[0].split()) < 3 else " "
 
 
 def _names(text: str) -> list[str]:
@@ -142,8 +168,8 @@ def _names(text: str) -> list[str]:
     for match in _WORD.finditer(text):
         if not match[0][0].isupper() or _OPENS.search(text[: match.start()]):
             continue
-        between = text[end : match.start()] if end is not None else "-"
-        if between in (" ", ". ", "."):
+        # Words of one name stand beside each other, or with the full stop of an initial between them.
+        if end is not None and text[end : match.start()] in (" ", ". ", "."):
             runs[-1].append(match[0])
         else:
             runs.append([match[0]])
@@ -156,20 +182,22 @@ def _quotes(text: str) -> list[str]:
 
 
 class Evidence:
-    """What may be relied on, made ready to look things up in.
+    """The text on which an answer may rest, made ready to look things up in.
 
     Args:
         text: documents and question.
     """
 
     def __init__(self, text: str):
-        self.words = {part for word in _WORD.findall(text) for part in _forms(word)}
+        self.words: set[str] = set()
+        for word in _WORD.findall(text):
+            self.words |= _forms(word)
         self.numbers = {match[1].replace(",", "") for match in _NUMBER.finditer(text)}
         self.numbers |= {_NUMBER_WORDS[word] for word in self.words & _NUMBER_WORDS.keys()}
         self.plain = _plain(text)
 
     def holds(self, item: Item) -> bool:
-        """Whether an item is there: a number by its value, a name by its words in any order, a quote word for word."""
+        """Tell whether an item is there: a number by value, a name by its words in any order, a quote word for word."""
         if item.kind == "name":
             return all(_forms(word) & (self.words | _TITLES) for word in _WORD.findall(item.text))
         if item.kind == "quote":
@@ -178,12 +206,12 @@ class Evidence:
 
 
 def _forms(word: str) -> set[str]:
-    """A word as it may be met: in lower case, without a possessive or plural s, and the parts of a compound."""
+    """List a word's forms: in lower case, without a possessive or plural s, and the parts of a compound."""
     word = re.sub(r"['’]s?$", "", word.lower())
     parts = {word, *word.split("-")}
     return parts | {part[:-1] for part in parts if len(part) > 3 and part.endswith("s")}
 
 
 def _plain(text: str) -> str:
-    """Words alone, so that case, punctuation and line breaks do not matter."""
+    """Reduce a text to its words, so that case, punctuation and line breaks do not matter."""
     return " ".join(re.findall(r"\w+", text.lower().replace("’", "'")))

@@ -1,4 +1,4 @@
-"""Scored answers -> one plain dictionary: values with their intervals, paired differences, counts, examples."""
+"""Summarise scored answers as plain data: values with their intervals, paired differences, counts, examples."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
-from cria_tricks.kwanzaa.prompt import Row
+from cria_tricks.kwanzaa.prompt import QARow
 from cria_tricks.kwanzaa.reply import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.scores import SCORERS, Score
 
@@ -24,31 +24,33 @@ class Scored:
     """One answer and its scores.
 
     Attributes:
-        row: what was asked.
-        reply: what came.
-        written: how it came; ``None`` for the data's own.
+        row: the row that asks.
+        reply: the answer to it.
+        written: length and loss of the answer; ``None`` for the data's own.
     """
 
-    row: Row
+    row: QARow
     reply: Reply
     written: Written | None
 
     @cached_property
     def scores(self) -> dict[str, Score]:
-        """By the scorer's name; none for a row without the answer contract."""
-        return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items() if self.row.contract}
+        """The scores by the scorer's name; empty for a row without the answer contract."""
+        if not self.row.contract:
+            return {}
+        return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items()}
 
 
 def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Put all numbers together.
+    """Summarise the scored answers of all systems.
 
     Args:
-        systems: the answers of each to the same rows, in the same order.
-        about: what was evaluated, with what; becomes the first keys.
+        systems: the answers of each system to the same rows, in the same order.
+        about: the first keys of the result: what was evaluated, and with what.
 
     Returns:
         Plain JSON data: ``systems`` by name, ``differences`` (adapter minus base, where both are there), ``examples``,
-        and ``answers``, every row's scores with what was found wanting.
+        and ``answers``: every row's scores with their reasons.
     """
     samples = _samples(systems)
     summary = {name: _system(scored, samples[name]) for name, scored in systems.items()}
@@ -57,64 +59,76 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
         "systems": summary,
         "differences": _differences(summary, samples),
         "examples": _examples(systems),
-        "answers": {
-            name: [
-                {"row": each.row.where, **{scorer: {"value": s.value, **s.why} for scorer, s in each.scores.items()}}
-                for each in scored
-            ]
-            for name, scored in systems.items()
-        },
+        "answers": {name: [_answer(each) for each in scored] for name, scored in systems.items()},
     }
+
+
+def _answer(scored: Scored) -> dict[str, Any]:
+    """List one answer's scores, each with its reasons."""
+    scores = {scorer: {"value": score.value, **score.why} for scorer, score in scored.scores.items()}
+    return {"row": scored.row.where, **scores}
 
 
 def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "torch.Tensor"]]:
-    """Every system's values in every draw; the draws are the same for all."""
+    """Draw every system's mean values; the draws are the same for all, so that differences are paired."""
     columns: dict[tuple[str, str], list[float]] = {}
     for name, scored in systems.items():
         for scorer in scored[0].scores:
-            columns[name, scorer] = [each.scores[scorer].value for each in scored]
-        if written := [each.written for each in scored if each.written]:
+            columns[name, scorer] = _values(scored, scorer)
+        written = _written(scored)
+        if written:
             columns[name, "loss"] = [each.loss for each in written]
             columns[name, "trained"] = [each.trained for each in written]
-    means = dict(zip(columns, resampled_means(list(columns.values())).unbind(1), strict=True))
-    found = {name: {scorer: means[name, scorer] for scorer in scored[0].scores} for name, scored in systems.items()}
-    for name in systems:
-        if (name, "loss") in means:  # per token, not per row
-            found[name]["loss"] = means[name, "loss"] / means[name, "trained"]
-            found[name]["perplexity"] = found[name]["loss"].exp()
+    means = resampled_means(list(columns.values())).unbind(1)
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in systems}
+    for (name, column), mean in zip(columns, means, strict=True):
+        found[name][column] = mean
+    for samples in found.values():
+        if "loss" in samples:  # the mean over tokens, not over rows
+            samples["loss"] = samples["loss"] / samples.pop("trained")
+            samples["perplexity"] = samples["loss"].exp()
     return found
 
 
+def _values(scored: Sequence[Scored], scorer: str) -> list[float]:
+    return [each.scores[scorer].value for each in scored]
+
+
+def _written(scored: Sequence[Scored]) -> list[Written]:
+    """What a model wrote; nothing for the data's own answers."""
+    return [each.written for each in scored if each.written]
+
+
 def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> dict[str, Any]:
-    values = {scorer: sum(each.scores[scorer].value for each in scored) / len(scored) for scorer in scored[0].scores}
-    written = [each.written for each in scored if each.written]
+    values = {scorer: sum(_values(scored, scorer)) / len(scored) for scorer in scored[0].scores}
+    written = _written(scored)
     if written:
         values["loss"] = sum(each.loss for each in written) / sum(each.trained for each in written)
         values["perplexity"] = math.exp(values["loss"])
+    found: dict[str, Any] = {name: _with_interval(value, samples[name]) for name, value in values.items()}
+    if scored[0].row.contract:
+        found |= _of_contract(scored)
+    tokens = cut_off = None
     answered = [each for each in written if each.tokens]  # a text is not answered
-    return {
-        **{name: _with_interval(value, samples[name]) for name, value in values.items()},
-        **(_of_contract(scored) if scored[0].row.contract else {}),
-        "tokens": sum(each.tokens for each in answered) / len(answered) if answered else None,
-        "cut_off": sum(not each.ended for each in answered) if answered else None,
-    }
+    if answered:
+        tokens = sum(each.tokens for each in answered) / len(answered)
+        cut_off = sum(not each.ended for each in answered)
+    return found | {"tokens": tokens, "cut_off": cut_off}
 
 
 def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
-    """What is counted where the rows keep the contract."""
-    why = {scorer: [each.scores[scorer].why for each in scored] for scorer in SCORERS}
-    cases = Counter((case["should"], case["did"]) for case in why["refusal"])
+    """Count what the scorers found, where the rows keep the contract."""
+    formats = _reasons(scored, "format")
+    citations = _reasons(scored, "citations")
+    grounding = _reasons(scored, "grounding")
+    cases = Counter((case["should"], case["did"]) for case in _reasons(scored, "refusal"))
     return {
-        "json": _share(why["format"], "json"),
-        "violations": {
-            kind: count / len(scored)
-            for kind in VIOLATIONS
-            if (count := sum(kind in case["violations"] for case in why["format"]))
-        },
-        "citation_precision": _ratio(why["citations"], "right", "labels"),
-        "citation_recall": _ratio(why["citations"], "covered", "needed"),
-        "items": sum(case["items"] for case in why["grounding"]),
-        "unsupported": sum(len(case["unsupported"]) for case in why["grounding"]),
+        "json": sum(case["json"] for case in formats) / len(formats),
+        "violations": _violations(formats),
+        "citation_precision": _ratio(citations, "right", "labels"),
+        "citation_recall": _ratio(citations, "covered", "needed"),
+        "items": sum(case["items"] for case in grounding),
+        "unsupported": sum(len(case["unsupported"]) for case in grounding),
         "confusion": {
             "refused_rightly": cases[True, True],
             "answered_wrongly": cases[True, False],
@@ -123,6 +137,20 @@ def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
             "no_text": cases[True, None] + cases[False, None],
         },
     }
+
+
+def _reasons(scored: Sequence[Scored], scorer: str) -> list[dict[str, Any]]:
+    return [each.scores[scorer].why for each in scored]
+
+
+def _violations(formats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The share of answers that have a violation of each kind; without the kinds that none has."""
+    shares = {}
+    for kind in VIOLATIONS:
+        count = sum(kind in case["violations"] for case in formats)
+        if count:
+            shares[kind] = count / len(formats)
+    return shares
 
 
 def _with_interval(value: float, samples: "torch.Tensor") -> dict[str, float]:
@@ -143,33 +171,34 @@ def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, 
 
 
 def _examples(systems: Mapping[str, Sequence[Scored]]) -> list[dict[str, Any]]:
-    """Ten rows, evenly spread."""
+    """Pick ten rows, evenly spread."""
     rows = len(next(iter(systems.values())))
     chosen = sorted({round(number * (rows - 1) / (EXAMPLES - 1)) for number in range(EXAMPLES)})
-    return [
-        {
-            "row": scored[number].row.where,
-            "query": scored[number].row.prompt.query,
-            "documents": [document.title for document in scored[number].row.prompt.documents],
-            "reference": scored[number].row.reference.text,
-            "systems": {
-                name: {
-                    "text": each[number].reply.text,
-                    "read": each[number].reply.fields is not None,
-                    "scores": {scorer: score.value for scorer, score in each[number].scores.items()},
-                }
-                for name, each in systems.items()
-            },
-        }
-        for number in chosen
-        for scored in [next(iter(systems.values()))]
-    ]
+    return [_example({name: scored[number] for name, scored in systems.items()}) for number in chosen]
 
 
-def _share(cases: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(bool(case[name]) for case in cases) / len(cases)
+def _example(answers: Mapping[str, Scored]) -> dict[str, Any]:
+    """One row, with what each system answered."""
+    row = next(iter(answers.values())).row
+    return {
+        "row": row.where,
+        "query": row.prompt.query,
+        "documents": [document.title for document in row.prompt.documents],
+        "reference": row.reference.text,
+        "systems": {name: _shown(scored) for name, scored in answers.items()},
+    }
+
+
+def _shown(scored: Scored) -> dict[str, Any]:
+    return {
+        "text": scored.reply.text,
+        "read": scored.reply.fields is not None,
+        "scores": {scorer: score.value for scorer, score in scored.scores.items()},
+    }
 
 
 def _ratio(cases: Sequence[Mapping[str, Any]], of: str, to: str) -> float | None:
     total = sum(case[to] for case in cases)
-    return sum(case[of] for case in cases) / total if total else None
+    if not total:
+        return None
+    return sum(case[of] for case in cases) / total

@@ -1,39 +1,39 @@
 """The figure of a report: loss and memory over the steps."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+_BLUE = "#2a6f97"
+_ORANGE = "#c1440e"
+"""The picture has a white background of its own, so it needs none of the themes of the site's figures."""
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw the loss and the peak memory of each step, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, because matplotlib starts slowly
     from matplotlib.figure import Figure
 
     training = [entry for entry in report["history"] if "loss" in entry]
     evaluations = [entry for entry in report["history"] if "eval_loss" in entry]
+    measured = [entry for entry in training if "peak_bytes" in entry]  # on a CPU only where a peak could come
     figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no screen, and no global state, needed
     losses, memory = figure.subplots(1, 2)
-    steps = [entry["step"] for entry in training]
-    losses.plot(steps, [entry["loss"] for entry in training], color="#2a6f97", marker=".", label="training step")
+    losses.plot(_column(training, "step"), _column(training, "loss"), color=_BLUE, marker=".", label="training step")
     if evaluations:
         losses.plot(
-            [entry["step"] for entry in evaluations],
-            [entry["eval_loss"] for entry in evaluations],
-            color="#c1440e",
+            _column(evaluations, "step"),
+            _column(evaluations, "eval_loss"),
+            color=_ORANGE,
             marker="o",
             linestyle="--",
             label="evaluation, all rows",
         )
     losses.set(xlabel="optimizer step", ylabel="loss per trained token, nats", title="Loss")
     losses.legend(frameon=False)
-    measured = [entry for entry in training if "peak_bytes" in entry]  # on a CPU where a peak could come
-    memory.plot(
-        [entry["step"] for entry in measured],
-        [entry["peak_bytes"] / 2**20 for entry in measured],
-        color="#2a6f97",
-        marker=".",
-    )
+    mebibytes = [peak / 2**20 for peak in _column(measured, "peak_bytes")]
+    memory.plot(_column(measured, "step"), mebibytes, color=_BLUE, marker=".")
     memory.set(xlabel="optimizer step", ylabel="peak in the step, MiB", title="Memory", ylim=(0, None))
     for axes in (losses, memory):
         axes.spines[["top", "right"]].set_visible(False)
@@ -42,3 +42,7 @@ def draw(report: Mapping[str, Any]) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture)
     return picture.getvalue()
+
+
+def _column(entries: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return [entry[key] for entry in entries]

@@ -23,15 +23,43 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    data, recipe, parameters = report["data"], report["recipe"], report["parameters"]
+    """Write report.md."""
+    switched = [f"`{key} = {json.dumps(value)}`" for key, value in report["recipe"]["tricks"].items()]
+    versions = [f"{name} {version}" for name, version in report["versions"].items()]
+    warnings = [f"- {sentence}" for sentence in report["warnings"]] or ["none"]
+    lines = [
+        *_what_ran(report),
+        *markdown_table(("what", "value"), _numbers(report)),
+        "",
+        "![loss and memory by step](report.png)",
+        "",
+        *_memory(report),
+        *_compared(report),
+        *_sampled(report),
+        *_profiled(report),
+        *_data(report["data"]),
+        *("## Toggles", "", ", ".join(switched), ""),
+        *("## Warnings", "", *warnings, ""),
+        *("## Versions", "", ", ".join(versions), ""),
+    ]
+    return "\n".join(lines)
 
-    def loss(key: str) -> str:
-        return "not measured" if report[key] is None else f"{report[key]:.4f}"
 
-    rows = [
-        ("evaluation loss before", loss("eval_loss_before")),
-        ("evaluation loss after", loss("eval_loss_after")),
-        ("training loss, mean over steps", loss("train_loss")),
+def _what_ran(report: Mapping[str, Any]) -> list[str]:
+    recipe = report["recipe"]
+    ran = what_ran.in_words(Recipe.model_validate(recipe), report["model"], report["data"]["train_kinds"])
+    lines = [f"# {recipe['name']}: {report['model']}", "", ran, ""]
+    if report["model_note"]:
+        lines += [report["model_note"], ""]
+    return lines
+
+
+def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parameters = report["parameters"]
+    return [
+        ("evaluation loss before", _loss(report["eval_loss_before"])),
+        ("evaluation loss after", _loss(report["eval_loss_after"])),
+        ("training loss, mean over steps", _loss(report["train_loss"])),
         ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
@@ -41,64 +69,26 @@ def markdown(report: Mapping[str, Any]) -> str:
         ("device", report["device"]),
         ("attention kernel", report["attention_kernel"]),
     ]
-    switched = [f"`{key} = {json.dumps(value)}`" for key, value in recipe["tricks"].items()]
-    memory = [
-        (
-            name,
-            human(phase["allocated_bytes"]),
-            human(phase.get("reserved_bytes", phase.get("process_bytes", 0))),
-        )
-        for name, phase in report["memory"].items()
-    ]
-    beside = "reserved by the allocator" if report["plan"]["device"]["kind"] == "cuda" else "process so far (RSS)"
-    return "\n".join(
-        [
-            f"# {recipe['name']}: {report['model']}",
-            "",
-            what_ran.in_words(Recipe.model_validate(recipe), report["model"], data["train_kinds"]),
-            *(["", report["model_note"]] if report["model_note"] else []),
-            "",
-            *markdown_table(("what", "value"), rows),
-            "",
-            "![loss and memory by step](report.png)",
-            "",
-            "## Peak memory by phase" + ", first process" * (len(report["monitor"]) > 1),
-            "",
-            *markdown_table(("phase", "live", beside), memory),
-            "",
-            *_compared(report),
-            *_watched(report),
-            "## Data",
-            "",
-            f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
-            f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
-            f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, the loss is of {data['eval_trained_tokens']:,}, "
-            f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; "
-            f"{what_ran.rows_in_words(data['eval_kinds'])}",
-            "",
-            *_steps(data["train_steps"]),
-            "## Toggles",
-            "",
-            ", ".join(switched),
-            "",
-            "## Warnings",
-            "",
-            *([f"- {sentence}" for sentence in report["warnings"]] or ["none"]),
-            "",
-            "## Versions",
-            "",
-            ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
-            "",
-        ]
-    )
 
 
-def _steps(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What each step of the data read, took away and added."""
-    if not counts:
-        return []
-    rows = [(step, f"{entry['rows']:,}", f"{entry['words']:,}") for step, entry in counts.items()]
-    return [*markdown_table(("training rows", "rows", "words"), rows), ""]
+def _loss(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+def _memory(report: Mapping[str, Any]) -> list[str]:
+    """The section of the peaks by phase."""
+    title = "## Peak memory by phase"
+    if len(report["monitor"]) > 1:
+        title += ", first process"
+    # A GPU's meter reads the allocator. Without a GPU there is only the memory of the whole process.
+    beside = "process so far (RSS)"
+    if report["plan"]["device"]["kind"] == "cuda":
+        beside = "reserved by the allocator"
+    rows = []
+    for name, phase in report["memory"].items():
+        around = phase.get("reserved_bytes", phase.get("process_bytes", 0))
+        rows.append((name, human(phase["allocated_bytes"]), human(around)))
+    return [title, "", *markdown_table(("phase", "live", beside), rows), ""]
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
@@ -106,45 +96,70 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     found = report["estimate"]
     if found is None:
         return []
-    rows = [(row["name"], row["bytes"], row["why"]) for row in found["rows"]]
-    rows.append(("**estimated**", report["estimated_peak_bytes"], "the sum"))
+    rows = [(row["name"], human(row["bytes"]), row["why"]) for row in found["rows"]]
+    rows.append(("**estimated**", human(report["estimated_peak_bytes"]), "the sum"))
     if found["measured_bytes"] is not None:
-        rows.append(("unexplained", found["unexplained_bytes"], "what no row accounts for"))
-        rows.append(("**measured**", found["measured_bytes"], f"estimated is {found['ratio']:.3f} of it"))
+        rows.append(("unexplained", human(found["unexplained_bytes"]), "what no row accounts for"))
+        rows.append(("**measured**", human(found["measured_bytes"]), f"estimated is {found['ratio']:.3f} of it"))
     return [
         "## Estimated and measured, largest training step",
         "",
-        *markdown_table(("what", "bytes", "why"), [(name, human(size), why) for name, size, why in rows]),
+        *markdown_table(("what", "bytes", "why"), rows),
         "",
     ]
 
 
-def _watched(report: Mapping[str, Any]) -> list[str]:
-    """The sections of what was sampled, and of what a trace says; none where nobody looked."""
-    lines: list[str] = []
+def _sampled(report: Mapping[str, Any]) -> list[str]:
+    """The section of what the monitor sampled; none where it was off."""
     sampled = [found for found in report.get("monitor") or [] if found]
-    if sampled:
-        lines += [
-            "## The machine meanwhile",
-            "",
-            f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`.",
-            "",
-            *markdown_table(("what", "mean", "peak"), monitor.table(sampled)),
-            "",
-        ]
-    if traced := report.get("profile"):
-        first, last = traced["steps"]
-        operators = [
-            (f"`{row['name']}`", str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}")
-            for row in traced["operators"]
-        ]
-        lines += [
-            "## Where the time goes",
-            "",
-            f"Operators of steps {first} to {last}, {traced['seconds']:.3f} seconds on the {traced['device']} in all; "
-            f"to look at: {', '.join(f'`{name}`' for name in traced['files'])}.",
-            "",
-            *markdown_table(("operator", "calls", "seconds", "share"), operators),
-            "",
-        ]
+    if not sampled:
+        return []
+    return [
+        "## The machine meanwhile",
+        "",
+        f"{sampled[0]['samples']} samples over {sampled[0]['seconds']:,.0f} seconds, in `monitor.jsonl`.",
+        "",
+        *markdown_table(("what", "mean", "peak"), monitor.table(sampled)),
+        "",
+    ]
+
+
+def _profiled(report: Mapping[str, Any]) -> list[str]:
+    """The section of what a trace says; none where no step was profiled."""
+    traced = report.get("profile")
+    if not traced:
+        return []
+    first, last = traced["steps"]
+    files = ", ".join(f"`{name}`" for name in traced["files"])
+    rows = [
+        (f"`{row['name']}`", str(row["calls"]), f"{row['seconds']:.3f}", f"{row['share']:.1%}")
+        for row in traced["operators"]
+    ]
+    return [
+        "## Where the time goes",
+        "",
+        f"Operators of steps {first} to {last}, {traced['seconds']:.3f} seconds on the {traced['device']} in all; "
+        f"to look at: {files}.",
+        "",
+        *markdown_table(("operator", "calls", "seconds", "share"), rows),
+        "",
+    ]
+
+
+def _data(data: Mapping[str, Any]) -> list[str]:
+    """The section of the rows; with a table, where a step of the data took some away or added some."""
+    lines = [
+        "## Data",
+        "",
+        f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
+        f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
+        f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, the loss is of {data['eval_trained_tokens']:,}, "
+        f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; "
+        f"{what_ran.rows_in_words(data['eval_kinds'])}",
+        "",
+    ]
+    counts = data["train_steps"]
+    rows = [(step, f"{entry['rows']:,}", f"{entry['words']:,}") for step, entry in counts.items()]
+    if rows:
+        lines += [*markdown_table(("training rows", "rows", "words"), rows), ""]
     return lines

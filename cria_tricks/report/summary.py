@@ -1,4 +1,4 @@
-"""Run -> report.json, report.md and a figure: what was asked, what ran, what it cost."""
+"""Summarise a run as plain data: what was asked, what ran, what it cost."""
 
 import math
 from collections.abc import Mapping
@@ -28,35 +28,25 @@ def summarise(
     parameters: Mapping[str, int],
     context: int = 0,
 ) -> dict[str, Any]:
-    """Put a run's numbers together.
+    """Summarise a run.
 
     Args:
         recipe: what was asked.
         plan: what it was resolved to.
         run: what happened.
         meter: seconds, and peak bytes by phase.
-        rows: the ``train`` and ``eval`` token rows; of a stream those count that were given.
-        descriptions: where the two came from.
-        parameters: ``trainable`` and ``total``.
-        context: of the model, in tokens; 0 where it is not known.
+        rows: the ``train`` and ``eval`` token rows; of a stream only the rows that were read count.
+        descriptions: sources of the two, in words.
+        parameters: number of ``trainable`` and ``total`` parameters.
+        context: length of the model's context (tokens); 0 where it is not known.
 
     Returns:
         Plain JSON data; its keys are the command line's contract.
     """
-    steps, evaluations = run.training, run.evaluations
-    in_steps = sum(entry["step_seconds"] for entry in steps)
-    tokens, trained = (sum(entry[key] for entry in steps) for key in ("tokens", "trained_tokens"))
     return {
-        "eval_loss_before": evaluations[0]["eval_loss"] if evaluations else None,
-        "eval_loss_after": evaluations[-1]["eval_loss"] if evaluations else None,
-        "train_loss": sum(entry["loss"] for entry in steps) / len(steps),
-        "tokens_per_second": tokens / in_steps,
-        "trained_tokens_per_second": trained / in_steps,
-        # The steps' own peaks are in the history, which a resumed run has from its first step on.
-        "peak_bytes": max(
-            *(phase["allocated_bytes"] for phase in meter.phases.values()),
-            *(entry["peak_bytes"] for entry in steps if "peak_bytes" in entry),
-        ),
+        **_losses(run),
+        **_speeds(run),
+        "peak_bytes": _peak_bytes(run, meter),
         "seconds": meter.spent()["seconds"],
         "device": plan.device.name,
         "attention_kernel": run.attention_kernel,
@@ -73,74 +63,123 @@ def summarise(
         "lengthened": list(run.lengthened),
         "memory": meter.phases,
         "parameters": dict(parameters),
-        "data": {
-            **descriptions,
-            "train_rows": rows["train"].count,
-            "train_rows_packed_into": run.train_rows if plan.collator else None,
-            "train_tokens": rows["train"].tokens,
-            "train_trained_tokens": rows["train"].trained_tokens,
-            "train_rows_cut": rows["train"].cut,
-            "train_rows_dropped": rows["train"].dropped,
-            "train_steps": rows["train"].tally.to_dict(),
-            "train_kinds": dict(rows["train"].tally.kinds),
-            "eval_rows": rows["eval"].count,
-            "eval_tokens": rows["eval"].tokens,
-            "eval_trained_tokens": rows["eval"].trained_tokens,
-            "eval_rows_cut": rows["eval"].cut,
-            "eval_rows_dropped": rows["eval"].dropped,
-            "eval_kinds": dict(rows["eval"].tally.kinds),
-            "tokens_seen": tokens,
-            "trained_tokens_seen": trained,
-        },
+        "data": {**descriptions, **_data(plan, run, rows["train"], rows["eval"])},
         "versions": versions(),
         "recipe": recipe.model_dump(mode="json"),
         "plan": plan.to_dict(),
-        "history": [{key: _finite(value) for key, value in entry.items()} for entry in run.history],
+        "history": [_finite(entry) for entry in run.history],
+    }
+
+
+def _losses(run: Run) -> dict[str, float | None]:
+    before = after = None
+    if run.evaluations:
+        before = run.evaluations[0]["eval_loss"]
+        after = run.evaluations[-1]["eval_loss"]
+    return {
+        "eval_loss_before": before,
+        "eval_loss_after": after,
+        "train_loss": _over_steps(run, "loss") / len(run.training),
+    }
+
+
+def _speeds(run: Run) -> dict[str, float]:
+    seconds = _over_steps(run, "step_seconds")
+    return {
+        "tokens_per_second": _over_steps(run, "tokens") / seconds,
+        "trained_tokens_per_second": _over_steps(run, "trained_tokens") / seconds,
+    }
+
+
+def _over_steps(run: Run, key: str) -> Any:
+    """The sum of one reading over all training steps."""
+    return sum(entry[key] for entry in run.training)
+
+
+def _peak_bytes(run: Run, meter: Meter) -> int:
+    """The highest peak of any phase or step."""
+    phases = [phase["allocated_bytes"] for phase in meter.phases.values()]
+    return max(phases + _step_peaks(run))
+
+
+def _step_peaks(run: Run) -> list[int]:
+    """The peak bytes of the steps in which they were measured.
+
+    They come from the history because a resumed run has all of it there, also what ran before the stop.
+    """
+    return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
+
+
+def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows | Stream) -> dict[str, Any]:
+    """Count rows and tokens of both parts."""
+    return {
+        "train_rows": train.count,
+        "train_rows_packed_into": run.train_rows if plan.collator else None,
+        "train_tokens": train.tokens,
+        "train_trained_tokens": train.trained_tokens,
+        "train_rows_cut": train.cut,
+        "train_rows_dropped": train.dropped,
+        "train_steps": train.tally.to_dict(),
+        "train_kinds": dict(train.tally.kinds),
+        "eval_rows": held_out.count,
+        "eval_tokens": held_out.tokens,
+        "eval_trained_tokens": held_out.trained_tokens,
+        "eval_rows_cut": held_out.cut,
+        "eval_rows_dropped": held_out.dropped,
+        "eval_kinds": dict(held_out.tally.kinds),
+        "tokens_seen": _over_steps(run, "tokens"),
+        "trained_tokens_seen": _over_steps(run, "trained_tokens"),
     }
 
 
 def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
-    """Lay the estimate beside what the training steps were measured to take.
+    """Compare the estimated peak of a training step with the measured one.
 
     Args:
-        memory: the bill of the largest micro-batch; none for a model of a kind that cannot be estimated.
+        memory: the bill of the largest micro-batch; ``None`` for a kind of model that cannot be estimated.
         run: what happened.
 
     Returns:
-        ``estimated_peak_bytes``, of all that CUDA's allocator sees (cuBLAS' workspaces are among it, the context is
-        not), and ``estimate``: its ``rows``, which sum to it, the steps' ``measured_bytes``, what no row explains
-        (``unexplained_bytes``, below zero where less came than was estimated) and ``ratio``, estimated to measured.
-        Both are ``None`` without an estimate; what is measured is, where nobody could watch.
+        ``estimated_peak_bytes``: all that CUDA's allocator sees, with cuBLAS' workspaces and without CUDA's context.
+        ``estimate``: its ``rows``, which sum to it; the steps' ``measured_bytes``; ``unexplained_bytes``, which is
+        measured minus estimated; and ``ratio``, which is estimated to measured. Both keys are ``None`` without an
+        estimate, and the last three values where no step was measured.
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}
-    measured = max((entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry), default=None)
-    rows = (*memory.rows, memory.workspaces) if memory.workspaces.bytes else memory.rows
+    rows = [asdict(row) for row in memory.rows]
+    if memory.workspaces.bytes:
+        rows.append(asdict(memory.workspaces))
+    measured = unexplained = ratio = None
+    peaks = _step_peaks(run)
+    if peaks:
+        measured = max(peaks)
+        unexplained = measured - memory.allocated_bytes
+        ratio = memory.allocated_bytes / measured
     return {
         "estimated_peak_bytes": memory.allocated_bytes,
         "estimate": {
-            "rows": [asdict(row) for row in rows],
+            "rows": rows,
             "measured_bytes": measured,
-            "unexplained_bytes": None if measured is None else measured - memory.allocated_bytes,
-            "ratio": None if measured is None else memory.allocated_bytes / measured,
+            "unexplained_bytes": unexplained,
+            "ratio": ratio,
         },
     }
 
 
 def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, context: int = 0) -> list[str]:
     """Say how many rows were cut, dropped or beyond the model's context, and what the filters found."""
-    longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
     said = tally.warnings(rows["train"].tally, recipe.data)
-    return (
-        said
-        + [
-            f"{number} of {part.count + part.dropped} {name} {longer} {fate}"
-            for name, part in rows.items()
-            for number, fate in ((part.cut, "lost their end"), (part.dropped, "were dropped"))
-            if number
-        ]
-        + [sentence for name, part in rows.items() for sentence in _beyond_context(name, part, recipe, context)]
-    )
+    longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
+    for name, part in rows.items():
+        total = part.count + part.dropped
+        if part.cut:
+            said.append(f"{part.cut} of {total} {name} {longer} lost their end")
+        if part.dropped:
+            said.append(f"{part.dropped} of {total} {name} {longer} were dropped")
+    for name, part in rows.items():
+        said += _beyond_context(name, part, recipe, context)
+    return said
 
 
 def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context: int) -> list[str]:
@@ -169,6 +208,10 @@ def step_warnings(run: Run) -> list[str]:
     return said
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity; the gradient norm of a step that the loss scaler skipped is one."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace infinities by ``None``: JSON has none, and the gradient norm of a skipped step is one."""
+    return {key: None if _is_infinite(value) else value for key, value in entry.items()}
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

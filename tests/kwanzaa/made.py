@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from cria_tricks.data.rows import Chat
-from cria_tricks.kwanzaa.prompt import Row, read_rows
-from cria_tricks.kwanzaa.reply import Reply, read
+from cria_tricks.kwanzaa.prompt import QARow, read_rows
+from cria_tricks.kwanzaa.reply import Reply, read_reply
 
 DOCUMENTS = """Retrieved Documents:
 
@@ -89,7 +89,7 @@ def answer(text: str = GOOD, sources: int = 2, refuses: bool = False) -> dict[st
     )
 
 
-def row(documents: str = DOCUMENTS, query: str = QUERY, refuses: bool = False) -> Row:
+def row(documents: str = DOCUMENTS, query: str = QUERY, refuses: bool = False) -> QARow:
     """A held-out row, whose reference answers or refuses."""
     turn = f"{documents}Query: {query}\n\nAnswer in valid JSON."
     reference = json.dumps(answer(REFUSAL if refuses else GOOD, refuses=refuses))
@@ -99,4 +99,4 @@ def row(documents: str = DOCUMENTS, query: str = QUERY, refuses: bool = False) -
 
 def reply(text: str, sources: int = 2) -> Reply:
     """An answer that keeps the contract, with this text."""
-    return read(json.dumps(answer(text, sources)))
+    return read_reply(json.dumps(answer(text, sources)))

@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 
 from cria_tricks.kwanzaa.contract import Answer
-from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, Reply, Violation, read
+from cria_tricks.kwanzaa.reply import UNREADABLE, VIOLATIONS, Reply, Violation, read_reply
 from tests.helpers import is_frozen
 from tests.kwanzaa.made import SOURCES, answer
 
@@ -97,51 +97,51 @@ def where(path: str) -> str:
 
 
 def test_a_good_answer_breaks_nothing_with_and_without_what_may_be_left_out():
-    assert read(json.dumps(answer())).violations == ()
+    assert read_reply(json.dumps(answer())).violations == ()
     least = answer()
     for name in ("persona", "model_mode", "toggles", "integrity", "provenance"):
         del least[name]
     for name in ("confidence", "tone", "completeness"):
         del least["answer"][name]
     least["sources"] = least["retrieval_summary"]["results"] = []
-    assert read(json.dumps(least)).violations == ()
+    assert read_reply(json.dumps(least)).violations == ()
 
 
 def test_objects_inside_may_have_more_fields_as_in_the_published_schema():
-    assert read(json.dumps(changed("sources.0.shelf", "B"))).violations == ()
-    assert read(json.dumps(changed("answer.confidence", 1))).violations == (), "a whole number is a number"
+    assert read_reply(json.dumps(changed("sources.0.shelf", "B"))).violations == ()
+    assert read_reply(json.dumps(changed("answer.confidence", 1))).violations == (), "a whole number is a number"
 
 
 @pytest.mark.parametrize(
     ("kind", "path", "value"), [(kind, *case) for kind, cases in BROKEN.items() for case in cases], ids=str
 )
 def test_one_broken_field_is_one_violation_with_its_name_and_place(kind, path, value):
-    (violation,) = read(json.dumps(changed(path, value))).violations
+    (violation,) = read_reply(json.dumps(changed(path, value))).violations
     assert violation.kind == kind
     assert violation.where.startswith(where(path)), "of a list too long, the list; of its text too long, the text"
 
 
 @pytest.mark.parametrize(("path", "value"), AT_THE_EDGE, ids=str)
 def test_what_is_just_allowed_breaks_nothing(path, value):
-    assert read(json.dumps(changed(path, value))).violations == ()
+    assert read_reply(json.dumps(changed(path, value))).violations == ()
 
 
 @pytest.mark.parametrize(("kind", "raw"), [(kind, raw) for kind, raws in UNREAD.items() for raw in raws])
 def test_what_is_no_json_object(kind, raw):
-    found = read(raw)
+    found = read_reply(raw)
     assert [v.kind for v in found.violations] == [kind]
     assert found.fields is None
 
 
 @pytest.mark.parametrize("frame", AROUND)
 def test_an_object_with_text_around_it_is_read_and_counted(frame):
-    found = read(frame.format(json.dumps(answer())))
+    found = read_reply(frame.format(json.dumps(answer())))
     assert [v.kind for v in found.violations] == ["text around the JSON"]
     assert found.fields == answer()
 
 
 def test_brackets_thousands_deep_are_no_crash():
-    assert read('{"a": ' + "[" * 100_000).fields is None
+    assert read_reply('{"a": ' + "[" * 100_000).fields is None
 
 
 def test_every_kind_has_a_case_here():
@@ -152,7 +152,7 @@ def test_every_kind_has_a_case_here():
 def test_several_violations_are_all_counted():
     broken = changed("persona", "teacher")
     broken["sources"][0]["year"] = broken["sources"][1]["year"] = 3000
-    found = read("Well: " + json.dumps(broken))
+    found = read_reply("Well: " + json.dumps(broken))
     assert found.counts() == {"text around the JSON": 1, "unknown value": 1, "out of range": 2}
 
 
@@ -169,13 +169,13 @@ def test_several_violations_are_all_counted():
     ],
 )
 def test_the_text_that_a_reader_would_read(raw, text):
-    assert read(raw).text == text
+    assert read_reply(raw).text == text
 
 
 def test_sources_are_found_in_an_answer_that_is_not_whole():
-    assert read('{"sources": [{"citation_label": "A"}, 3]}').sources == [{"citation_label": "A"}]
-    assert read('{"sources": "A"}').sources == []
-    assert read("x").sources == []
+    assert read_reply('{"sources": [{"citation_label": "A"}, 3]}').sources == [{"citation_label": "A"}]
+    assert read_reply('{"sources": "A"}').sources == []
+    assert read_reply("x").sources == []
 
 
 def test_our_models_judge_as_the_published_schema_does(real_data):
@@ -186,7 +186,7 @@ def test_our_models_judge_as_the_published_schema_does(real_data):
     real = [json.loads(json.loads(line)["messages"][-1]["content"]) for line in lines]
     draw = random.Random(0)
     damaged = [_damaged(draw.choice([answer(), *real]), draw) for _ in range(2000)]
-    verdicts = [(schema.is_valid(one), not read(json.dumps(one)).violations) for one in [*real, *damaged]]
+    verdicts = [(schema.is_valid(one), not read_reply(json.dumps(one)).violations) for one in [*real, *damaged]]
     assert [one for one, (theirs, ours) in zip([*real, *damaged], verdicts, strict=True) if theirs != ours] == []
     assert 300 < sum(theirs for theirs, _ in verdicts) < len(verdicts) - 300, "both verdicts are met often"
 
@@ -217,9 +217,9 @@ def test_an_answer_that_was_read_stays_as_it_is():
 
 
 def test_what_a_broken_answer_says_of_its_parts():
-    found = read('{"answer": {"text": "x", "tone": "y"}, "sources": 3, "integrity": []}')
+    found = read_reply('{"answer": {"text": "x", "tone": "y"}, "sources": 3, "integrity": []}')
     assert [found.said("answer", "tone"), found.said("answer", "z"), found.said("integrity", "z")] == ["y", None, None]
-    assert read("x").said("answer", "tone") is None
+    assert read_reply("x").said("answer", "tone") is None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_a_broken_answer_says_of_its_parts():
     ],
 )
 def test_whether_the_first_brace_is_closed_again(raw, kind):
-    assert [violation.kind for violation in read(raw).violations] == [kind]
+    assert [violation.kind for violation in read_reply(raw).violations] == [kind]
 
 
 def test_what_was_made_cannot_be_changed():

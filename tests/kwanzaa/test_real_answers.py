@@ -12,7 +12,7 @@ import pytest
 
 from cria_tricks.data import sources
 from cria_tricks.data.rows import read_jsonl
-from cria_tricks.kwanzaa.prompt import Row, read_rows
+from cria_tricks.kwanzaa.prompt import QARow, read_rows
 from cria_tricks.kwanzaa.scores import SCORERS, kind
 from tools import notebooks
 
@@ -68,7 +68,7 @@ EXCEPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def rows(real_data) -> dict[str, Row]:
+def rows(real_data) -> dict[str, QARow]:
     """Every real row, by part and line."""
     rows = {
         f"{part} {number}": row

@@ -9,7 +9,7 @@ import torch
 from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
 from cria_tricks.kwanzaa.page import markdown, scores_table
-from cria_tricks.kwanzaa.reply import read
+from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
 from tests.helpers import is_frozen
 from tests.kwanzaa.made import GOOD, REFUSAL, reply, row
@@ -26,7 +26,7 @@ def systems() -> dict[str, list[Scored]]:
     """Four rows, of which the first two want a refusal; the base is worse, and always by the same loss a token."""
     rows = [row(refuses=number < 2) for number in range(4)]
     adapter = [reply(REFUSAL, 0), reply(GOOD), reply(GOOD), reply("In 1950, in Nairobi [3].")]
-    base = [read("I cannot say."), read("Wood."), reply(REFUSAL), read("")]
+    base = [read_reply("I cannot say."), read_reply("Wood."), reply(REFUSAL), read_reply("")]
     sizes = (10, 20, 30, 400)
     return {
         "adapter": [Scored(r, a, written(1.0 * n, n)) for r, a, n in zip(rows, adapter, sizes, strict=True)],

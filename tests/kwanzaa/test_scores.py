@@ -3,7 +3,7 @@
 import pytest
 
 from cria_tricks.kwanzaa.prompt import read_prompt
-from cria_tricks.kwanzaa.reply import read
+from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.kwanzaa.scores import (
     Score,
     citation_accuracy,
@@ -26,7 +26,7 @@ def test_a_good_answer_is_good_in_all_four():
 def test_an_empty_answer_is_bad_in_all_four():
     for raw in ("", '{"answer": {"text": ""}}'):
         for scorer in (format_compliance, citation_accuracy, grounding, refusal):
-            assert scorer(row(), read(raw)).value == 0, scorer.__name__
+            assert scorer(row(), read_reply(raw)).value == 0, scorer.__name__
 
 
 def test_the_prompt_is_read():
@@ -50,12 +50,12 @@ def test_the_prompt_of_our_own_small_set_and_one_without_any_form_are_read():
 
 
 def test_format_names_what_is_wrong():
-    score = format_compliance(row(), read('Sure: {"answer": {"text": "x"}}'))
+    score = format_compliance(row(), read_reply('Sure: {"answer": {"text": "x"}}'))
     assert score.value == 0
     assert score.why["json"]
     assert score.why["violations"] == {"text around the JSON": 1, "missing field": 4}
     assert "missing field: sources" in score.why["where"]
-    assert format_compliance(row(), read("no")).why == {
+    assert format_compliance(row(), read_reply("no")).why == {
         "json": False, "violations": {"no JSON object": 1}, "where": ["no JSON object"],
     }  # fmt: skip
 
@@ -97,8 +97,8 @@ def test_citations(text, right, labels, covered, needed):
 def test_a_label_must_be_among_the_sources_where_there_is_json_to_say_so():
     assert citation_accuracy(row(), reply("Ujima is the third [2].", sources=1)).why["wrong"] == [2]
     assert citation_accuracy(row(), reply("It is of 1969 [1].", sources=1)).value == 1
-    assert citation_accuracy(row(), read("It is of 1969 [1].")).value == 1, "prose has no sources; format says so"
-    assert citation_accuracy(row(), read("It is of 1969 [7].")).why["wrong"] == [7]
+    assert citation_accuracy(row(), read_reply("It is of 1969 [1].")).value == 1, "prose has no sources; format says so"
+    assert citation_accuracy(row(), read_reply("It is of 1969 [7].")).why["wrong"] == [7]
 
 
 def test_a_source_counts_by_its_title_or_by_its_address():
@@ -176,7 +176,7 @@ def test_grounding_may_rest_on_the_question_but_not_on_the_instructions():
 )  # fmt: skip
 def test_what_a_refusal_sounds_like(text, does):
     assert refuses(reply(text)) is does
-    assert refuses(read(text)) is does
+    assert refuses(read_reply(text)) is does
 
 
 @pytest.mark.parametrize(
