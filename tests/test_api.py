@@ -19,7 +19,7 @@ from cria_tricks.recipe import with_settings
 from cria_tricks.run import api, run
 
 PACKAGE = Path(cria_tricks.__file__).parent
-EXAMPLES = ("api", "catalogue", "errors", "fields", "names", "recipe", "recipes")
+EXAMPLES = ("run.api", "models.catalogue", "common.errors", "common.fields", "common.names", "recipe", "recipes")
 
 
 def forms(tmp_path: Path) -> list:
@@ -74,7 +74,7 @@ def test_without_a_card_the_machines_own_is_taken_or_a_t4(monkeypatch):
     assert cria_tricks.plan("smoke").gpu == T4.name
     monkeypatch.setattr(api, "this_device", lambda: L4)
     assert cria_tricks.plan("smoke").gpu == L4.name
-    assert cria_tricks.estimate("smoke").device == L4
+    assert cria_tricks.estimate("smoke").facts.device == L4
 
 
 def test_a_card_that_is_on_no_list_has_a_bill_and_no_time():
@@ -90,7 +90,7 @@ def test_settings_are_those_of_the_command_line(settings):
     answer = cria_tricks.plan("kwanzaa", gpu="t4", settings=settings)
     assert answer.tokens == 512
     memory = cria_tricks.estimate("kwanzaa", gpu="t4", settings=settings)
-    assert (memory.tokens, memory.needed_bytes) == (512, answer.needed_bytes)
+    assert (memory.facts.tokens, memory.needed_bytes) == (512, answer.needed_bytes)
 
 
 @pytest.mark.parametrize(
