@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import models
-from cria_tricks.adapter import folder as artifact
 from cria_tricks.common import atomic_files, safe_files
 from cria_tricks.common.errors import BadInput, first_line, usable_path
 from cria_tricks.load.adapter_files import SIDE_NETWORK, save_weights
@@ -200,14 +199,21 @@ def adapter(
         BadInput: if it is none, is damaged or not safe to read, or its base cannot be had.
     """
     path = usable_path("adapter", folder)
-    artifact.refuse_another(path)
-    if named := artifact.named_base(path):
-        artifact.refuse_unsafe(path)
+    refuse_another(path)
+    if named := named_base(path):
+        refuse_unsafe(path)
         if look_at_base and not base:
-            artifact.refuse_moved_base(path, named)
+            refuse_moved_base(path, named)
         if look_at_base:
             models.refuse_out_of_reach(str(base or named))
-    elif (base or other_base) and artifact.is_whole(path):
-        option = f"--base {base}" if base else "--other-base"
-        raise BadInput(f"{option}: {path} is a whole model and has no base below it; leave {option.split()[0]} out")
+    elif is_whole(path):
+        refuse_base_of_whole(path, base, other_base)
     return path
+
+
+def refuse_base_of_whole(folder: Path, base: str | Path | None, other_base: bool = False) -> None:
+    """Refuse ``--base`` and ``--other-base`` for a whole model, which has no base below it."""
+    if base:
+        raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
+    if other_base:
+        raise BadInput(f"--other-base: {folder} is a whole model and has no base below it; leave --other-base out")

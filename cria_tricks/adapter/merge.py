@@ -28,6 +28,7 @@ from cria_tricks.adapter.folder import CONFIGS, PROVENANCE, RECIPE, write_proven
 from cria_tricks.adapter.prompts import trained_kinds
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
+from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.adapter_files import SIDE_NETWORK
 from cria_tricks.models import Weights, pretrained
@@ -130,8 +131,6 @@ def _stored_dtype(base: Weights) -> torch.dtype:
 
 def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
     """The same rows every time: the first held-out ones of our own set, as the adapter's tokenizer cuts them."""
-    from cria_tricks.data import sources
-
     texts = [
         "\n".join(message["content"] for message in row.messages)
         for row in sources.find("nguzo_saba", "eval").rows[:ROWS]

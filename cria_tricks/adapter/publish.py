@@ -82,6 +82,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         BadInput: if nobody is logged in, the tag is taken, the base is no model of the hub, the repository holds files
             that would be read together with these, or the hub refuses.
     """
+    # It takes a while to import, and nothing is sent before somebody says --yes.
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -118,6 +119,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
 
 def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
     """Look at a repository that exists already, before anything is changed in it."""
+    # As in push: a while to import.
     from huggingface_hub.errors import RepositoryNotFoundError
 
     repo, tag, mine = prepared["repo"], prepared["tag"], {file["path"] for file in prepared["files"]}
@@ -138,6 +140,7 @@ def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
 
 
 def _refuse_tokens(folder: Path, names: list[str]) -> None:
+    # As in push: a while to import.
     from huggingface_hub import get_token
 
     own = (get_token() or "").encode()

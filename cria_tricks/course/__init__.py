@@ -99,6 +99,7 @@ def show(drawing: Drawing, says: str) -> None:
     """
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     try:
+        # IPython is an optional package.
         from IPython.core.getipython import get_ipython
         from IPython.display import display
     except ImportError:  # a plain script on a machine without notebooks
@@ -221,6 +222,7 @@ def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
         shorter: a part of 2,048 tokens, where that file takes shorter rows.
     """
     if torch.cuda.is_available():
+        # It takes seconds to import, and only a card needs it.
         from cria_tricks.bench import case as cases
 
         setup = cases.default_setup()

@@ -23,7 +23,8 @@ def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed
     Returns:
         Shape (draws, K), float64.
     """
-    import torch  # here, so that what is wrong with the rows is said without
+    # It takes seconds to import, and what is wrong with the rows is told before.
+    import torch
 
     values_RK = torch.tensor(columns, dtype=torch.float64).T
     rows = values_RK.shape[0]
@@ -38,6 +39,7 @@ def interval(samples: "torch.Tensor") -> tuple[float, float]:
     Args:
         samples: one number a draw, shape (draws,).
     """
+    # As above: torch takes seconds to import.
     import torch
 
     low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()

@@ -18,6 +18,7 @@ from cria_tricks.adapter.folder import CONFIGS, RECIPE, is_whole, trained_over
 from cria_tricks.common import atomic_files
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, usable_path
+from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import Source
@@ -26,6 +27,7 @@ from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import Row, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain, read
 from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.recipe import Recipe, from_toml
 
 if TYPE_CHECKING:
     from cria_tricks.models import Weights
@@ -163,8 +165,8 @@ def _answers(
     folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """The answers of the adapter, and of its base if asked for; and what they were made with."""
+    # They import torch and transformers, which take seconds; what is wrong with the rows was told before.
     from cria_tricks.adapter.chat import open_folder, quantization_of
-    from cria_tricks.common.version import versions
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
     from cria_tricks.models import identity
 
@@ -219,6 +221,7 @@ def _answers(
 
 def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
     """The base that an adapter is laid over, or that a whole model began as, if that one is to answer, too."""
+    # The chat imports torch, which takes seconds.
     from cria_tricks import models
     from cria_tricks.adapter.chat import base_of
 
@@ -234,6 +237,7 @@ def _below(folder: Path, base: bool, settings: Settings) -> "Weights | None":
 @contextlib.contextmanager
 def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other_base: bool) -> Iterator[Any]:
     """The model that answers: with its adapter, with it switched off, or, for a whole model, the one it began as."""
+    # They import torch, which takes seconds.
     from cria_tricks.adapter.chat import open_base, other_than_trained_over
     from cria_tricks.load.adapters import without_adapter
     from cria_tricks.tricks.side_network import SideBlock
@@ -252,16 +256,12 @@ def _asked(model: Any, system: str, folder: Path, below: "Weights | None", other
 
 def length_of_texts(folder: Path) -> int:
     """Tokens of the rows into which texts are cut: as in the training that made a folder, or by default."""
-    from cria_tricks.recipe import Recipe, from_toml
-
     path = folder / RECIPE
     return (from_toml(path) if path.is_file() else Recipe()).data.max_length
 
 
 def _base_name(folder: Path, must: bool = True) -> str:
     """What an adapter, or a whole model that ``cria train`` wrote, was trained from."""
-    from cria_tricks.recipe import from_toml
-
     for name in CONFIGS:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return str(json.loads((folder / name).read_text(encoding="utf-8"))["base_model_name_or_path"])

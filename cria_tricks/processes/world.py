@@ -4,6 +4,8 @@ A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command 
 They join here, and the numbers are taken out of the environment: from then on every library takes its process for one
 that is alone on one card. The strategies of this package are all that ties them together, so whatever holds for a run
 of one process (the losses, the order of the rows, the checkpoints) is decided in one place for any number.
+
+torch is imported by the functions that need it, because the light checks before a run should not wait for it.
 """
 
 import contextlib

@@ -6,6 +6,7 @@ from typing import Any
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
+    # It takes half a second to import, and only the end of a run draws.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
