@@ -41,7 +41,7 @@ def search(shape: str, device: Device, console: Console) -> dict[str, Any]:
     """Try lengths around what the bill says, until one fits and the next does not."""
     recipe = capstone(shape, device)
     words = " ".join(f"{field}={str(getattr(recipe.tricks, field)).lower()}" for field in toggles.switched_on(recipe))
-    said = toggles.longest(toggles.Bench(find_shape(recipe.model), device), recipe)
+    said = toggles.longest(toggles.Target(find_shape(recipe.model), device), recipe)
     tried: dict[int, dict[str, Any]] = {}
 
     def runs(tokens: int) -> bool:

@@ -41,6 +41,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
+    # At the top it would be a name of the package.
     from importlib import import_module
 
     if name == "recipes":

@@ -32,7 +32,7 @@ from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.toggles import Bench, longest
+from cria_tricks.predict.toggles import Target, longest
 from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
@@ -293,7 +293,7 @@ big = with_settings(after, ["model=llama-3.1-8b", "lora.r=64", "tricks.optimizer
 big_shape = find_shape(big.model)
 for how in ("paged_optimizer=false", "optimizer=adamw_8bit", "paged_optimizer=true"):
     chosen = with_settings(big, ["tricks.paged_optimizer=false", f"tricks.{how}"])
-    tokens = longest(Bench(big_shape, T4), chosen)
+    tokens = longest(Target(big_shape, T4), chosen)
     needed = estimate(chosen, big_shape, T4).needed_bytes / MIB
     print(f"{how:24}needs {needed:9,.1f} MiB for 2,048 tokens; rows of {tokens:,} fit")
 
@@ -391,7 +391,7 @@ assert saved == wide * (2 + 8 / 256)
 # issue 801). The verdict, "fits", was and stays. What has paging bought our run?
 
 # %%
-rows = [longest(Bench(shape, T4), chosen) for chosen in (before, after)]
+rows = [longest(Target(shape, T4), chosen) for chosen in (before, after)]
 print(f"rows of {rows[0]:,} tokens fit without paging, of {rows[1]:,} with it")
 assert rows[1] - rows[0] == 3
 adamw = run(lambda weights: bnb.optim.AdamW32bit(weights, lr=0.1, weight_decay=0.1))

@@ -392,7 +392,7 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(pre
 first, second = sorted((moment.bytes for moment in course.bill(after).moments), reverse=True)[:2]
 print(f"the next peak, in the last block, is {(first - second) / MIB:,.0f} MiB below")
 for name, recipe in (("before", before), ("after", after)):
-    print(f"{name}: {toggles.longest(toggles.Bench(shape, T4), recipe):,} tokens fit a T4")
+    print(f"{name}: {toggles.longest(toggles.Target(shape, T4), recipe):,} tokens fit a T4")
 
 # %%
 course.show(course.staircase("12_chunked_loss"), "Figure 3. The bill so far: half of it was logits.")

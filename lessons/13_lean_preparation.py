@@ -411,7 +411,7 @@ model_itself = sum(row.bytes for row in course.bill(after).rows[:2])
 peaks = sorted(((moment.bytes, moment.name) for moment in course.bill(after).moments), reverse=True)
 print(f"{model_itself / MIB:,.0f} MiB are the model; the next peak, in the {peaks[1][1]}, is {peaks[1][0] / MIB:,.1f}")
 for name, recipe in (("before", before), ("after", after)):
-    print(f"{name}: rows of up to {toggles.longest(toggles.Bench(shape, T4), recipe):,} tokens fit a T4")
+    print(f"{name}: rows of up to {toggles.longest(toggles.Target(shape, T4), recipe):,} tokens fit a T4")
 course.show(course.staircase("13_lean_preparation"), "Figure 2. The bill so far. No step as large is left.")
 
 # %% [markdown]

@@ -69,13 +69,13 @@ def cria(command):
 # %%
 whole = course.CAPSTONE
 fields = toggles.switched_on(whole)
-bench = toggles.Bench(find_shape(whole.model), T4)
-rungs = toggles.ladder(bench, whole)
+target = toggles.Target(find_shape(whole.model), T4)
+rungs = toggles.ladder(target, whole)
 peaks = [rung.memory.peak_bytes for rung in rungs]
 saved = {
-    "alone": [change.saved_bytes for change in toggles.alone(bench, whole)],
+    "alone": [change.saved_bytes for change in toggles.alone(target, whole)],
     "on the ladder": [before - after for before, after in itertools.pairwise(peaks)],
-    "beside all": [change.saved_bytes for change in toggles.removed(bench, whole)],
+    "beside all": [change.saved_bytes for change in toggles.removed(target, whole)],
 }
 print(f"{'MiB saved':28}", *(f"{name:>14}" for name in saved))
 for place, field in enumerate(fields):
@@ -234,7 +234,7 @@ tables = {}
 for chosen in itertools.product((False, True), repeat=len(fields)):
     on = frozenset(itertools.compress(fields, chosen))
     recipe = toggles.with_only(whole, on)
-    if bench.works(recipe):
+    if target.works(recipe):
         tables[on] = table(recipe)
         assert peak(tables[on]) == course.bill(recipe).peak_bytes
 assert len(tables) == 2560
@@ -411,7 +411,7 @@ course.on_a_gpu("compile", off=step_of, on=f"{step_of} compile=true")
 # is the compiler's choice. Suppose it were. How far would the peak fall?
 
 # %%
-spared = 2 * 2048 * bench.shape.inner  # 16 bits, tokens, inner width
+spared = 2 * 2048 * target.shape.inner  # 16 bits, tokens, inner width
 compiled = {moment: dict(rows) for moment, rows in table(whole).items()}
 for moment in ("last block", "first block"):
     compiled[moment]["block: kept"] -= spared
@@ -445,7 +445,7 @@ course.show_bill(plain, whole)
 # both smaller and faster:
 
 # %%
-front = toggles.front(bench, whole)
+front = toggles.front(target, whole)
 for entry in front:
     needs, ms = entry.memory.needed_bytes / 2**30, 1000 * entry.seconds
     changes = " ".join(f"--set {change}" for change in entry.set)
@@ -462,7 +462,7 @@ assert front[0].seconds < 0.7 * next(entry.seconds for entry in front if not ent
 with_compile = with_settings(whole, ["tricks.compile=true"])
 print("--set tricks.compile=true")
 print(diff(resolve(whole, T4), resolve(with_compile, T4)))
-print(f"{8 * 2048 * bench.bill(whole).seconds:.1f} s a step -> {8 * 2048 * bench.bill(with_compile).seconds:.1f}")
+print(f"{8 * 2048 * target.bill(whole).seconds:.1f} s a step -> {8 * 2048 * target.bill(with_compile).seconds:.1f}")
 
 # %% [markdown]
 # ## 6. Where it breaks

@@ -53,7 +53,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.load import model as load
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.plan_data import prices
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 
 load.quiet_libraries()
 folder = tempfile.TemporaryDirectory()  # goes with this process
@@ -85,7 +85,7 @@ def plain_trainer(model, rows, *callbacks, **settings):
 before, after = course.so_far("17_kwanzaa"), course.so_far("18_when_libraries_lie")
 assert course.bill(after) == course.bill(before)
 print(f"the bill: {course.bill(after).needed_bytes / 2**30:.2f} GiB, as before")
-minutes = prices(Bench(find_shape(after.model), T4), after, rows=107)[0]["minutes"]
+minutes = prices(Target(find_shape(after.model), T4), after, rows=107)[0]["minutes"]
 print(f"the job: {minutes:.1f} minutes of a T4 by estimate, right within a factor of two")
 print(f"42 of it: {42 * minutes / 60:.1f} hours, for nothing if all of them have failed in silence")
 print(f"failure 6: {1 - (2.534 - 2.365) / (2.534 - 1.258):.0%} of the learning is missing")

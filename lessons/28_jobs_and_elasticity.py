@@ -39,7 +39,7 @@ from cria_tricks.launch import hub
 from cria_tricks.launch import job as jobs
 from cria_tricks.launch import torchrun as launch
 from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.processes import rendezvous
 from cria_tricks.recipe import with_settings
 
@@ -106,8 +106,8 @@ course.show(
 # %% [markdown]
 # ## 2. From scratch, in three steps
 # **Choose.** Of all machines on which lesson 0's bill fits, take the one where the job costs least. Write it for
-# machines of one card. A bill of `Bench` says whether it fits, and the seconds of a token; we have 3 epochs of 107 rows
-# of 2,048 tokens.
+# machines of one card. A bill of `Target` says whether it fits, and the seconds of a token; we have 3 epochs of 107
+# rows of 2,048 tokens.
 
 # %%
 AROUND = 1800
@@ -118,7 +118,7 @@ def choose(tokens):
     for name, flavor in FLAVORS.items():
         card = CARDS[flavor.card]
         recipe = recipes.kwanzaa(card.device)
-        bill = Bench(find_shape(recipe.model), card.device).bill(recipe)
+        bill = Target(find_shape(recipe.model), card.device).bill(recipe)
         if flavor.cards == 1 and bill.memory.fits:
             timeout = 2 * bill.seconds * tokens + AROUND
             found[name] = timeout, timeout / 3600 * flavor.price
@@ -258,7 +258,7 @@ for settings in ([f"name={token}"], ["data.train=mine.jsonl"], ["model=/models/m
 t4 = CARDS["t4"]
 recipe = recipes.kwanzaa(t4.device)
 shape = find_shape(recipe.model)
-step_seconds = Bench(shape, t4.device).bill(recipe).seconds * 8 * 2048
+step_seconds = Target(shape, t4.device).bill(recipe).seconds * 8 * 2048
 
 
 def lost(every, save=3, between=7200):
@@ -299,7 +299,7 @@ course.show(
 
 # %%
 seconds_left = whole["t4-small"].training_seconds
-both = Bench(shape, t4.device, 2).bill(with_settings(recipe, ["parallel.strategy=ddp"])).seconds * 8 * 2048
+both = Target(shape, t4.device, 2).bill(with_settings(recipe, ["parallel.strategy=ddp"])).seconds * 8 * 2048
 saved_share = 1 - both / step_seconds
 print(f"a step on two cards: {both:.1f} s, {saved_share:.0%} less; the run takes {seconds_left:.0f} s on one")
 print(f"with less than {90 / saved_share:.0f} s to go it is not worth a restart of 90 s")

@@ -16,7 +16,7 @@ from cria_tricks.common.units import duration, human, money
 from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from tools import pages
 
@@ -105,8 +105,8 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
     recipe = recipes.kwanzaa(card.device)
     if "expand_kv" in row:
         recipe = with_settings(recipe, ["tricks.expand_kv=false"])
-    bench = Bench(find_shape(recipe.model), card.device)
-    found, run = plan_data.bill(bench, recipe), plan_data.prices(bench, recipe, 107)[0]
+    target = Target(find_shape(recipe.model), card.device)
+    found, run = plan_data.bill(target, recipe), plan_data.prices(target, recipe, 107)[0]
     times = [duration(found["seconds_per_step"]), duration(60 * run["minutes"])]
     assert said[:3] == [human(found["needed_bytes"]), *times]
     assert said[3:] == [money(FLAVORS[run["flavor"]].price), f"{money(run['cost'])} |"]

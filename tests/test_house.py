@@ -2,10 +2,13 @@
 
 import ast
 import inspect
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -227,6 +230,61 @@ def test_a_plan_is_made_without_the_heavy_libraries():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_import_inside_a_function_has_a_reason():
+    """A comment on its line, on the line above, or above its block of imports; or a sentence of the module's docstring.
+
+    Without one a reader cannot tell an import that spares seconds from one that hides a circle.
+    """
+    assert [place for path in sorted(PACKAGE.rglob("*.py")) for place in _unexplained(path)] == []
+
+
+def test_an_unexplained_import_is_found(tmp_path: Path):
+    file = tmp_path / "module.py"
+    lines = [
+        "def first():",
+        "    import json",
+        "    # a reason",
+        "    import os",
+        "",
+        "    import re",
+        "    print('# no comment')",
+        "    import sys",
+        "    import time  # a reason",
+    ]
+    file.write_text("\n".join(lines))
+    assert _unexplained(file) == ["module.py:2: import json", "module.py:8: import sys"]
+    file.write_text('"""Each function imports what it needs."""\n' + "\n".join(lines))
+    assert _unexplained(file) == []
+
+
+def _unexplained(path: Path) -> list[str]:
+    """Every import in a function of a file that nothing explains, as FILE:LINE: TEXT."""
+    source = path.read_text(encoding="utf-8")
+    module = ast.parse(source)
+    if re.search(r"\bimport", ast.get_docstring(module) or ""):
+        return []
+    lines = source.splitlines()
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    explained = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    lazy = {
+        node.lineno: node.end_lineno or node.lineno
+        for function in ast.walk(module)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    found = []
+    for line, end in sorted(lazy.items()):
+        above = line - 1
+        while not lines[above - 1].strip():
+            above -= 1
+        if line in explained or above in explained:
+            explained.add(end)  # the imports below belong to the same block
+        else:
+            found.append(f"{path.name}:{line}: {lines[line - 1].strip()}")
+    return found
 
 
 def _imports(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from cria_tricks.launch import hub as jobs_hub
 from cria_tricks.launch import job as jobs
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipes import kwanzaa
 from tests.hub import TOKEN, Repo
 
@@ -30,17 +30,17 @@ REQUESTS = [
 ]
 
 
-def prepare(recipe="kwanzaa", *settings, **more) -> jobs.Job:
+def prepare(recipe="kwanzaa", *settings, **more) -> jobs.HubJob:
     return jobs.prepare(recipe, "me/mine", settings, **more)
 
 
 def test_the_cheapest_machine_that_it_fits_on_is_taken_for_twice_its_estimated_time():
     job, t4 = prepare(), find_card("t4").device
     recipe = kwanzaa(t4)
-    bench = Bench(find_shape(recipe.model), t4)
-    [small, _] = plan_data.prices(bench, recipe, 107)
+    target = Target(find_shape(recipe.model), t4)
+    [small, _] = plan_data.prices(target, recipe, 107)
     assert (job.flavor.name, job.price) == ("t4-small", 0.4)
-    assert job.needed_bytes == plan_data.bill(bench, recipe)["needed_bytes"]
+    assert job.needed_bytes == plan_data.bill(target, recipe)["needed_bytes"]
     assert job.training_seconds == pytest.approx(60 * small["minutes"])
     assert job.timeout == 60 * -(-(2 * job.training_seconds + 1800) // 60)
     assert job.time_budget == job.timeout - 900

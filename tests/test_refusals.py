@@ -23,7 +23,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.configs import KINDS
 from cria_tricks.models.shape import GENERATES, shape_of
 from cria_tricks.predict.machines import recipe_for
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.lora import ALL_LINEAR
@@ -88,9 +88,9 @@ def by_plan(model: str, device: str, processes: int, recipe: Recipe) -> str:
     """What ``cria plan`` says, from the config alone."""
 
     def plan() -> None:
-        bench = Bench(shape_of(MODELS[model], model), DEVICES[device], processes)
-        bench.resolve(recipe)
-        bench.bill(recipe)
+        target = Target(shape_of(MODELS[model], model), DEVICES[device], processes)
+        target.resolve(recipe)
+        target.bill(recipe)
 
     return said(plan)
 
@@ -180,7 +180,7 @@ def test_no_suggestion_is_one_that_the_model_refuses():
 
     recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=bf16", "data.max_length=4096"])
     for model, refused in (("gemma", False), ("gemma2", True)):
-        found = {change.set for change in suggestions(Bench(shape_of(MODELS[model], model), A100), recipe)}
+        found = {change.set for change in suggestions(Target(shape_of(MODELS[model], model), A100), recipe)}
         assert bool(found & {"tricks.attention=sdpa", "tricks.chunked_loss=true"}) is not refused
         assert "tricks.gradient_checkpointing=true" in found
 

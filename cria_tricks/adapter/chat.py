@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import BitsAndBytesConfig
 
 from cria_tricks import models
 from cria_tricks.adapter import prompts
@@ -14,6 +15,7 @@ from cria_tricks.adapter.folder import (
     adapter_config,
     is_whole,
     refuse_another,
+    refuse_base_of_whole,
     refuse_moved_base,
     refuse_unsafe,
     trained_over,
@@ -121,8 +123,6 @@ def _rounding(folder: Path, device: Device) -> dict[str, Any]:
     tricks = quantization_of(folder)
     if tricks.quantization == "none":
         return {}
-    from transformers import BitsAndBytesConfig
-
     plan = resolve(Recipe(tricks=tricks.model_copy(update={"peft": "lora"})), device)
     keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**plan.quantization)}
     if device.kind == "cuda":
@@ -151,8 +151,7 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
     if not config and not whole:
         raise BadInput(f"{folder}: holds neither adapter_config.json nor config.json; name the folder of an adapter")
     if config is None:
-        if base:
-            raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
+        refuse_base_of_whole(folder, base)
         return None, None
     if base:
         return config, models.fetch(models.find(str(base)))

@@ -242,9 +242,13 @@ def adapter(
             models.refuse_out_of_reach(str(base or named))
         return path
     if is_whole(path):
-        why = f"{path} is a whole model and has no base below it; leave"
-        if base:
-            raise BadInput(f"--base {base}: {why} --base out")
-        if other_base:
-            raise BadInput(f"--other-base: {why} --other-base out")
+        refuse_base_of_whole(path, base, other_base)
     return path
+
+
+def refuse_base_of_whole(folder: Path, base: str | Path | None, other_base: bool = False) -> None:
+    """Refuse ``--base`` and ``--other-base`` for a whole model, which has no base below it."""
+    if base:
+        raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
+    if other_base:
+        raise BadInput(f"--other-base: {folder} is a whole model and has no base below it; leave --other-base out")

@@ -124,6 +124,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
 
 def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
     """Look at a repository that exists already, before anything is changed in it."""
+    # As in push: a while to import.
     from huggingface_hub.errors import RepositoryNotFoundError
 
     repo = prepared["repo"]
@@ -148,6 +149,7 @@ def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
 
 
 def _refuse_tokens(folder: Path, names: list[str]) -> None:
+    # As in push: a while to import.
     from huggingface_hub import get_token
 
     own = (get_token() or "").encode()

@@ -83,7 +83,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunPrice:
     """A whole run on a rented machine.
 
     Attributes:
@@ -212,7 +212,7 @@ def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
     return (steps_rows or math.ceil(rows * train.epochs)) * tokens
 
 
-def run_cost(step: Step, tokens: float, flavor: Flavor) -> Run:
+def run_cost(step: Step, tokens: float, flavor: Flavor) -> RunPrice:
     """Minutes and price of a run.
 
     Args:
@@ -220,4 +220,4 @@ def run_cost(step: Step, tokens: float, flavor: Flavor) -> Run:
         tokens: of the whole run, every epoch counted.
         flavor: the machine. Its cards share the rows; that each needs the whole model does not change.
     """
-    return Run(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)
+    return RunPrice(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)

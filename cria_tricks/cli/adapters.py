@@ -1,4 +1,7 @@
-"""``cria eval``, ``chat``, ``verify``, ``merge`` and ``publish``: what is done with a trained adapter."""
+"""``cria eval``, ``chat``, ``verify``, ``merge`` and ``publish``: the commands for a trained adapter.
+
+Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+"""
 
 import contextlib
 import json
@@ -12,6 +15,7 @@ from rich.table import Table
 from cria_tricks.cli.app import Base, Json, Offline, OtherBase, app, aside, screen
 from cria_tricks.common import waiting
 from cria_tricks.common.startup import importing
+from cria_tricks.common.units import human
 
 
 @app.command()
@@ -26,7 +30,6 @@ def chat(
     offline: Offline = False,
 ) -> None:
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
-
     from cria_tricks.adapter import folder as artifact
 
     artifact.adapter(adapter, base, other_base=other_base)
@@ -41,11 +44,17 @@ def chat(
         aside.print(f"note: {form.note}")
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    messages = [{"role": "system", "content": system}] if system else []
-    while text := prompt or _ask():
+    messages: list[dict[str, str]] = []
+    if system:
+        messages.append({"role": "system", "content": system})
+    while True:
+        text = prompt or _ask()
+        if not text:
+            return
         messages.append({"role": "user", "content": prompt or text.strip()})
         with waiting.doing("answering"):
-            reply = answer(model, tokenizer, messages if form.template else text, max_new_tokens, streamer)
+            said = messages if form.template else text
+            reply = answer(model, tokenizer, said, max_new_tokens, streamer)
         messages.append({"role": "assistant", "content": reply})
         if prompt:
             return
@@ -96,7 +105,6 @@ def verify(
 ) -> None:
     """Check that every file of an adapter folder is the one that was written."""
     from cria_tricks.adapter import folder as artifact
-    from cria_tricks.common.units import human
 
     found = artifact.verify(adapter)
     if as_json:
@@ -149,7 +157,9 @@ def publish(
 
     with contextlib.redirect_stdout(sys.stderr):
         found = prepare(adapter, repo, tag, private)
-        done = push(found, aside.print) if yes else {}
+        done: dict[str, Any] = {}
+        if yes:
+            done = push(found, aside.print)
     if as_json:
         print(json.dumps({**found, "published": yes, **done}, indent=2))
         return
@@ -157,8 +167,6 @@ def publish(
 
 
 def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
-    from cria_tricks.common.units import human
-
     def say(*lines: str) -> None:
         screen.print(*lines, sep="\n", highlight=False, markup=False)
 
@@ -166,7 +174,10 @@ def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
         say(f"published: {done['url']} (commit {done['commit']})")
         return
     say(found["card"])
-    say(f"{found['repo']} {found['tag']}{', private if it is new' if found['private'] else ''}", "")
+    where = f"{found['repo']} {found['tag']}"
+    if found["private"]:
+        where += ", private if it is new"
+    say(where, "")
     widest = max(len(f"{file['bytes']:,}") for file in found["files"])
     say(*(f"{file['sha256']}  {file['bytes']:>{widest},}  {file['path']}" for file in found["files"]), "")
     say(*(f"note: {note}" for note in found["notes"]))
@@ -175,9 +186,13 @@ def _print_published(found: dict[str, Any], done: dict[str, Any]) -> None:
 
 
 def _ask() -> str:
+    """Read the user's next line; an empty one, or the end of the input, is an empty text."""
+    mark = "you> " if sys.stdin.isatty() else ""
     try:
         with waiting.paused():
-            line = input("you> " if sys.stdin.isatty() else "")
+            line = input(mark)
     except EOFError:
         return ""
-    return line if line.strip() else ""
+    if not line.strip():
+        return ""
+    return line

@@ -8,7 +8,10 @@ from rich.console import Console
 
 from cria_tricks.common.console import Aside
 
-screen, aside = Console(soft_wrap=True), Aside()
+screen = Console(soft_wrap=True)
+"""Standard output."""
+aside = Aside()
+"""Standard error, for everything that is not the answer."""
 app = typer.Typer(
     name="cria",
     help="Fit LLM fine-tuning into a small GPU, and see what every trick costs.",
@@ -23,6 +26,7 @@ UsageError: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        # Rarely asked for, and it looks the package up on the disk.
         from cria_tricks.common.version import __version__
 
         print(f"cria_tricks {__version__}")
@@ -48,6 +52,7 @@ Base = Annotated[Path | None, typer.Option(help="Where the base lies now, if not
 
 def _go_offline(wanted: bool) -> bool:
     if wanted:
+        # It imports the hub's library.
         from cria_tricks.models.network import go_offline
 
         go_offline()

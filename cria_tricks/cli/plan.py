@@ -1,4 +1,7 @@
-"""``cria plan`` and ``cria hardware``: what a run would take, and where."""
+"""``cria plan`` and ``cria hardware``: the memory, time and price of a run, and a machine for it.
+
+Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+"""
 
 import contextlib
 import dataclasses
@@ -13,6 +16,7 @@ from rich.table import Table
 from cria_tricks.cli.app import Json, Offline, app, screen
 from cria_tricks.common import interrupts
 from cria_tricks.common.startup import importing
+from cria_tricks.common.units import duration, human, money
 
 if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
@@ -106,8 +110,6 @@ def _print_advice(found: "Advice") -> None:
 
 
 def _cell(option: "Option") -> str:
-    from cria_tricks.common.units import duration, human, money
-
     if option.minutes is None or option.cost is None:
         return f"[red]needs {human(option.needed_bytes)} of {human(option.capacity_bytes)}[/]"
     colour = "yellow" if option.within_budget is False else "green"

@@ -1,9 +1,13 @@
-"""``cria tricks``, ``explain``, ``doctor`` and ``report``: the techniques, this machine, benchmarks."""
+"""``cria tricks``, ``explain``, ``doctor`` and ``report``: the techniques, this machine, benchmarks.
+
+Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+"""
 
 import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +15,9 @@ import typer
 from rich.table import Table
 
 from cria_tricks.cli.app import Json, app, aside, screen
-from cria_tricks.common.errors import (
-    BadInput,
-)
+from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
+from cria_tricks.common.units import human
 
 
 @app.command()
@@ -40,10 +43,11 @@ def tricks(as_json: Json = False) -> None:
     from cria_tricks.hardware import this_device
 
     device = this_device()
-    found, rows = machine.toggles(device), explain.table()
+    toggles = machine.toggles(device)
+    rows = explain.table()
     for row in rows:
-        mine = [entry for entry in found if entry["trick"] == row["name"]]
-        row["here"] = "\n".join(_status(entry) for entry in mine) or "works"
+        here = [_status(toggle) for toggle in toggles if toggle["trick"] == row["name"]]
+        row["here"] = "\n".join(here) or "works"
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -108,22 +112,10 @@ def doctor(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    device, bf16, library = found["device"], found["bf16"], found["bitsandbytes"]
-    capability = f", compute capability {'.'.join(map(str, device['capability']))}" if device["kind"] == "cuda" else ""
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(no_wrap=True)
-    about.add_row("device", f"{device['name']} ({device['kind']}{capability})")
-    about.add_row("memory", f"{device['memory']}, of which {device['free']} are free")
-    claims = "" if bf16["torch_says"] is None else f" (torch.cuda.is_bf16_supported() says {bf16['torch_says']})"
-    about.add_row("bf16", ("runs in hardware" if bf16["runs"] == "real" else "is emulated, slowly") + claims)
-    about.add_row("attention", "\n".join(f"{row}: {kernel}" for row, kernel in found["attention"].items()))
-    about.add_row(
-        "bitsandbytes", f"{library['library']} ({library['backend']})" if library["library"] else "no library"
-    )
-    about.add_row("paging", ("works: " if found["paging"]["works"] else "no: ") + found["paging"]["why"])
-    about.add_row("Google Colab", found["colab"] or "no")
-    versions = (f"{name} {version or 'missing'}" for name, version in found["versions"].items())
-    about.add_row("versions", f"python {found['python']}, CUDA {found['cuda'] or 'missing'}, " + ", ".join(versions))
+    for name, text in _about_the_machine(found):
+        about.add_row(name, text)
     screen.print(about, highlight=False)
     table = Table()
     for column in ("set", "here", "why"):
@@ -131,6 +123,31 @@ def doctor(
     for entry in found["toggles"]:
         table.add_row(entry["set"], _status(entry), entry["why"])
     screen.print(table)
+
+
+def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Write what was found out about the machine: the name of a line, and its text."""
+    device = found["device"]
+    kind = device["kind"]
+    if kind == "cuda":
+        kind += f", compute capability {'.'.join(map(str, device['capability']))}"
+    yield "device", f"{device['name']} ({kind})"
+    yield "memory", f"{device['memory']}, of which {device['free']} are free"
+    bf16 = "runs in hardware" if found["bf16"]["runs"] == "real" else "is emulated, slowly"
+    if found["bf16"]["torch_says"] is not None:
+        bf16 += f" (torch.cuda.is_bf16_supported() says {found['bf16']['torch_says']})"
+    yield "bf16", bf16
+    yield "attention", "\n".join(f"{row}: {kernel}" for row, kernel in found["attention"].items())
+    library = "no library"
+    if found["bitsandbytes"]["library"]:
+        library = f"{found['bitsandbytes']['library']} ({found['bitsandbytes']['backend']})"
+    yield "bitsandbytes", library
+    works = "works" if found["paging"]["works"] else "no"
+    yield "paging", f"{works}: {found['paging']['why']}"
+    yield "Google Colab", found["colab"] or "no"
+    versions = [f"python {found['python']}", f"CUDA {found['cuda'] or 'missing'}"]
+    versions += [f"{name} {version or 'missing'}" for name, version in found["versions"].items()]
+    yield "versions", ", ".join(versions)
 
 
 def _selftest(as_json: bool) -> None:
@@ -141,26 +158,28 @@ def _selftest(as_json: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         found = selftest.examine()
     failing = [check for check in found["checks"] if not check["holds"]]
+
+    def say(*lines: str) -> None:
+        screen.print(*lines, sep="\n", highlight=False, markup=False)
+
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
         for check in found["checks"]:
-            line = f"{'holds' if check['holds'] else 'fails'}  {check['name']:<27}{check['found']}"
-            screen.print(line, highlight=False, markup=False)
+            verdict = "holds" if check["holds"] else "fails"
+            say(f"{verdict}  {check['name']:<27}{check['found']}")
         for check in failing:
-            cause, cure = (f"  {name}: {check[name]}" for name in ("cause", "cure"))
-            screen.print("", f"{check['name']}: {check['asks']}", cause, cure, sep="\n", highlight=False, markup=False)
+            say("", f"{check['name']}: {check['asks']}", f"  cause: {check['cause']}", f"  cure: {check['cure']}")
     if failing:
         raise typer.Exit(1)
 
 
 def _collectives(nproc: int | None, as_json: bool) -> None:
-    from cria_tricks.common.units import human
     from cria_tricks.doctor import collectives
 
     with contextlib.redirect_stdout(sys.stderr):
         found = collectives.examine(nproc)
-    if found is None:  # another process of the launcher's says it
+    if found is None:  # rank 0 prints the answer
         return
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))

@@ -1,4 +1,7 @@
-"""``cria train`` and ``cria launch``."""
+"""``cria train`` and ``cria launch``: start a run.
+
+Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
+"""
 
 import contextlib
 import json
@@ -10,9 +13,8 @@ import typer
 
 from cria_tricks.cli.app import Json, Offline, OtherBase, app, aside, screen
 from cria_tricks.common import interrupts, waiting
-from cria_tricks.common.errors import (
-    BadInput,
-)
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 from cria_tricks.processes import numbers
 
 
@@ -33,13 +35,11 @@ def train(
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
         report = api.train(recipe, out, settings=settings or (), resume=resume, other_base=other_base, console=aside)
-    if numbers.rank():  # one process speaks for all
+    if numbers.rank():  # the main process speaks for all
         return
     if as_json:
         print(json.dumps(report, indent=2, allow_nan=False))
         return
-    from cria_tricks.common.units import human
-
     if report["eval_loss_before"] is not None:
         screen.print(
             f"evaluation loss {report['eval_loss_before']:.4f} -> {report['eval_loss_after']:.4f}",
@@ -90,7 +90,7 @@ def launch(
     elastic = torchrun.Elastic(max_restarts, nodes, endpoint)
     words = torchrun.command(recipe, on, nproc, settings or [], out, resume, elastic)
     words += ["--other-base"] * other_base + ["--offline"] * offline
-    if not only_print:  # what would end every process is said by one
+    if not only_print:  # this one process says what would otherwise end each of them
         given.training(given.recipe(recipe, settings or []), out, resume or elastic != torchrun.ONCE, other_base)
     print(torchrun.shown(words), flush=True)
     if only_print:
@@ -110,14 +110,13 @@ def _job(
     out: Path | None,
     only_print: bool,
 ) -> None:
-    from cria_tricks.common.units import human
     from cria_tricks.launch import hub as jobs_hub
     from cria_tricks.launch import job as jobs
 
     def say(*lines: str) -> None:
         screen.print(*lines, sep="\n", highlight=False, markup=False)
 
-    def prepare(prices: dict[str, float] | None = None) -> jobs.Job:
+    def prepare(prices: dict[str, float] | None = None) -> jobs.HubJob:
         return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices)
 
     job = prepare()
@@ -125,7 +124,7 @@ def _job(
         say(*jobs_hub.shown(job), "nothing was sent; prices are those of the list kept here")
         return
     folder = jobs_hub.free_folder(out, job)
-    hub = jobs_hub.Hub()
+    hub = jobs_hub.JobsHub()
     job = prepare(hub.prices())
     say(*jobs_hub.shown(job))
     interrupts.now_saved("the job may have been sent; hf jobs ps lists the ones that run and cost")

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
 """Endings under which torch, joblib and numpy read pickles."""
 _ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")
@@ -104,8 +106,6 @@ def _begins_like_a_program(start: bytes) -> bool:
 
 
 def _no_safetensors(path: Path) -> str:
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="np"):  # reads the header, and holds it against the file's length
             return ""

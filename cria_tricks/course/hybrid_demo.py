@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from cria_tricks import models
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.load.model import load
 from cria_tricks.models import shape
 from cria_tricks.parallel import tensor
 from cria_tricks.parallel.hybrid import AXES
@@ -24,7 +26,9 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.pipeline import find_blocks, refuse
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.fit import Run
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer import pipeline_fit
+from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.pipeline_loop import CubeLoop, Loop
 
 TINY = (
@@ -48,8 +52,6 @@ def refuse_cube(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> None:
 
 def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: Mapping[str, int]) -> tuple[Loop, Run]:
     """Train on rows in all processes; each returns its part and the same losses."""
-    from cria_tricks.trainer.pipeline_fit import fit
-
     plan, loaded = _loaded(recipe)
     config = loaded.model.config
     mesh = processes.grid(plan.device.kind, **sizes)
@@ -59,23 +61,17 @@ def over_the_cube(recipe: Recipe, rows: Sequence[dict[str, list[int]]], sizes: M
     parts = find_blocks("", config.num_hidden_layers, sizes["stage"], config.model_type)
     here = World(numbers.rank(), numbers.processes(), sizes["data"])
     data = {"train": rows, "eval": rows[:1]}
-    return fit(loaded.model, plan, recipe, data, parts, here, pad_id=0, mesh=mesh, kind=CubeLoop)
+    return pipeline_fit.fit(loaded.model, plan, recipe, data, parts, here, pad_id=0, mesh=mesh, kind=CubeLoop)
 
 
 def alone(recipe: Recipe, rows: Sequence[dict[str, list[int]]]) -> Run:
     """Train on the same rows in this process, by the shared trainer."""
-    from cria_tricks.store.checkpoints import Checkpoints
-    from cria_tricks.trainer.fit import fit
-
     plan, loaded = _loaded(recipe)
     with tempfile.TemporaryDirectory() as folder:
         return fit(loaded, plan, recipe.train, rows, (), Checkpoints(Path(folder)), pad_id=0)
 
 
 def _loaded(recipe: Recipe) -> tuple[Plan, Any]:
-    from cria_tricks import models
-    from cria_tricks.load.model import load
-
     plan = resolve(recipe)
     torch.manual_seed(recipe.train.seed)
     return plan, load(plan, models.find(recipe.model))

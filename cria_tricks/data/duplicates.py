@@ -221,6 +221,7 @@ class Repeats:
         self.signatures: list[Any] = []
         self.bands: Any = None
         if near:
+            # It takes half a second to import, and only near duplicates need it.
             from datasketch import MinHashLSH
 
             self.bands = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, IN_BAND))
@@ -249,6 +250,7 @@ def sign(found: Sequence[str]) -> Any:
         ``datasketch.LeanMinHash`` of 128 numbers; of two the share that is equal estimates J, with a standard deviation
         of at most 1 / (2 sqrt(128)) = 0.044.
     """
+    # It takes half a second to import, and only near duplicates need it.
     from datasketch import LeanMinHash, MinHash
 
     hashes = shingles(found[:SIGNED], ROW)

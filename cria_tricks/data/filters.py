@@ -91,6 +91,7 @@ class Language:
     """
 
     def __init__(self, code: str):
+        # It takes a while to import, and only a filter by language needs it.
         import py3langid.langid
 
         self.code = code

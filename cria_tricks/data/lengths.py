@@ -137,6 +137,7 @@ class _Tokenizer:
     """
 
     def __init__(self, folder: Path):
+        # Most estimates take rows as full, and need no tokenizer.
         from tokenizers import Tokenizer
 
         try:
@@ -183,6 +184,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 def _compiled(template: str) -> Any:
     """Compile a chat template as transformers does: without access to Python, blocks on lines of their own."""
+    # Most estimates take rows as full, and need no chat template.
     import jinja2
     import jinja2.sandbox
 

@@ -225,6 +225,7 @@ class Hub:
     shuffles = False  # its shards would be dealt out anew with each pass
 
     def __init__(self, name: str, lanes: int = 1):
+        # It takes a second to import, and only rows of the hub need it.
         from datasets import load_dataset
 
         network.bound()

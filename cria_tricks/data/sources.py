@@ -141,6 +141,7 @@ def _download_kwanzaa(part: Part) -> Path:
 
 
 def _from_hub(name: str, part: Part) -> Source:
+    # It takes a second to import, and only rows of the hub need it.
     from datasets import get_dataset_split_names, load_dataset
 
     network.bound()

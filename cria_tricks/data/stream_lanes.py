@@ -88,6 +88,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
     Raises:
         BadInput: if there are fewer shards than lanes.
     """
+    # It takes a second to import, and only a streamed run needs it.
     from datasets import IterableDataset
     from datasets.distributed import split_dataset_by_node
 

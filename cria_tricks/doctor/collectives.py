@@ -1,14 +1,14 @@
-r"""Collectives, measured: what an all-reduce, an all-gather and a reduce-scatter take between this machine's processes.
+r"""Measure the collectives all-reduce, all-gather and reduce-scatter between this machine's processes.
 
 Two bandwidths are given, as nccl-tests defines them (its ``doc/PERFORMANCE.md``). The algorithm bandwidth is the bytes
 of the whole tensor over the seconds. The bus bandwidth is what each process sends over the seconds, so it can be held
 against what a link is sold as: an all-reduce sends 2 (N - 1) / N of the tensor, the two others half of that.
 
-Each collective gets a straight line through its sizes, t = latency + sent / rate: the first term is what a small call
-costs, the second what a large one does. ``links.py`` predicts steps with it.
+Each collective gets a straight line through its sizes, t = latency + sent / rate (``predict/links.py``): a small call
+takes the first term, a large one the second.
 
-The reference is the ring that these counts are from (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms
-for clusters of workstations", J. Parallel Distrib. Comput. 69, sec. 3): an all-reduce of sends and receives alone.
+The counts of sent bytes are those of a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", J. Parallel Distrib. Comput. 69, sec. 3); ``parallel/ring_collectives.py`` builds it.
 """
 
 import logging
@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from cria_tricks.bill.calls import Call
 from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.predict.links import Timing, fit, measured_link, step_seconds
+from cria_tricks.predict.links import Timing, fit_line
 from cria_tricks.processes import numbers, world
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
-"""Bytes of the tensors: 1 KiB to 64 MiB."""
+"""The sizes of the tensors: 1 KiB to 64 MiB [bytes]."""
 SECONDS = 0.2
-"""What the calls of one size may take together, and at least and at most how many they are."""
-CALLS = (5, 100)
+"""The time that the calls of one size may take together [s]."""
+FEWEST_CALLS = 5
+MOST_CALLS = 100
 PATIENCE = 60.0
-"""Seconds that a process waits for another."""
+"""The time that a process waits for another [s]."""
 EMULATED = "reduce_scatter: gloo has none; torch makes it of an all-reduce, which sends twice what is counted here"
 
 
@@ -44,25 +44,28 @@ def measure(sizes: Iterable[int] = SIZES, device: str = "cpu") -> list[Timing]:
     """Time the three collectives, in processes that have joined; all must call it, and all get the same.
 
     Args:
-        sizes: bytes; one that N does not divide becomes a little smaller.
+        sizes: the sizes of the tensors [bytes]; one that N does not divide becomes a little smaller.
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
     """
-    processes, found = dist.get_world_size(), []
+    processes = dist.get_world_size()
+    found = []
     for size in sizes:
-        elements = max(size // 4 // processes, 1)
-        whole, piece = torch.zeros(elements * processes, device=device), torch.zeros(elements, device=device)
+        elements = max(size // 4 // processes, 1)  # fp32 elements of each process
+        whole = torch.zeros(elements * processes, device=device)
+        piece = torch.zeros(elements, device=device)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(dist.all_reduce, whole),
             "all_gather": partial(dist.all_gather_into_tensor, whole, piece),
             "reduce_scatter": partial(dist.reduce_scatter_tensor, piece, whole),
         }
         seconds = timed(list(calls.values()), device)
-        found += [Timing(kind, whole.nbytes, processes, s) for kind, s in zip(calls, seconds, strict=True)]
+        for kind, taken in zip(calls, seconds, strict=True):
+            found.append(Timing(kind, whole.nbytes, processes, taken))
     return found
 
 
 def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float]:
-    """Seconds of what all processes do together: the median of a process's calls, and of these medians the mean.
+    """Time calls that all processes make together [s]: the median of each process, and the mean of these medians.
 
     The calls take turns, so that a machine that slows down for a while slows them all.
     """
@@ -77,10 +80,14 @@ def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float
     for call in calls:
         seconds(call)  # connects, and allocates
     slowest = torch.tensor([seconds(call) for call in calls], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all make as many
-    count = min(max(int(SECONDS * len(calls) / slowest.sum().item()), CALLS[0]), CALLS[1])
-    spent = [[seconds(call) for call in calls] for _ in range(count)]
-    medians = torch.tensor([statistics.median(column) for column in zip(*spent, strict=True)], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that every process makes the same number of calls
+    rounds = int(SECONDS * len(calls) / slowest.sum().item())
+    rounds = min(max(rounds, FEWEST_CALLS), MOST_CALLS)
+    spent: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for own, call in zip(spent, calls, strict=True):
+            own.append(seconds(call))
+    medians = torch.tensor([statistics.median(own) for own in spent], dtype=torch.float64)
     dist.all_reduce(medians)
     return (medians / dist.get_world_size()).tolist()
 
@@ -90,30 +97,38 @@ def examine(processes: int | None = None, sizes: Sequence[int] = SIZES) -> dict[
 
     Args:
         processes: how many to start; one a card, or two, when left out. A launcher has its own number.
-        sizes: bytes of the tensors.
+        sizes: the sizes of the tensors [bytes].
 
     Returns:
-        :func:`report`'s; ``None`` in all processes of a launcher but the first.
+        The dictionary of :func:`report`; ``None`` in all processes of a launcher but rank 0.
 
     Raises:
         BadInput: for fewer than two processes, or another number than a launcher's.
         Lost: if a process has died.
     """
-    cards, launched = torch.cuda.device_count(), numbers.processes()
+    launched = numbers.processes()
     if launched > 1:
         if processes not in (None, launched):
             raise BadInput(f"--nproc {processes}: a launcher has started {launched} processes; leave --nproc out")
-        first, here = numbers.rank() == 0, int(os.environ.get("LOCAL_WORLD_SIZE", launched))
-        found = _in_each("cuda" if cards >= here else "cpu", sizes)
-        return found if first else None
-    processes = (cards if cards > 1 else 2) if processes is None else processes
+        rank = numbers.rank()  # asked before the processes part again
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+        found = _in_each(_device_for(here), sizes)
+        return found if rank == 0 else None
+    if processes is None:
+        processes = max(torch.cuda.device_count(), 2)
     if processes < 2:
         raise BadInput(f"--nproc {processes}: one process has nobody to talk to; give 2 or more")
-    return _start(processes, "cuda" if cards >= processes else "cpu", sizes)
+    return _start(processes, _device_for(processes), sizes)
+
+
+def _device_for(processes: int) -> str:
+    """Choose cards if each process of this machine can have one."""
+    return "cuda" if torch.cuda.device_count() >= processes else "cpu"
 
 
 def _start(processes: int, device: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Start processes with torchrun's own launcher, and take the first one's answer."""
+    # Only this way of measuring needs a launcher, which takes a while to import.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -125,7 +140,9 @@ def _start(processes: int, device: str, sizes: Sequence[int]) -> dict[str, Any]:
         return elastic_launch(config, _in_each)(device, sizes)[0]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        why = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+        why = failure.message
+        if isinstance(why, dict):  # of a process that could still write its error down
+            why = why["message"]
         raise Lost(f"process {rank} of {processes} died while collectives were measured: {why}") from None
     except SignalException:
         raise KeyboardInterrupt from None
@@ -136,19 +153,21 @@ def _in_each(device: str, sizes: Sequence[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names for two of the functions
     with world.joined(timeout=PATIENCE):
-        return report(measure(sizes, device), "nccl" if device == "cuda" else "gloo")
+        timings = measure(sizes, device)
+        return report(timings, "nccl" if device == "cuda" else "gloo")
 
 
 def report(timings: Sequence[Timing], backend: str) -> dict[str, Any]:
-    """Timings and their lines as plain data.
+    """Write timings, and the lines through them, as plain data.
 
-    ``backend``, ``processes``, ``collectives`` (each a :class:`Timing` with its rates), ``lines`` (by kind ``latency``,
-    ``rate`` and ``error``, the largest relative one), and ``notes``.
+    Returns:
+        ``backend``, ``processes``, ``collectives`` (each a :class:`Timing` with its rates), ``lines`` (by kind
+        ``latency``, ``rate`` and ``error``, the largest relative one), and ``notes``.
     """
     lines: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(timing.kind for timing in timings):
         own = [timing for timing in timings if timing.kind == kind]
-        line = fit(own)
+        line = fit_line(own)
         error = max(abs(line.seconds(timing.sent) / timing.seconds - 1) for timing in own)
         lines[kind] = {**line._asdict(), "error": error}
     return {
@@ -158,33 +177,3 @@ def report(timings: Sequence[Timing], backend: str) -> dict[str, Any]:
         "lines": lines,
         "notes": [EMULATED] if backend == "gloo" else [],
     }
-
-
-def predicted_and_measured(sizes: Sequence[int] = (3 * 2**20, 12 * 2**20, 48 * 2**20)) -> list[dict[str, float]]:
-    """Hold the model against steps as data parallelism has them: products, then an all-reduce. In joined processes.
-
-    The line is fitted to all-reduces of other sizes. The computing is timed with the smallest of them behind it, less
-    its latency, as all wait for the slowest process. Everything is timed by turns.
-
-    Args:
-        sizes: bytes of the all-reduces.
-
-    Returns:
-        For each ``bytes``, ``compute``, ``predicted`` and ``measured`` seconds; the same in every process.
-    """
-    processes, matrix = dist.get_world_size(), torch.ones(512, 512)
-
-    def work(products: int, size: int) -> None:
-        for _ in range(products):
-            torch.mm(matrix, matrix)
-        dist.all_reduce(gradients[: size // 4])
-
-    gradients, alone = torch.zeros(max(*sizes, *SIZES) // 4), [(0, size) for size in SIZES]
-    turns = [*alone, *((4, size) for size in (4, *sizes))]
-    seconds = iter(timed([partial(work, *turn) for turn in turns]))
-    link = measured_link([Timing("all_reduce", size, processes, next(seconds)) for size in SIZES])
-    compute, found = max(next(seconds) - link.start, 0.0), []
-    for size, measured in zip(sizes, seconds, strict=True):
-        step = step_seconds(compute, [Call("all_reduce", size, 1, processes, "gradients")], link)
-        found.append({"bytes": size, "compute": compute, "predicted": step.seconds, "measured": measured})
-    return found

@@ -1,4 +1,4 @@
-"""One technique, or all of them, told from their modules: ``cria explain``, ``cria tricks`` and the README's table.
+"""Describe the techniques by what their modules say: ``cria explain``, ``cria tricks`` and the README's table.
 
 python -m cria_tricks.doctor.explain README.md    # writes the table between its two marks
 """
@@ -26,24 +26,24 @@ MARKS = {
     ),
     "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
 }
-"""Between which comments of the README the tables stand."""
+"""The comments in README.md before and after each table."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """What there is to say about a technique.
+    """The description of a technique.
 
     Attributes:
-        name: of its module.
-        title: one sentence.
-        card: the card's eight lines.
+        name: the name of its module.
+        title: its title, one sentence.
+        card: the eight lines of its card.
         group: the folder of its module, and the part of a recipe that switches it on: ``tricks`` or ``parallel``.
-        settings: what switches it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering, or one
-            with a command of its own.
-        command: where it is at work without a setting; empty for one that has some.
+        settings: the settings that switch it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering,
+            or one with a command of its own.
+        command: the command that uses it without a setting; empty for a technique that has settings.
         reference: the lines of the from-scratch reference that matter.
         plain: the Hugging Face code that the toggle stands for.
-        lesson: where it is taught.
+        lesson: the lesson that teaches it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Explained:
 
     @property
     def bound(self) -> str:
-        """What the claim means, in words."""
+        """The claim in words."""
         claim = self.card["Claim"].partition(":")[2].strip()
         return claim or "sums in another order round otherwise"
 
@@ -85,7 +85,8 @@ def _all() -> tuple[ModuleType, ...]:
 
 def _explained(trick: ModuleType) -> Explained:
     fields = card(trick)
-    parts = (functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE)
+    # A reference is named by its place in the module, "pack" or "Quantized.forward".
+    parts = [functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE]
     return Explained(
         name=trick_name(trick),
         title=fields["title"],
@@ -100,13 +101,16 @@ def _explained(trick: ModuleType) -> Explained:
 
 
 def table(group: str = "tricks") -> list[dict[str, str]]:
-    """One row for each technique: the columns of :data:`COLUMNS`, and its ``name``.
+    """Make a row for each technique: the columns of :data:`COLUMNS`, and its ``name``.
 
     Args:
         group: ``tricks``, or ``parallel`` for the strategies of several processes.
     """
+    techniques: tuple[ModuleType, ...] = (*TRICKS, *INFERENCE)
+    if group == "parallel":
+        techniques = (*STRATEGIES.values(), *BESIDE)
     rows = []
-    for trick in (*TRICKS, *INFERENCE) if group == "tricks" else (*STRATEGIES.values(), *BESIDE):
+    for trick in techniques:
         about = _explained(trick)
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""What this machine is, and which toggles work on it: each is resolved for real and says so itself."""
+"""Describe this machine, and say which toggles work on it; each toggle is resolved for real, and says so itself."""
 
 import importlib.metadata
 import importlib.util
@@ -30,7 +30,7 @@ PACKAGES = (
     "flash-attn",
 )
 
-# A toggle is tried over LoRA, without which several have nothing to act on; these need one more.
+# A toggle is tried over LoRA, without which several have nothing to act on. These need more beside it.
 _OVER = {
     "double_quantization": "quantization=nf4",
     "lean_preparation": "{half}",
@@ -58,10 +58,9 @@ def examine(device: Device | None = None) -> dict[str, Any]:
         - ``attention``: the kernel that ran for each kind of row;
         - ``toggles``: see :func:`toggles`.
     """
-    here, device = device is None, device or this_device()
-    free = _free_bytes(device) if here else None
-    library = _bitsandbytes() if here else None
-    return {
+    here = device is None
+    device = device or this_device()
+    found: dict[str, Any] = {
         "device": {
             "kind": device.kind,
             "name": device.name,
@@ -69,27 +68,41 @@ def examine(device: Device | None = None) -> dict[str, Any]:
             "real_bf16": device.real_bf16,
             "memory_bytes": device.memory_bytes,
             "memory": human(device.memory_bytes),
-            "free_bytes": free,
-            "free": None if free is None else human(free),
+            "free_bytes": None,
+            "free": None,
         },
-        "bf16": {
-            "runs": "real" if device.real_bf16 else "emulated",
-            "torch_says": torch.cuda.is_bf16_supported() if here and device.kind == "cuda" else None,
-        },
+        "bf16": {"runs": "real" if device.real_bf16 else "emulated", "torch_says": None},
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in PACKAGES},
-        "colab": _colab() if here else None,
+        "colab": None,
+        "bitsandbytes": None,
+        "paging": _paging(device, None),
+        "attention": {},
+        "toggles": toggles(device),
+    }
+    if not here:
+        return found
+    free = _free_bytes(device)
+    library = _bitsandbytes()
+    found["device"] |= {"free_bytes": free, "free": human(free)}
+    if device.kind == "cuda":
+        found["bf16"]["torch_says"] = torch.cuda.is_bf16_supported()
+    return found | {
+        "colab": _colab(),
         "bitsandbytes": library,
         "paging": _paging(device, library),
-        "attention": _attention(device) if here else {},
-        "toggles": toggles(device),
+        "attention": _attention(device),
     }
 
 
 def toggles(device: Device) -> list[dict[str, str]]:
     """Try every toggle on a device: ``trick``, ``set``, ``status`` (``works``, ``warning`` or ``refused``), ``why``."""
-    return [_try(trick_name(trick), switch, device) for trick in TRICKS for switch in trick.SWITCHES]
+    found = []
+    for trick in TRICKS:
+        for switch in trick.SWITCHES:
+            found.append(_try(trick_name(trick), switch, device))
+    return found
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
@@ -111,10 +124,17 @@ def _attention(device: Device) -> dict[str, str]:
     The calls are those of transformers 5: with a mask it repeats keys and values; without one it leaves the
     grouping to torch (``enable_gqa``), and not every kernel takes that.
     """
-    half = getattr(torch, DTYPE[device.best_precision])
-    tokens, attend = 64, torch.nn.functional.scaled_dot_product_attention
-    q, kv = (torch.zeros(1, n, tokens, 64, dtype=half, device=device.kind, requires_grad=True) for n in (32, 8))
-    wide, mask = expand_kv(kv, 4), torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()
+    dtype = getattr(torch, DTYPE[device.best_precision])
+    tokens = 64
+
+    def heads(number: int) -> torch.Tensor:
+        return torch.zeros(1, number, tokens, 64, dtype=dtype, device=device.kind, requires_grad=True)
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q = heads(32)
+    kv = heads(8)
+    wide = expand_kv(kv, 4)
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()
     return {
         "masked": attention_kernel(lambda: attend(q, wide, wide, attn_mask=mask)),
         "maskless": attention_kernel(lambda: attend(q, kv, kv, is_causal=True, enable_gqa=True)),
@@ -123,7 +143,7 @@ def _attention(device: Device) -> dict[str, str]:
 
 
 def _free_bytes(device: Device) -> int:
-    """What can still be had, under a profile's cap too."""
+    """Read how much memory is still free, under a profile's cap too."""
     if device.kind == "cpu":
         return psutil.virtual_memory().available
     free, _ = torch.cuda.mem_get_info()
@@ -131,14 +151,21 @@ def _free_bytes(device: Device) -> int:
 
 
 def _bitsandbytes() -> dict[str, str | None]:
-    """The library it has really loaded: where it finds none for this CUDA it says so only when it is called."""
+    """Look up the library that bitsandbytes has really loaded.
+
+    Where it finds none for this CUDA, it says so only when the library is called.
+    """
+    missing: dict[str, str | None] = {"backend": None, "library": None}
     try:
+        # Here, because the import itself fails where the library or one of its own is broken.
         from bitsandbytes.cextension import lib
     except (ImportError, RuntimeError):
-        return {"backend": None, "library": None}
+        return missing
     native = vars(lib).get("_lib")  # not lib._lib: a stand-in for a missing library has every attribute
+    if not native:
+        return missing
     backend = "cuda" if getattr(type(lib), "compiled_with_cuda", False) else "cpu"
-    return {"backend": backend, "library": Path(native._name).name} if native else {"backend": None, "library": None}
+    return {"backend": backend, "library": Path(native._name).name}
 
 
 def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
@@ -151,11 +178,13 @@ def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, 
 
 def _colab() -> str | None:
     release = os.environ.get("COLAB_RELEASE_TAG")
+    if release:
+        return release
     try:
         found = importlib.util.find_spec("google.colab") is not None
     except ModuleNotFoundError:  # no package google at all
-        found = False
-    return release or ("unknown release" if found else None)
+        return None
+    return "unknown release" if found else None
 
 
 def _version(name: str) -> str | None:

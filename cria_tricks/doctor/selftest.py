@@ -30,14 +30,17 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 
 SAME_GRADIENT = 1e-3
-"""How far two gradients of the same thing may lie apart, over their length: on a CPU not at all, on a card, whose sums
-have no fixed order, by some 1e-6. The failures move them by 0.1 and more."""
+"""The largest relative difference of two gradients that count as the same.
+
+On a CPU two such gradients do not differ at all; on a card, whose sums have no fixed order, they differ by some 1e-6.
+The failures move them by 0.1 and more.
+"""
 
 SAME_LOSS = 1e-4
 """The same for losses. Summed in another order in fp32 they differ by 1e-6; torch's own in bf16 by 1e-3 to 7e-3."""
 
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"
-"""Of a base, the tensor that the first check takes away."""
+"""The tensor that the first check takes away from the base."""
 
 
 TURNS = [
@@ -81,19 +84,23 @@ def packed_documents(weights: Weights) -> tuple[bool, str]:
     """Change a document and look at the gradient of its neighbour in the packed row."""
     before, other, trained = random_rows((24, 24), (24, 24), (16, 4))  # only the shorter document has labels
     packed = ("tricks.packing=true", "data.max_length=64")
-    moved = apart(*(gradient_of(weights, [first, trained], *packed) for first in (before, other)))
+    beside_one = gradient_of(weights, [before, trained], *packed)
+    beside_another = gradient_of(weights, [other, trained], *packed)
+    moved = apart(beside_one, beside_another)
     return moved <= SAME_GRADIENT, f"a document's gradient moves by {moved:.1e} of itself when its neighbour changes"
 
 
 def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
-    """Train in 16 bits and hold the logged losses against those in float64, of the same logits."""
+    """Train in 16 bits and compare the logged losses with those in float64, of the same logits."""
     device = this_device()
     half = "bf16" if device.kind == "cpu" else device.half_precision
-    # Four rows, a step each: of one loss, rounding may happen to be small. The weights stay as they are.
-    rows, still = random_rows((48, 5), (40, 3), (31, 2), (23, 4)), ("train.max_steps=4", "train.learning_rate=1e-9")
+    # Four rows, a step each, because the rounding of a single loss may happen to be small. With so low a learning rate
+    # the weights stay as they are.
+    rows = random_rows((48, 5), (40, 3), (31, 2), (23, 4))
+    settings = ("train.max_steps=4", "train.learning_rate=1e-9", f"tricks.precision={half}")
     off = {}
     for name, chunked in (("whole", "false"), ("chunked", "true")):
-        run, loaded = fitted(weights, rows, *still, f"tricks.precision={half}", f"tricks.chunked_loss={chunked}")
+        run, loaded = fitted(weights, rows, *settings, f"tricks.chunked_loss={chunked}")
         found = torch.tensor(sorted(entry["loss"] for entry in run.training))
         expected = torch.tensor(sorted(token_mean(loaded.model, [row]) for row in rows))
         off[name] = (found / expected - 1).abs().max().item()  # torch's max, which lets NaN through
@@ -121,7 +128,8 @@ def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
     short, *long = random_rows((12, 2), (40, 36), (33, 5), (50, 1), (21, 10))  # beside it a long one, hardly trained
     settings = ("train.batch_size=2", "train.max_steps=6", "train.eval_steps=6", "train.learning_rate=0.02")
     run, loaded = fitted(weights, [short], *settings, "tricks.chunked_loss=true", eval_rows=[short, *long])
-    found, expected = run.evaluations[-1]["eval_loss"], token_mean(loaded.model, [short, *long])
+    found = run.evaluations[-1]["eval_loss"]
+    expected = token_mean(loaded.model, [short, *long])
     return (
         abs(found / expected - 1) <= SAME_LOSS,
         f"the evaluation says {found:.4f}; over all trained tokens it is {expected:.4f}",
@@ -131,21 +139,22 @@ def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
 def gradients_after_evaluation(weights: Weights) -> tuple[bool, str]:
     """Compare the gradients of two runs over a 4-bit base, of which one has evaluated first."""
     rows = random_rows((32, 6))
-    never, after = (gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=some) for some in ([], rows))
+    never = gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=[])
+    after = gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=rows)
     moved = apart(never, after)
     return moved <= SAME_GRADIENT, f"an evaluation moves the next gradient by {moved:.1e} of itself"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is looked at.
+    """One check of a library's behaviour.
 
     Attributes:
-        look: does it, on a model that :func:`make` wrote: whether all is well, and what was seen. It must be false
-            for a NaN, too, so it asks whether a difference is small and never whether it is large.
-        asks: the question.
-        cause: what it is when it fails.
-        cure: what to do then.
+        look: a function of a model that :func:`make` wrote, which tells whether all is well, and what it has seen. It
+            must be false for a NaN, too, so it asks whether a difference is small and never whether it is large.
+        asks: the question that it answers.
+        cause: the cause of a failure.
+        cure: the way to mend it.
     """
 
     look: Callable[[Weights], tuple[bool, str]]
@@ -155,7 +164,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """That of the function."""
+        """The name of the function."""
         return self.look.__name__
 
 
@@ -249,6 +258,7 @@ def _made(check: Check, weights: Weights) -> dict[str, Any]:
     except Exception as error:  # of whatever library: then it cannot be said to hold
         if is_out_of_memory(error):
             raise
-        holds, found = False, f"{type(error).__name__}: {first_line(error)}"
+        holds = False
+        found = f"{type(error).__name__}: {first_line(error)}"
     about = {"name": check.name, "asks": check.asks, "holds": bool(holds), "found": found}
     return about | {"cause": check.cause, "cure": check.cure}

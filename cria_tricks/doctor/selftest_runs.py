@@ -20,7 +20,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
 
-Row = dict[str, list[int]]
+TokenRow = dict[str, list[int]]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -32,11 +32,11 @@ def make(folder: Path, **changes: Any) -> Weights:
     """Write a model of ``random:tiny``'s shape, and a tokenizer of single bytes with a chat template.
 
     Args:
-        folder: where; it exists.
+        folder: the folder to write into; it exists.
         **changes: fields of its config that are to differ, such as a smaller ``vocab_size``.
 
     Returns:
-        What :func:`cria_tricks.load.model.load` and plain ``from_pretrained`` take.
+        The weights that :func:`cria_tricks.load.model.load` and plain ``from_pretrained`` take.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -53,11 +53,11 @@ def make(folder: Path, **changes: Any) -> Weights:
     return Weights("random:tiny", str(folder), str(folder))
 
 
-def random_rows(*lengths: tuple[int, int]) -> list[Row]:
-    """Rows of random bytes, the same ones every time.
+def random_rows(*lengths: tuple[int, int]) -> list[TokenRow]:
+    """Make rows of random bytes, the same ones every time.
 
     Args:
-        lengths: of each row, and how many of its tokens, from the first on, are not trained.
+        lengths: the length of each row, and how many of its tokens, from the first on, are not trained.
     """
     draw = torch.Generator().manual_seed(0)
     made = []
@@ -68,12 +68,15 @@ def random_rows(*lengths: tuple[int, int]) -> list[Row]:
 
 
 class _Gradient(TrainerCallback):
-    """Keeps the gradient of the step, all in one vector; what got none has zeros."""
+    """Keeps the gradient of the step, all in one vector; a weight without a gradient has zeros."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        of_each = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
-        self.found = torch.cat([grad.flatten().double().cpu() for grad in of_each])
+        gradients = []
+        for weight in model.parameters():
+            if weight.requires_grad:
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                gradients.append(gradient.flatten().double().cpu())
+        self.found = torch.cat(gradients)
 
 
 class Poison(TrainerCallback):
@@ -87,9 +90,9 @@ class Poison(TrainerCallback):
 
 def fitted(
     weights: Weights,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     *settings: str,
-    eval_rows: Sequence[Row] = (),
+    eval_rows: Sequence[TokenRow] = (),
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[Run, Loaded]:
     """Train LoRA for a step, or as many as the settings say, from the same adapter every time."""
@@ -103,19 +106,22 @@ def fitted(
         return fit(*job, pad_id=0, callbacks=callbacks), loaded
 
 
-def gradient_of(weights: Weights, rows: Sequence[Row], *settings: str, eval_rows: Sequence[Row] = ()) -> torch.Tensor:
+def gradient_of(
+    weights: Weights, rows: Sequence[TokenRow], *settings: str, eval_rows: Sequence[TokenRow] = ()
+) -> torch.Tensor:
+    """Train as :func:`fitted` does, and return the gradient of the last step."""
     kept = _Gradient()
     fitted(weights, rows, "train.max_grad_norm=1e9", *settings, eval_rows=eval_rows, callbacks=[kept])
     return kept.found
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The length of the difference, over that of the first; NaN where there is none to compare."""
+    """Compute the length of the difference over that of the first [ratio]; NaN where there is none to compare."""
     return ((one - other).norm() / one.norm()).item()
 
 
-def token_mean(model: Any, rows: Sequence[Row]) -> float:
-    """The loss by its definition: row by row, every trained token counts once, in float64."""
+def token_mean(model: Any, rows: Sequence[TokenRow]) -> float:
+    """Compute the loss by its definition: row by row, every trained token counts once, in float64."""
     losses = []
     for row in rows:
         ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))

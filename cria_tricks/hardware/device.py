@@ -1,4 +1,7 @@
-"""The few facts about a device that decide which toggles work on it, as plain data."""
+"""The few facts about a device that decide which toggles work on it, as plain data.
+
+torch takes seconds to import. So only the functions that ask it import it: a card can be named without.
+"""
 
 import contextlib
 import functools

@@ -42,6 +42,7 @@ def interval(samples: "torch.Tensor") -> tuple[float, float]:
     Args:
         samples: one number for each draw, shape (draws,).
     """
+    # As above: torch takes seconds to import.
     import torch
 
     low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()

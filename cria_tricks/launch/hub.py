@@ -1,4 +1,4 @@
-"""A job shown, sent to Hugging Face, followed to its end, and its result fetched; ``job.py`` says what is sent.
+"""Show a job, send it to Hugging Face, follow it to its end, and fetch its result; ``job.py`` makes the job.
 
 The requests, in their order, all with the login's token:
 
@@ -22,11 +22,11 @@ from cria_tricks.common.errors import BadInput, JobFailed, cure, in_one_line, re
 from cria_tricks.common.units import duration, human, money
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
-from cria_tricks.launch.job import IMAGE, Job
+from cria_tricks.launch.job import IMAGE, HubJob
 from cria_tricks.models import network
 
 SECRETS = ("HF_TOKEN",)
-"""Names of what the job gets from the login here; their values go into the request, and nowhere else."""
+"""Names of the variables that the job gets from the login here; their values go into the request, and nowhere else."""
 
 CURES = {
     401: "is the token right? hf auth whoami tells",
@@ -34,25 +34,17 @@ CURES = {
     403: "may this login start jobs and write there, and is its quota used up? see https://huggingface.co/settings/tokens",
     429: "too many requests or jobs at once: wait, then start again",
 }
-"""What to do about the hub's answers, by status."""
+"""The advice for an answer of the hub, by its status code."""
 
 Say = Callable[[str], None]
 
 
-def shown(job: Job) -> list[str]:
-    """The job in lines, as it would be sent; of secrets the names alone."""
-    card = CARDS[job.flavor.card].device
-    cards = f"{job.flavor.cards} x " if job.flavor.cards > 1 else ""
-    training = "not known here"
-    if job.training_seconds is not None and job.training_cost is not None:
-        training = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
-    narrow = trust.may_not_fit(job.needed_bytes, card.memory_bytes)
-    cut = "" if job.finishes else ", before it is through: what it has learnt by then is published"
+def shown(job: HubJob) -> list[str]:
+    """Write the job in lines, as it would be sent; of secrets the names alone."""
     lines = {
-        "flavor": f"{job.flavor.name} ({cards}{card.name}: needs {human(job.needed_bytes)} of "
-        f"{human(card.memory_bytes)}{f'; {narrow}' if narrow else ''})",
+        "flavor": _flavor(job),
         "price": f"{money(job.price)} an hour, at most {money(job.most)}",
-        "training": f"{training}; ends by itself after {duration(job.time_budget)}{cut}",
+        "training": _training(job),
         "timeout": f"{job.timeout} s ({duration(job.timeout)})",
         "image": IMAGE,
         "labels": " ".join(f"{key}={value}" for key, value in job.labels.items()),
@@ -62,17 +54,42 @@ def shown(job: Job) -> list[str]:
     found = [f"{name:<10}{text}" for name, text in lines.items()]
     for name, text in job.environment.items():
         found.append(f"variable  {name}={shlex.quote(text)}")
-    return [*found, "command   bash -c, with:", *(f"  {line}" for line in job.script.splitlines())]
+    found.append("command   bash -c, with:")
+    found += [f"  {line}" for line in job.script.splitlines()]
+    return found
 
 
-class Hub:
-    """The hub, for somebody who is logged in.
+def _flavor(job: HubJob) -> str:
+    card = CARDS[job.flavor.card].device
+    machine = card.name
+    if job.flavor.cards > 1:
+        machine = f"{job.flavor.cards} x {card.name}"
+    memory = f"needs {human(job.needed_bytes)} of {human(card.memory_bytes)}"
+    narrow = trust.may_not_fit(job.needed_bytes, card.memory_bytes)
+    if narrow:
+        memory += f"; {narrow}"
+    return f"{job.flavor.name} ({machine}: {memory})"
+
+
+def _training(job: HubJob) -> str:
+    expected = "not known here"
+    if job.training_seconds is not None and job.training_cost is not None:
+        expected = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
+    end = f"ends by itself after {duration(job.time_budget)}"
+    if not job.finishes:
+        end += ", before it is through: what it has learnt by then is published"
+    return f"{expected}; {end}"
+
+
+class JobsHub:
+    """The jobs and repositories of the hub, for somebody who is logged in.
 
     Raises:
         BadInput: if nobody is.
     """
 
     def __init__(self) -> None:
+        # Half a second to import, which a job that is only printed can do without.
         import huggingface_hub
 
         network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")
@@ -83,12 +100,12 @@ class Hub:
         self.api = huggingface_hub.HfApi()
 
     def prices(self) -> dict[str, float]:
-        """USD an hour of every machine that can be had, by name."""
+        """Ask for the price of every machine that can be had, by its name [USD/h]."""
         hours = {"second": 3600, "minute": 60, "hour": 1}
         found = self._ask(self.api.list_jobs_hardware)
         return {each.name: each.unit_cost_usd * hours[each.unit_label] for each in found}
 
-    def send(self, job: Job) -> Any:
+    def send(self, job: HubJob) -> Any:
         """Make the repository, then start the job.
 
         Returns:
@@ -112,25 +129,27 @@ class Hub:
             namespace=owner,
         )
 
-    def follow(self, started: Any, job: Job, say: Say) -> None:
-        """Hand on the log as it grows, until the job has ended.
+    def follow(self, started: Any, job: HubJob, say: Say) -> None:
+        """Pass the log on as it grows, until the job has ended.
 
         Raises:
             JobFailed: if it did not end well, in one line that says why.
         """
-        where, last = {"job_id": started.id, "namespace": started.owner.name}, ""
+        where = {"job_id": started.id, "namespace": started.owner.name}
+        last_error = ""
         try:
             for line in self.api.fetch_job_logs(follow=True, **where):
                 say(redacted(line.rstrip("\n")))
-                last = line if line.startswith("error: ") else last
+                if line.startswith("error: "):
+                    last_error = line
             ended = self.api.wait_for_job(**where, poll_interval=5.0)
         except Exception as error:  # of the network: the job knows nothing of it
             raise JobFailed(f"{_in_one_line(error)}; the job goes on: {'; '.join(ways_on(started, job))}") from None
         if ended.status.stage != "COMPLETED":
-            raise JobFailed(_why(ended, job, last))
+            raise JobFailed(_why(ended, job, last_error))
 
-    def fetch(self, job: Job, folder: Path) -> artifact.Verified:
-        """Download what the job published, and hold every file against its manifest.
+    def fetch(self, job: HubJob, folder: Path) -> artifact.Verified:
+        """Download what the job published, and check every file against its manifest.
 
         Raises:
             BadInput: if a file is not what was written.
@@ -158,8 +177,8 @@ class Hub:
             raise JobFailed(_in_one_line(error)) from None
 
 
-def free_folder(out: Path | None, job: Job) -> Path:
-    """Where the result will be, found out before anything is paid for.
+def free_folder(out: Path | None, job: HubJob) -> Path:
+    """Find the folder of the result, before anything is paid for.
 
     Raises:
         BadInput: if there is something already.
@@ -171,8 +190,8 @@ def free_folder(out: Path | None, job: Job) -> Path:
     return made
 
 
-def ways_on(started: Any, job: Job) -> list[str]:
-    """What to type about a job that goes on without anybody watching."""
+def ways_on(started: Any, job: HubJob) -> list[str]:
+    """Write the commands for a job that goes on without anybody watching."""
     named = f"{started.owner.name}/{started.id}"
     return [
         f"follow it: hf jobs logs -f {named}",
@@ -181,20 +200,22 @@ def ways_on(started: Any, job: Job) -> list[str]:
     ]
 
 
-def by_hand(job: Job) -> str:
-    """What to type to get the result of a job that has ended."""
+def by_hand(job: HubJob) -> str:
+    """Write the commands that get the result of a job that has ended."""
     return f"fetch its result: hf download {job.repo} --revision {TAG} --local-dir FOLDER, then cria verify FOLDER"
 
 
-def _why(ended: Any, job: Job, last: str) -> str:
-    stage, message = str(ended.status.stage), (ended.status.message or "").strip()
-    ran = ended.durations.running_secs if ended.durations else None
+def _why(ended: Any, job: HubJob, last_error: str) -> str:
+    """Say in one line why a job did not end well."""
+    stage = str(ended.status.stage)
+    message = (ended.status.message or "").strip()
     named = f"job {ended.id}"
     if stage in ("CANCELED", "DELETED"):
         return f"{named} was {stage.lower()}: {ended.url}"
+    ran = ended.durations and ended.durations.running_secs
     if "time" in message.lower() or (ran is not None and ran >= job.timeout):
         return f"{named} ran out of its {job.timeout} s and was ended; give a longer --timeout: {ended.url}"
-    reason = "; ".join(part for part in (message, last.removeprefix("error: ").strip()) if part)
+    reason = "; ".join(part for part in (message, last_error.removeprefix("error: ").strip()) if part)
     return f"{named} failed: {reason or 'its log says why'}: {ended.url}"
 
 

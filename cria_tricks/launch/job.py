@@ -1,4 +1,4 @@
-"""A recipe as a job on a machine of Hugging Face's: what is sent, chosen by the estimate, before anything is.
+"""Make a recipe into a job for a machine of Hugging Face's, which the estimate chooses before anything is sent.
 
 A job is a command in a container on a rented machine. Nothing of this machine is there, and nothing of the job's
 machine is left when it has ended. So everything that decides the run travels in the command, and what it made is
@@ -28,31 +28,33 @@ IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 image that huggingface_hub runs its own uv jobs in."""
 
 MARGIN = 2
-"""The estimate of the time is right within this factor."""
+"""The factor within which the estimate of the time is right."""
 AROUND = 15 * 60
-"""Seconds of a job for installing and publishing; and as many for what ``cria train`` does besides: it downloads and
-loads the model, and evaluates."""
+"""The time that a job has for installing and publishing [s].
+
+``cria train`` gets as much again for its work besides the steps: it downloads and loads the model, and evaluates.
+"""
 
 ROWS = {"nguzo_saba": 32, "kwanzaa": 107}
-"""Training rows of the sets that are known here."""
+"""The number of training rows of the sets that are known here."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What would be sent, and why.
+class HubJob:
+    """A job on a rented machine, as it would be sent.
 
     Attributes:
-        name: the recipe's.
+        name: the recipe's name.
         flavor: the machine.
-        price: USD an hour.
-        needed_bytes: on each of its cards, by the estimate.
-        training_seconds: by the estimate; ``None`` where the number of rows is not known here.
-        timeout: seconds after which the hub ends it.
-        time_budget: seconds after which the training ends by itself, so that what it has learnt is published.
-        repo: OWNER/NAME that the result goes to, private.
+        price: its price [USD/h].
+        needed_bytes: the memory needed on each of its cards, by the estimate.
+        training_seconds: the time of the training, by the estimate; ``None`` where the number of rows is not known.
+        timeout: the time after which the hub ends the job [s].
+        time_budget: the time after which the training ends by itself [s], so that what it has learnt is published.
+        repo: the private repository of the result, OWNER/NAME.
         result: ``adapter``, or ``model`` when the whole model is trained.
-        script: what bash does in the container.
-        environment: variables that are no secrets.
+        script: the bash script that runs in the container.
+        environment: the variables that are no secrets.
     """
 
     name: str
@@ -69,23 +71,25 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """As the container starts it."""
+        """The command that the container starts."""
         return ["bash", "-c", self.script]
 
     @property
     def labels(self) -> dict[str, str]:
-        """By which the hub lists it."""
+        """The labels under which the hub lists the job."""
         return {"name": f"cria-{re.sub(r'[^A-Za-z0-9_-]', '-', self.name)}"}
 
     @property
     def most(self) -> float:
-        """USD that it can cost: every minute up to the timeout."""
+        """The highest possible cost, every minute up to the timeout [USD]."""
         return self.price * self.timeout / 3600
 
     @property
     def training_cost(self) -> float | None:
-        """USD for the training alone, by the estimate."""
-        return None if self.training_seconds is None else self.price * self.training_seconds / 3600
+        """The cost of the training alone, by the estimate [USD]."""
+        if self.training_seconds is None:
+            return None
+        return self.price * self.training_seconds / 3600
 
     @property
     def narrow(self) -> bool:
@@ -106,19 +110,19 @@ def prepare(
     timeout: str = "",
     budget: float | None = None,
     prices: Mapping[str, float] | None = None,
-) -> Job:
+) -> HubJob:
     """Choose a machine and write the job. Nothing is sent; a model that is not of the catalogue has its config read.
 
     Args:
         recipe: a name or a TOML file, whose text travels with the job.
-        repo: OWNER/NAME on the hub for what is trained.
-        settings: as for ``cria train``.
+        repo: the repository on the hub for the result, OWNER/NAME.
+        settings: changes of the recipe, as for ``cria train``.
         flavor: a machine of :data:`FLAVORS`; ``auto`` takes, of those that the recipe fits on, the one on which the
             job costs least. Before all others come those on which it fits with some room, then those on which it
             finishes in time.
         timeout: such as ``90m``; twice the estimated training and half an hour when left out.
-        budget: USD that the job may cost at most.
-        prices: USD an hour by machine, of those that can be had; the list kept here when left out.
+        budget: the highest cost that the job may have [USD].
+        prices: the prices [USD/h] of the machines that can be had; the list kept here when left out.
 
     Raises:
         BadInput: for what would end the job, or cannot be reached by it, or a budget that is too small.
@@ -132,9 +136,12 @@ def prepare(
     if prices is None:
         prices = {name: each.price for name, each in FLAVORS.items()}
     longest = _timeout(timeout)
-    jobs: list[Job] = []
+    flavors = list(FLAVORS.values())
+    if flavor != "auto":
+        flavors = [find_flavor(flavor)]
+    jobs: list[HubJob] = []
     refused: list[BadInput | OutOfMemory] = []
-    for each in FLAVORS.values() if flavor == "auto" else [find_flavor(flavor)]:
+    for each in flavors:
         try:
             if each.name not in prices:
                 raise BadInput(f"--flavor {each.name}: the hub does not offer it now; see hf jobs hardware")
@@ -143,11 +150,9 @@ def prepare(
             refused.append(error)
     if not jobs:
         last = refused[-1]  # of the machine with the largest card
-        raise (
-            OutOfMemory(f"it fits on no machine: {last}")
-            if isinstance(last, OutOfMemory) and len(refused) > 1
-            else last
-        )
+        if isinstance(last, OutOfMemory) and len(refused) > 1:
+            raise OutOfMemory(f"it fits on no machine: {last}")
+        raise last
     affordable = [job for job in jobs if budget is None or job.most <= budget]
     if not affordable:
         least = min(jobs, key=lambda job: job.most)
@@ -158,20 +163,23 @@ def prepare(
     return min(affordable, key=lambda job: (job.narrow, not job.finishes, job.most))
 
 
-def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> Job:
-    """The job on one machine."""
+def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> HubJob:
+    """Make the job for one machine."""
     card = CARDS[flavor.card]
     wanted = given.recipe(recipe, settings, card.device)
     _refuse_unreachable(wanted)
     shape = find_shape(wanted.model)
-    from cria_tricks.bill.step_time import run_tokens  # here, as they import torch: a wrong name is told without
+    # These import torch, which takes seconds; a wrong name was told before.
+    from cria_tricks.bill.step_time import run_tokens
     from cria_tricks.predict.plan_data import on_machine
 
     bill = on_machine(wanted, shape, flavor)
     if not bill.memory.fits:
         has = human(card.device.memory_bytes)
         raise OutOfMemory(f"--flavor {flavor.name}: needs {human(bill.memory.needed_bytes)} of {has}; see cria plan")
-    rows = 0 if wanted.train.max_steps else ROWS.get(wanted.data.train)  # where they are set, steps decide
+    rows = ROWS.get(wanted.data.train)
+    if wanted.train.max_steps:  # then the steps decide, and not the rows
+        rows = 0
     training = None
     if rows is not None and bill.seconds is not None:
         training = bill.seconds * run_tokens(wanted, rows, wanted.data.max_length)
@@ -181,17 +189,23 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
         environment["CRIA_RECIPE"] = recipes.get(recipe).to_toml()
     result = "model" if wanted.tricks.peft == "none" else "adapter"
     script = _script(recipe, repo, settings, flavor.cards, limit, result)
-    if redacted(said := script + str(environment)) != said:
+    public = script + str(environment)
+    if redacted(public) != public:
         raise BadInput(f"recipe {recipe}: holds a token, and a job's command can be read by others; take it out")
     needed = bill.memory.needed_bytes
-    return Job(wanted.name, flavor, price, needed, training, timeout, limit, repo, result, script, environment)
+    return HubJob(wanted.name, flavor, price, needed, training, timeout, limit, repo, result, script, environment)
 
 
 def _script(recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:
-    """What the container does; the first line that fails ends the job."""
-    file = recipe.endswith(".toml")
-    name = "recipe.toml" if file else recipe
-    start = ["train", name] if cards == 1 else ["launch", name, "--on", "torchrun", "--nproc", str(cards)]
+    """Write what the container does; the first line that fails ends the job."""
+    name = recipe
+    write_recipe = []
+    if recipe.endswith(".toml"):  # its text is in the environment
+        name = "recipe.toml"
+        write_recipe = ['printf %s "$CRIA_RECIPE" > recipe.toml']
+    start = ["train", name]
+    if cards > 1:
+        start = ["launch", name, "--on", "torchrun", "--nproc", str(cards)]
     for setting in (*settings, f"train.time_budget={limit}"):
         start += ["--set", setting]
     lines = [
@@ -200,7 +214,7 @@ def _script(recipe: str, repo: str, settings: list[str], cards: int, limit: int,
         "uv venv --quiet",
         ". .venv/bin/activate",
         shlex.join(["uv", "pip", "install", "--quiet", "--torch-backend=auto", f"cria_tricks @ git+{repository()}"]),
-        *(['printf %s "$CRIA_RECIPE" > recipe.toml'] if file else []),
+        *write_recipe,
         shlex.join(["cria", *start, "--out", "run"]),
         shlex.join(["cria", "publish", f"run/{result}", repo, "--tag", TAG, "--private", "--yes"]),
     ]
@@ -208,36 +222,42 @@ def _script(recipe: str, repo: str, settings: list[str], cards: int, limit: int,
 
 
 def repository() -> str:
-    """Where the package's source is, for everybody: the address in pyproject.toml."""
+    """Read the public address of the package's source, which pyproject.toml names."""
     named = importlib.metadata.metadata("cria_tricks").get_all("Project-URL") or []
     return dict(line.split(", ", 1) for line in named)["Repository"]
 
 
 def _times(recipe: Recipe, training: float | None, longest: int) -> tuple[int, int]:
-    """Seconds of the whole job, and of ``cria train`` in it."""
+    """Choose the time of the whole job, and of ``cria train`` in it [s]."""
     budget = recipe.train.time_budget or math.inf
-    expected = math.inf if training is None else MARGIN * training + AROUND
+    expected = math.inf
+    if training is not None:
+        expected = MARGIN * training + AROUND
     if not longest and min(budget, expected) == math.inf:
         raise BadInput(
             f"data.train={recipe.data.train}: how many rows it has is not known here; give --timeout, or --set "
             "train.max_steps or train.time_budget"
         )
-    whole = longest or math.ceil((min(budget, expected) + AROUND) / 60) * 60
-    return whole, math.floor(min(budget, whole - min(AROUND, whole // 2)))
+    whole = longest or math.ceil((min(budget, expected) + AROUND) / 60) * 60  # whole minutes
+    around = min(AROUND, whole // 2)  # of a very short job half, so that some training is left
+    return whole, math.floor(min(budget, whole - around))
 
 
 def _timeout(text: str) -> int:
+    """Read a ``--timeout`` [s]; 0 for an empty one, which leaves it to the estimate."""
+    if not text:
+        return 0
     try:
-        found = int(seconds(text)) if text else 0
+        found = int(seconds(text))
     except (ValueError, OverflowError):
-        found = -1
-    if text and found < 60:
+        found = 0
+    if found < 60:
         raise BadInput(f"--timeout {text}: must be a time of a minute or more, such as 90m or 1h30m")
     return found
 
 
 def _refuse_unreachable(recipe: Recipe) -> None:
-    """Nothing of this machine is on the job's."""
+    """Refuse data and models that are only on this machine, because the job runs on another."""
     for part in ("train", "eval"):
         name = getattr(recipe.data, part)
         on_the_hub = models.is_hub_id(name.partition(":")[0]) and not Path(name).suffix and not Path(name).exists()

@@ -1,4 +1,4 @@
-"""The command that starts a recipe in several processes: written out as a person could have typed it, then run."""
+"""Write the command that starts a recipe in several processes, as a person could have typed it, and run it."""
 
 import importlib
 import logging
@@ -14,7 +14,7 @@ from cria_tricks import recipes
 from cria_tricks.common import interrupts
 from cria_tricks.common.errors import BadInput, Lost, first_line, usable_path
 from cria_tricks.hardware import this_device
-from cria_tricks.models.shape import find_shape
+from cria_tricks.models.shape import find_shape, refuse_undivided
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import given
 from cria_tricks.store import run_folder
@@ -25,25 +25,26 @@ MACHINES = (
 )
 """torchrun for machines that may come and go while it runs; each is given the same command.
 
-With the variable every round gets a store of its own. Without, a machine that joins a running torch 2.13 never learns
-the store's address: the first agent writes it in the first round only (``DynamicRendezvousHandler.next_rendezvous``).
+With the variable every round of the rendezvous gets a store of its own. Without it, a machine that joins a running
+torch 2.13 never learns the store's address, because the first agent writes it in the first round only
+(``DynamicRendezvousHandler.next_rendezvous``).
 """
 
 LAUNCHERS = {
     # --standalone: one machine, with a free port of its own, so that two runs do not meet.
     "torchrun": "torchrun --standalone --nproc-per-node {processes}",
-    # What it would ask for, said. (--multi_gpu is its word for several processes; they may be on CPUs.)
+    # Everything that it would otherwise ask for. (--multi_gpu is its word for several processes; they may be on CPUs.)
     "accelerate": (
         "accelerate launch --multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0 "
         "--mixed_precision no --dynamo_backend no"
     ),
 }
-"""Who starts the processes. Both give each its number in the environment; the recipe decides everything else."""
+"""The launchers. Both give each process its rank in the environment; the recipe decides everything else."""
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """What becomes of a run when processes are lost, or machines come and go.
+    """The settings for a run that survives lost processes, and machines that come and go.
 
     Attributes:
         max_restarts: how often an agent starts its processes again after one of them has failed.
@@ -57,20 +58,24 @@ class Elastic:
 
     @property
     def machines(self) -> range:
-        """How many there may be.
+        """The possible numbers of machines.
 
         Raises:
-            BadInput: if it is no such range.
+            BadInput: if ``nodes`` is no such range.
         """
+        wrong = f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4"
         found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", self.nodes or "1")
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not found:
+            raise BadInput(wrong)
+        least = int(found[1])
+        most = int(found[2] or found[1])
         if least > most:
-            raise BadInput(f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4")
+            raise BadInput(wrong)
         return range(least, most + 1)
 
 
 ONCE = Elastic()
-"""One start, on this machine: what is lost ends the run."""
+"""One start, on this machine: a lost process ends the run."""
 
 
 def command(
@@ -86,13 +91,14 @@ def command(
 
     Args:
         recipe: a name or a TOML file.
-        on: of :data:`LAUNCHERS`.
+        on: the launcher, of :data:`LAUNCHERS`.
         processes: how many; one a card when left out, two where there is none.
-        settings: as for ``cria train``. Without a ``parallel.strategy`` several processes share the rows: ``ddp``.
+        settings: changes of the recipe, as for ``cria train``. Without a ``parallel.strategy`` several processes share
+            the rows: ``ddp``.
         out: folder to write.
         resume: whether to go on.
-        elastic: what survives lost processes. Then ``--resume`` is always there: whoever is started again goes on from
-            the newest checkpoint.
+        elastic: how the run survives lost processes. Then the command always has ``--resume``, because a restarted
+            process goes on from the newest checkpoint.
 
     Raises:
         BadInput: for what would end all processes once they had started.
@@ -103,10 +109,13 @@ def command(
     given.recipe(recipe, changes)
     machines_wanted = elastic.machines
     wanted = with_settings(recipes.get(recipe), changes)
-    from cria_tricks.parallel.strategies import ELASTIC  # here, as it imports torch: a wrong name is told without
+    # It imports torch, which takes seconds; a wrong name was told before.
+    from cria_tricks.parallel.strategies import ELASTIC
 
     cards = _cards()
-    processes = processes or (1 if wanted.parallel.strategy == "model" else cards or 2)
+    if not processes:
+        # strategy=model lays one model over all cards, from a single process.
+        processes = 1 if wanted.parallel.strategy == "model" else cards or 2
     if cards and processes > cards:
         raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
     if max(machines_wanted) * processes > 1 and wanted.parallel.strategy == "none":
@@ -123,15 +132,21 @@ def command(
     words = [*start, "-m", "cria_tricks", "train", recipe]
     for setting in changes:
         words += ["--set", setting]
-    return words + (["--out", str(out)] if out else []) + (["--resume"] if resume else [])
+    if out:
+        words += ["--out", str(out)]
+    if resume:
+        words += ["--resume"]
+    return words
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
-    from cria_tricks.models.shape import refuse_undivided
+    """Refuse a number of processes that cannot share a recipe."""
+    # It imports torch, which takes seconds; a wrong name was told before.
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
-    if (shares := processes // plan.parallel["data"]) > 1:
+    shares = processes // plan.parallel["data"]  # processes that share one model
+    if shares > 1:
         shape = find_shape(recipe.model)
         refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
 
@@ -139,7 +154,7 @@ def _refuse_unshared(recipe: Recipe, processes: int) -> None:
 def _elastic(
     start: list[str], name: str, elastic: Elastic, out: Path | None, resume: bool
 ) -> tuple[list[str], Path | None, bool]:
-    """The launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
+    """Choose the launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
     if elastic == ONCE:
         return start, out, resume
     if elastic.nodes:
@@ -152,23 +167,25 @@ def _elastic(
         raise BadInput("--endpoint: is for --nodes MIN:MAX; on one machine torchrun finds a free port")
     elif not resume:
         out = usable_path("--out", out) if out else run_folder.numbered(Path("runs") / name, resume=False)
-        if there := run_folder.taken(out):  # a restarted process could not tell it from its own run
+        there = run_folder.taken(out)
+        if there:  # a restarted process could not tell it from its own run
             raise BadInput(f"--out {out}: holds another run ({there}); name a new folder, or go on with it: --resume")
     return [*start, "--max-restarts", str(elastic.max_restarts)], out, True
 
 
 def run(words: list[str]) -> int:
-    """Do what the command does, in this process: call the launcher's own entry.
+    """Run the command in this process: call the launcher's own entry.
 
-    Typed by hand it ends with the launcher's report on its processes, and exit code 1. Here the line of the process
-    that knew why stands alone.
+    Typed by hand, the command ends with the launcher's report on its processes, and exit code 1. Here the line of the
+    process that knew why stands alone.
 
     Args:
-        words: of :func:`command`.
+        words: the command, of :func:`command`.
 
     Returns:
         The exit code that the processes ended with.
     """
+    # torch takes seconds to import, and a command that is only printed does not need its errors.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -176,7 +193,8 @@ def run(words: list[str]) -> int:
 
     while "=" in words[0]:  # variables, as a shell takes them
         name, _, value = words[0].partition("=")
-        os.environ[name], words = value, words[1:]
+        os.environ[name] = value
+        words = words[1:]
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
     main = importlib.import_module(module).main
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
@@ -196,7 +214,7 @@ def run(words: list[str]) -> int:
 
 
 def shown(words: list[str]) -> str:
-    """The command as a shell takes it."""
+    """Write the command as a shell takes it."""
     return shlex.join(words)
 
 
@@ -207,6 +225,7 @@ def _processes(words: list[str]) -> int:
 def _cards() -> int:
     if this_device().kind != "cuda":
         return 0
+    # At the top it would cost every command seconds; here this_device has imported it already.
     import torch
 
     return torch.cuda.device_count()

@@ -44,6 +44,7 @@ def load_side_network(model: Any, folder: Path) -> None:
     Raises:
         BadInput: if the file does not fit.
     """
+    # It imports torch, which takes seconds.
     from safetensors.torch import load_file
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

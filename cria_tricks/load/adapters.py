@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -113,8 +114,6 @@ def without_adapter(model: Any) -> Iterator[Any]:
 
 
 def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
-    import bitsandbytes as bnb
-
     made = copy.deepcopy(block)
     for name, module in block.named_modules():
         if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):

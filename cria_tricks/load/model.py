@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import torch
 import transformers
 from peft import prepare_model_for_kbit_training
@@ -203,8 +204,6 @@ def forbid_cpu_repacking(model: torch.nn.Module) -> None:
     There the first forward in eval mode turns every ``Linear4bit`` for good into a kernel without autograd:
     nothing raises, and from then on no gradient passes through the frozen base.
     """
-    import bitsandbytes as bnb
-
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False

@@ -2,6 +2,8 @@
 
 A name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weights of a known shape, for
 tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that ``from_pretrained`` takes.
+
+torch and the libraries of Hugging Face take seconds to import. So only the functions that fetch or make a model do.
 """
 
 import hashlib

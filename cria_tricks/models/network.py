@@ -4,6 +4,8 @@
 again. So every request of its client passes through here. Once nobody has answered for as long as we wait, each further
 request fails at once, as when offline: then the libraries take what is in their cache, or say that it is not there.
 Only silence is bounded: an answer that comes byte by byte is waited for, and Ctrl-C ends it.
+
+``huggingface_hub`` reads its settings when it is imported. So only functions import it, after ``--offline``.
 """
 
 import logging
@@ -16,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.models.catalogue import ALIASES
@@ -172,7 +173,10 @@ def _after(response: Any) -> None:
 
 
 def _say(sentence: str) -> None:
-    if not numbers.rank():  # one process speaks for all
+    if not numbers.rank():  # the main process speaks for all
+        # It imports rich, and whoever only names a model should not wait for that.
+        from cria_tricks.common.console import Aside
+
         Aside().print(sentence)
 
 

@@ -199,6 +199,7 @@ def adapter(model: Any, folder: Path) -> Any:
     Raises:
         BadInput: if a tensor is missing, unknown, NaN or infinite.
     """
+    # It takes seconds to import, and only an adapter needs it.
     from peft import PeftModel, get_peft_model_state_dict
 
     file = folder / "adapter_model.safetensors"

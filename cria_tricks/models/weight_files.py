@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.models import cache_folder
@@ -96,8 +98,6 @@ def tensors(folder: Path, name: str) -> dict[str, Tensor]:
     Raises:
         BadInput: if a file is cut off or no safetensors, or the index says something else than the files.
     """
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, Tensor] = {}
     files = find(folder, name)
     for file in files:

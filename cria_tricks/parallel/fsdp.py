@@ -137,6 +137,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
         plan: not needed here.
         world: the processes.
     """
+    # They take a second to import, and only a run over several cards needs them.
     from torch.distributed.fsdp import fully_shard
 
     from cria_tricks.load.model import blocks_of

@@ -158,6 +158,7 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
         model: of transformers, with or without peft; its parameters must be the same in all processes.
         mesh: one dimension of a ``DeviceMesh``.
     """
+    # DTensor takes half a second to import, and only a run over several cards needs it.
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     for name, module in model.named_modules():

@@ -141,6 +141,7 @@ class PlanAnswer(_Frozen):
 
 
 def _as_text(found: dict[str, Any]) -> str:
+    # rich and torch take a while to import, and an answer that is not shown does not need them.
     from rich.console import Console
 
     from cria_tricks.predict import plan_data

@@ -1,6 +1,6 @@
-"""What a CUDA card would do other than a CPU, for fake tensors, which pretend to be on a CPU.
+"""The kernels of a CUDA card, for fake tensors, which pretend to be on a CPU.
 
-Whoever watches sees each allocation of the card's kernels, but for the workspace inside of a single one.
+A count of live bytes sees each allocation of the card's kernels, but for the workspace inside of a single one.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from cria_tricks.tricks.activation_offload import Offloaded
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Inside, fake tensors on "cpu" go the ways that real ones would go on a CUDA card.
+    """Let fake tensors on "cpu" take the kernels that real tensors take on a CUDA card.
 
-    Attention takes the kernel that the card would pick, 8-bit products those of bitsandbytes for CUDA; what offload and
-    paging put outside of the card's memory is a meta tensor, which takes none.
+    Attention takes the kernel that the card would pick, 8-bit products those of bitsandbytes for CUDA. What offload and
+    paging put outside of the card's memory becomes a meta tensor, which takes no memory.
 
     Args:
         device: the card; on a CPU nothing is changed.
@@ -53,7 +53,8 @@ def kernels_of(device: Device) -> Iterator[None]:
 
 def _state_buffer(optimizer: Any, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     paged = optimizer.is_paged and weight.numel() >= 1e5  # bitsandbytes' own limit
-    state: Any = torch.zeros_like(weight, dtype=dtype, device="meta" if paged else weight.device)
+    where = "meta" if paged else weight.device
+    state: Any = torch.zeros_like(weight, dtype=dtype, device=where)
     state.is_paged = paged  # else bitsandbytes wants it beside the weight
     return state
 
@@ -71,7 +72,9 @@ def _attend(
 ) -> torch.Tensor:
     if torch.is_autocast_enabled("cpu"):  # attention is on its list: cast to 16 bits, and nothing inside is cast again
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     kernel = kernel_for(device, query.dtype, masked=attn_mask is not None, grouped=grouped)
     with torch.autocast("cpu", enabled=False):
@@ -99,7 +102,7 @@ def _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Kernels add a mask, and want it in the dtype of the queries."""
+    """Turn a mask of booleans into numbers that a kernel adds to the scores, in the dtype of the queries."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
@@ -113,12 +116,14 @@ def _experts_at_once(device: Device, x: torch.Tensor, weight: torch.Tensor, offs
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """With a mask of one byte an element; a CPU keeps it in the dtype of the input."""
-    return torch.ops.aten.native_dropout(x, p, True)[0] if training and p > 0 else x
+    """Drop with a mask of one byte an element; a CPU keeps the mask in the dtype of the input."""
+    if not training or p == 0:
+        return x
+    return torch.ops.aten.native_dropout(x, p, True)[0]
 
 
 def _int8_vectorwise_quant(x: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, ...]:
-    """One integer an element; no number is known, so no column is taken for one with outliers."""
+    """Quantise to a byte an element; no number is known, so no column is taken for one with outliers."""
     if threshold:
         (x.abs() >= threshold).any()
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32), x.new_empty(0).long()

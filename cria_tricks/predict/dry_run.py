@@ -2,7 +2,7 @@
 
 A fake tensor has a shape and a dtype and no data, so a model of any size is built and trained for a step in seconds,
 while every storage that would live is counted. Fake tensors pretend to be on a CPU, as torch without CUDA can pretend
-nothing else. What a card would run other than this machine is chosen as there: ``as_on_cuda.py``.
+nothing else. Where a card would run another kernel than this machine, the card's is chosen: ``cuda_on_cpu.py``.
 """
 
 import contextlib
@@ -29,16 +29,14 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks import packing
 
-Loss = Callable[[dict[str, Any]], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a step would hold.
+    """The memory that a step would hold.
 
     Attributes:
-        moments: peak bytes in each part of a step, in its order.
-        weights_bytes: what the loaded model takes, adapter included.
+        moments: the peak in each part of a step, in its order [bytes].
+        weights_bytes: the loaded model, its adapter included.
     """
 
     moments: dict[str, int]
@@ -46,7 +44,7 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lives at once."""
+        """The peak of the whole step."""
         return max(self.moments.values())
 
 
@@ -54,11 +52,11 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
     """Train one optimizer step on nothing, and not the first: the optimizer's states live from the beginning.
 
     Args:
-        plan: what would run, for the device that is in it.
-        config: the model's, of transformers.
-        rows: of a micro-batch.
-        tokens: of each row.
-        trained: trained tokens of a micro-batch; all that can be when left out.
+        plan: the plan that would run, for the device that is in it.
+        config: the model's config, of transformers.
+        rows: the rows of a micro-batch.
+        tokens: the tokens of each row.
+        trained: the trained tokens of a micro-batch; all that can be when left out.
 
     Raises:
         BadInput: if the model is no decoder, does not fit the plan, or shapes itself by numbers.
@@ -81,14 +79,15 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         for weight in learns:
             weight.grad = torch.empty_like(weight)
         optimizer.step()  # its states come to life
-        live.track_all(t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+        live.track_all(_tensors_of(optimizer))
         if plan.training["gradient_accumulation_steps"] == 1:  # else it is a later micro-batch, when gradients live too
             optimizer.zero_grad()
         loss_of = _loss(plan, model)
         moments: dict[str, int] = {}
 
         def lap(moment: str) -> None:
-            moments[moment], live.peak = live.peak, live.live
+            moments[moment] = live.peak
+            live.peak = live.live  # the next moment begins with what lives now
 
         window = fake_window(plan, rows, tokens, trained)
         live.peak = live.live
@@ -111,15 +110,23 @@ def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) 
 
     Must be called among fake tensors. The places of trained tokens are found for the running one only, the last.
     """
-    packed = plan.collator and not _flash_attention_2(plan)  # which needs no mask for that either
-    names = ("input_ids", "position_ids" if packed else "attention_mask", "labels")
-    accumulation = plan.training["gradient_accumulation_steps"]
-    window = [{name: torch.zeros(rows, tokens, dtype=torch.long) for name in names} for _ in range(accumulation)]
-    running: dict[str, Any] = window[-1]
+    second = "attention_mask"
+    if plan.collator and not _flash_attention_2(plan):  # packed rows; flash_attention_2 needs no mask for them either
+        second = "position_ids"
+    names = ("input_ids", second, "labels")
+    window: list[dict[str, Any]] = []
+    for _ in range(plan.training["gradient_accumulation_steps"]):
+        window.append({name: torch.zeros(rows, tokens, dtype=torch.long) for name in names})
+    running = window[-1]
     if plan.loss["kind"] == "chunked":
         places = rows * (tokens - 1) if trained is None else trained
         running["trained"] = tuple(torch.zeros(places, dtype=torch.long) for _ in range(3))
     return window
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if torch.is_tensor(value))
 
 
 @contextlib.contextmanager
@@ -136,15 +143,18 @@ def _shapes_known(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
-    """Answer what the code asks tensors for, and nobody can read off fake ones.
+    """Answer the questions about numbers that fake tensors, which hold none, cannot answer.
 
     A single row has no padding, and so no mask; several have, as rows of several lengths have. A packed document fills
     its row: many small ones keep as much.
     """
-    patch, needs_no_mask = unittest.mock.patch.object, masking_utils._ignore_causal_mask_sdpa
+    patch = unittest.mock.patch.object
+    needs_no_mask = masking_utils._ignore_causal_mask_sdpa
 
     def nothing_padded(padding: torch.Tensor, *sizes: Any) -> bool:
-        return needs_no_mask(None if rows == 1 or _flash_attention_2(plan) else padding, *sizes)
+        if rows == 1 or _flash_attention_2(plan):
+            return needs_no_mask(None, *sizes)
+        return needs_no_mask(padding, *sizes)
 
     with (
         patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
@@ -154,7 +164,7 @@ def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
 
 
 class _Lengths(list[int]):
-    """What a tensor of lengths is asked for."""
+    """A list of lengths that stands for a tensor: it has the three methods that packing calls."""
 
     def cpu(self) -> "_Lengths":
         return self
@@ -170,30 +180,34 @@ def _flash_attention_2(plan: Plan) -> bool:
     return plan.model.get("attn_implementation") == "flash_attention_2"
 
 
-def _loss(plan: Plan, model: Any) -> Loss:
-    """The trainer's, in the autocast that accelerate lays around it; an Accelerator would change the whole process."""
-    dtype = next((getattr(torch, d) for name, d in _HALVES.items() if plan.training.get(name)), None)
-    autocast: Any = functools.partial(torch.autocast, "cpu", dtype) if dtype else contextlib.nullcontext
-    if dtype:
-        model.forward = convert_outputs_to_fp32(autocast()(model.forward))
+def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
+    """Find the trainer's loss, in the autocast of accelerate, whose own Accelerator would change the whole process."""
+    autocast: Any = contextlib.nullcontext
+    for name, dtype in _HALVES.items():
+        if plan.training.get(name):
+            autocast = functools.partial(torch.autocast, "cpu", dtype)
+            model.forward = convert_outputs_to_fp32(autocast()(model.forward))
     return functools.partial(losses.find(plan, autocast), model)
 
 
-_HALVES = {"fp16": "float16", "bf16": "bfloat16"}
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The 16-bit dtypes by their switches in transformers' training arguments."""
 
 
 @contextlib.contextmanager
 def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
-    """The one that transformers makes by its name in ``trainer/arguments.py``; norms and biases in a group apart."""
+    """Make the optimizer that transformers makes by its name in ``trainer/arguments.py``, with the same two groups."""
     decayed = Trainer.get_decay_parameter_names(None, model)
     groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            groups[name not in decayed]["params"].append(weight)
+            groups[name not in decayed]["params"].append(
+                weight
+            )  # norms and biases, without weight decay, in the second
     if plan.optimizer == {"bits": 32, "paged": False}:
         yield torch.optim.AdamW(groups, fused=True)
         return
-    kept = GlobalOptimManager._instance
+    kept = GlobalOptimManager._instance  # of the whole process; a dry run must leave no override in it
     GlobalOptimManager._instance = None
     try:
         optimizer = AdamW(groups, optim_bits=plan.optimizer["bits"], is_paged=plan.optimizer["paged"])

@@ -27,9 +27,9 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
     """Build a model as ``load`` would, the adapter included, ready to train.
 
     Args:
-        plan: what would run.
-        config: the model's, of transformers; it is not changed.
-        fake: the mode that its tensors shall belong to.
+        plan: the plan that would run.
+        config: the model's config, of transformers; it is not changed.
+        fake: the mode that its tensors will belong to.
 
     Raises:
         BadInput: if it is no decoder, or does not fit the plan.
@@ -62,7 +62,9 @@ def _quantise(model: Any, plan: Plan) -> None:
     dtype = getattr(torch, plan.model["dtype"])
     quantization = BitsAndBytesConfig(**plan.quantization)
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantization)
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantization.load_in_4bit, quantization.load_in_8bit
+    # from_pretrained would set both; peft and transformers look at them.
+    model.is_loaded_in_4bit = quantization.load_in_4bit
+    model.is_loaded_in_8bit = quantization.load_in_8bit
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.weight = _four_bits(module, quantization, dtype)
@@ -75,19 +77,25 @@ def _quantise(model: Any, plan: Plan) -> None:
 
 
 def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype) -> bnb.nn.Params4bit:
-    """Two weights a byte, with their scales."""
-    kind, double = quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant
+    """Make a packed weight, two elements a byte, with its scales."""
+    kind = quantization.bnb_4bit_quant_type
+    double = quantization.bnb_4bit_use_double_quant
     elements = module.weight.numel()
-    blocks = -(-elements // BLOCK)
+    blocks = -(-elements // BLOCK)  # rounded up
+    scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
+    if double:  # the scales are bytes, around a mean, and have scales of their own
+        scales = {
+            "absmax": torch.empty(blocks, dtype=torch.uint8),
+            "offset": torch.empty(()),
+            "state2": _scales_of(blocks),
+        }
     state = QuantState(
-        absmax=torch.empty(blocks, dtype=torch.uint8 if double else torch.float32),
+        **scales,
         shape=module.weight.shape,
         code=torch.empty(16),
         blocksize=BLOCK,
         quant_type=kind,
         dtype=dtype,
-        offset=torch.empty(()) if double else None,
-        state2=_scales_of(blocks) if double else None,
     )
     packed = torch.empty((elements + 1) // 2, 1, dtype=torch.uint8)
     return bnb.nn.Params4bit(
@@ -96,13 +104,13 @@ def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype
 
 
 def _scales_of(blocks: int) -> QuantState:
-    """The scales of the scales, after double quantization."""
+    """Make the scales of the scales, after double quantization."""
     absmax = torch.empty(-(-blocks // adamw_8bit.BLOCK))
     return QuantState(absmax, code=torch.empty(256), blocksize=adamw_8bit.BLOCK, dtype=torch.float32)
 
 
 def _eight_bits(module: Any) -> bnb.nn.Int8Params:
-    """One byte a weight, and one scale a row."""
+    """Make an 8-bit weight: one byte an element, and one scale a row."""
     codes = torch.empty(module.weight.shape, dtype=torch.int8)
     return bnb.nn.Int8Params(codes, False, False, codes, torch.empty(len(codes)))
 
@@ -125,9 +133,12 @@ def _hand_over(model: Any) -> None:
 
 
 def _tensors(model: Any) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Give every tensor of a model with its name and the dictionary that holds it."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            yield from ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield tensors, name, tensor
 
 
 def _fake_like(meta: Any) -> Any:
@@ -136,12 +147,20 @@ def _fake_like(meta: Any) -> Any:
         return made
     made = torch.nn.Parameter(made, requires_grad=meta.requires_grad)
     if isinstance(meta, bnb.nn.Params4bit):
-        made.__class__, made.quant_state = Params4bit, copy.copy(meta.quant_state)
-        for state in filter(None, (made.quant_state, made.quant_state.state2)):
-            for name in ("absmax", "code", "offset"):
-                if isinstance(tensor := getattr(state, name), torch.Tensor):
-                    setattr(state, name, _fake_like(tensor))
+        made.__class__ = Params4bit
+        made.quant_state = copy.copy(meta.quant_state)
+        _replace_scales(made.quant_state)
+        if made.quant_state.state2:  # double quantization: the scales have scales
+            _replace_scales(made.quant_state.state2)
     elif isinstance(meta, bnb.nn.Int8Params):
         made.__class__ = Int8Params
-        made.CB, made.SCB = made.data, _fake_like(meta.SCB)
+        made.CB = made.data
+        made.SCB = _fake_like(meta.SCB)
     return made
+
+
+def _replace_scales(state: QuantState) -> None:
+    for name in ("absmax", "code", "offset"):
+        tensor = getattr(state, name)
+        if isinstance(tensor, torch.Tensor):
+            setattr(state, name, _fake_like(tensor))

@@ -21,21 +21,21 @@ from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
-Traffic = Callable[[Recipe, Shape, int], list[Call]]
-"""A strategy's ``traffic``."""
+StrategyTraffic = Callable[[Recipe, Shape, int], list[Call]]
+"""The ``traffic`` function of a strategy: from a recipe, a shape and N to the calls of one process."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What processes are joined by, for one of them and one way.
+    """A link that joins the processes, as one of them sees it, one way.
 
     Attributes:
-        name: what it is called.
-        peak: bytes a second it is sold as.
-        reached: how much of that collectives get.
-        hop: seconds from one process to the next.
-        start: seconds of any call.
-        source: of the peak, then of what is reached.
+        name: its name.
+        peak: the rate it is sold as [bytes/s].
+        reached: the part of the peak that collectives get [ratio].
+        hop: the time from one process to the next [s].
+        start: the time that every call takes before it sends [s].
+        source: where the peak is from, then where the reached part is from.
     """
 
     name: str
@@ -47,18 +47,22 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that collectives get."""
+        """The rate that collectives get [bytes/s]."""
         return self.peak * self.reached
 
     def seconds(self, call: Call) -> float:
-        """What a call takes in one step, all its times."""
+        """Estimate the time that a call takes in one optimizer step, all its repetitions together [s]."""
         n = call.processes
         hops = {"all_reduce": 2 * (n - 1), "send": 1}.get(call.kind, n - 1)
         return call.times * (self.start + hops * self.hop) + call.sent / self.rate
 
 
-# NCCL 2.30's constants for large calls over a ring, in src/graph/tuning.cc: a start, a hop of NVLink, PCIe, a network.
-_START, _NVLINK, _PCIE, _NET = 8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6
+# NCCL 2.30's constants for large calls over a ring [s], in src/graph/tuning.cc: the start of a call, and one hop over
+# NVLink, over PCIe, and over a network.
+_START = 8.4e-6
+_NVLINK = 3.4e-6
+_PCIE = 5.7e-6
+_NET = 14.0e-6
 _TCP = 1448 / 1538
 """Payload of a full Ethernet frame: of 1,538 bytes on the wire 1,448 are left by frame, IP and TCP with timestamps."""
 
@@ -82,18 +86,18 @@ LINKS: dict[str, Link] = {
     "100gbe": Link("100 Gbit Ethernet", 12.5e9, _TCP, _NET, _START,
                    "100 Gbit/s; TCP's payload at best, frames of 1,500 bytes; one connection reaches less"),
 }  # fmt: skip
-"""By short name. NCCL has one hop for all networks; over TCP it is longer, so Ethernet's figures are the best case."""
+"""Links by name. NCCL has one hop for all networks; over TCP it is longer, so Ethernet's figures are the best case."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective of one size.
+    """The measured time of one collective of one size.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: of the whole tensor: what goes into a reduction, what comes out of an all-gather.
-        processes: that took part.
-        seconds: of a call.
+        bytes: the size of the whole tensor: the input of a reduction, the output of an all-gather.
+        processes: the number of processes that took part.
+        seconds: the time of one call.
     """
 
     kind: str
@@ -103,54 +107,60 @@ class Timing:
 
     @property
     def sent(self) -> float:
-        """Bytes that each process sends, over a ring."""
+        """How much each process sends over a ring [bytes]."""
         return self.bytes * ring_share(self.kind, self.processes)
 
     @property
     def rates(self) -> dict[str, float]:
-        """Bytes a second: of the whole tensor (nccl-tests' ``algbw``), and that each process sends (``busbw``)."""
+        """The rates of nccl-tests [bytes/s]: of the whole tensor (``algbw``), of a process's bytes (``busbw``)."""
         return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
 
 
 class Line(NamedTuple):
-    """Seconds of a call that sends next to nothing, bytes a second of one that sends much."""
+    """A straight line through timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
 
     latency: float
     rate: float
 
     def seconds(self, sent: float) -> float:
-        """Of a call in which a process sends so many bytes."""
+        """Estimate the time of a call in which a process sends so many bytes [s]."""
         return self.latency + sent / self.rate
 
 
-def fit(timings: Iterable[Timing]) -> Line:
+def fit_line(timings: Iterable[Timing]) -> Line:
     """Lay a line through timings of a collective so that the sum of squared relative errors is least.
 
     Relative, as the seconds span three orders of magnitude: absolute errors would let the largest size decide alone.
     """
-    # Least squares of latency * x + slope * y = 1, with x = 1 / t and y = sent / t.
-    x, y = zip(*((1 / timing.seconds, timing.sent / timing.seconds) for timing in timings), strict=True)
-    xx, yy, xy = (sum(a * b for a, b in zip(p, q, strict=True)) for p, q in ((x, x), (y, y), (x, y)))
-    latency, slope, both_over = sum(x) * yy - sum(y) * xy, sum(y) * xx - sum(x) * xy, xx * yy - xy * xy
-    if latency < 0 or slope <= 0:  # no call was small, or the noise was larger than the sizes: through zero
+    # t = latency + slope * sent, divided by t: least squares of latency * x + slope * y = 1, x = 1 / t, y = sent / t.
+    timings = list(timings)
+    x = [1 / timing.seconds for timing in timings]
+    y = [timing.sent / timing.seconds for timing in timings]
+    xx = _dot(x, x)
+    yy = _dot(y, y)
+    xy = _dot(x, y)
+    # Cramer's rule on the two normal equations: both unknowns are these numerators over one determinant.
+    latency = sum(x) * yy - sum(y) * xy
+    slope = sum(y) * xx - sum(x) * xy
+    determinant = xx * yy - xy * xy
+    if latency < 0 or slope <= 0:
+        # No call was small, or the noise was larger than the differences: a line through zero, without a latency.
         return Line(0.0, yy / sum(y))
-    return Line(latency / both_over, both_over / slope)
+    return Line(latency / determinant, determinant / slope)
 
 
-def measured_link(timings: Iterable[Timing]) -> Link:
-    """A link as ``cria doctor --collectives`` has found it, for as many processes and collectives of this kind."""
-    line = fit(timings)
-    return Link("measured", line.rate, 1.0, 0.0, line.latency, "measured here")
+def _dot(a: list[float], b: list[float]) -> float:
+    return sum(one * other for one, other in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step of one process.
+    """The time of one optimizer step of one process.
 
     Attributes:
-        compute: seconds it computes.
-        calls: what is sent, and its seconds.
-        hidden: seconds of these that pass while it computes.
+        compute: the time it computes [s].
+        calls: the name and the time [s] of each call.
+        hidden: the time of calls that passes while it computes [s].
     """
 
     compute: float
@@ -159,12 +169,12 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Seconds of all calls."""
+        """The time of all calls [s]."""
         return sum(seconds for _, seconds in self.calls)
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The time of the step [s]."""
         return self.compute + self.communication - self.hidden
 
 
@@ -172,9 +182,9 @@ def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: flo
     """Put a step together.
 
     Args:
-        compute: seconds that one process computes.
-        calls: that it takes part in.
-        link: that they cross.
+        compute: the time that one process computes [s].
+        calls: the calls that it takes part in.
+        link: the link that they cross.
         overlap: the part of the computing during which calls may be under way: under ddp at best the backward pass of
             the last micro-batch.
     """
@@ -183,24 +193,29 @@ def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: flo
 
 
 def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, processes: int) -> float:
-    """What one of N processes computes in a step of the whole run: its micro-batches, its part of the blocks.
+    """Estimate how long one of N processes computes in an optimizer step of the whole run [s].
 
     Raises:
         BadInput: if the model's heads do not divide.
     """
-    parts = folds.step(*local(recipe, shape, strategy, processes), card).parts
-    pieces = processes if strategy == "fsdp" else 1  # in which the optimizer has its states
-    return sum(part.seconds / (pieces if part.name == "optimizer" else 1) for part in parts)
+    own_recipe, own_shape = local(recipe, shape, strategy, processes)
+    total = 0.0
+    for part in folds.step(own_recipe, own_shape, card).parts:
+        if part.name == "optimizer" and strategy == "fsdp":
+            total += part.seconds / processes  # each process steps its own 1 / N of the weights only
+        else:
+            total += part.seconds
+    return total
 
 
 @dataclass(frozen=True)
-class Point:
-    """A number of processes, and what it brings.
+class ScalingPoint:
+    """A number of processes, and the speed that it reaches.
 
     Attributes:
-        processes: N.
-        step: of one process.
-        speedup: tokens a second, over those of one process.
+        processes: the number of processes, N.
+        step: the time of a step of one process.
+        speedup: tokens a second over those of a single process [ratio].
     """
 
     processes: int
@@ -209,57 +224,70 @@ class Point:
 
     @property
     def efficiency(self) -> float:
-        """Of N-fold speed, how much it is."""
+        """The part of N-fold speed that is reached [ratio]."""
         return self.speedup / self.processes
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Doublings of the processes.
+    """The speed with 1, 2, 4, ... processes, and where doubling stops to help.
 
     Attributes:
-        points: 1, 2, 4, ...
-        stops: from how many on another doubling is not worth it; ``None`` if it always was.
-        why: what stopped it.
+        points: one entry for each number of processes.
+        stops: the number of processes from which another doubling is not worth it; ``None`` if it always was.
+        why: the reason.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     stops: int | None
     why: str
 
 
 def when_it_stops(
-    recipe: Recipe, shape: Shape, card: Card, link: Link, strategy: str, traffic: Traffic, *,
+    recipe: Recipe, shape: Shape, card: Card, link: Link, strategy: str, traffic: StrategyTraffic, *,
     growing: bool = False, overlap: float = 0.0, gain: float = 1.5, most: int = 256,
 ) -> Scaling:  # fmt: skip
     """Double the processes as long as it helps.
 
     Args:
         recipe: the run on one card.
-        shape: the model's.
-        card: of each process.
-        link: between them.
+        shape: the shape of the model.
+        card: the card of each process.
+        link: the link between them.
         strategy: ``ddp``, ``fsdp`` or ``tensor``.
-        traffic: the strategy's, from a recipe, a shape and N to its calls.
+        traffic: the strategy's function from a recipe, a shape and N to its calls.
         growing: let the window grow with N, so that a step sees N times the rows. Else the recipe's own is divided, its
             batch stays, and it ends where no micro-batch is left.
         overlap: see :func:`step_seconds`.
-        gain: what a doubling must bring at least, in tokens a second.
-        most: where to end.
+        gain: how many times as many tokens a second a doubling must bring at least [ratio].
+        most: the largest number of processes that is tried.
     """
-    window, points = recipe.tricks.gradient_accumulation, list[Point]()
-    for n in (2**doublings for doublings in range(most.bit_length())):
-        wanted = with_settings(recipe, [f"tricks.gradient_accumulation={window * n}"]) if growing else recipe
-        if n > window and strategy != "tensor" and not growing:
-            return Scaling(tuple(points), n // 2, f"the {window} micro-batches of a step are all given out")
+    window = recipe.tricks.gradient_accumulation
+    alone = step_seconds(compute_seconds(recipe, shape, card, strategy, 1), [], link, overlap)
+    points = [ScalingPoint(1, alone, 1.0)]
+
+    def stopped(why: str) -> Scaling:
+        return Scaling(tuple(points), points[-1].processes, why)
+
+    n = 2
+    while n <= most:
+        wanted = recipe
+        work = 1  # rows of a step, over those of a step of one process
+        if growing:
+            wanted = with_settings(recipe, [f"tricks.gradient_accumulation={window * n}"])
+            work = n
+        elif n > window and strategy != "tensor":
+            # All but tensor parallelism share out whole micro-batches, and there are no more of them.
+            return stopped(f"the {window} micro-batches of a step are all given out")
         try:
             compute = compute_seconds(wanted, shape, card, strategy, n)
         except BadInput:
-            return Scaling(tuple(points), n // 2, f"{n} does not divide the model's heads and widths")
-        step = step_seconds(compute, traffic(wanted, shape, n) if n > 1 else [], link, overlap)
-        work = n if growing else 1
-        points.append(Point(n, step, work * points[0].step.seconds / step.seconds if points else 1.0))
-        ratio = points[-1].speedup / points[-2].speedup if n > 1 else gain
+            return stopped(f"{n} does not divide the model's heads and widths")
+        step = step_seconds(compute, traffic(wanted, shape, n), link, overlap)
+        speedup = work * alone.seconds / step.seconds
+        ratio = speedup / points[-1].speedup
+        points.append(ScalingPoint(n, step, speedup))
         if ratio < gain:
             return Scaling(tuple(points), n // 2, f"{n} are {ratio:.2f} times as fast as {n // 2}")
+        n *= 2
     return Scaling(tuple(points), None, "each doubling helped")

@@ -1,7 +1,7 @@
 """Which machine for a model: the Hardware Selection Guide's answer, ours beside it, and where the two disagree.
 
-Ours is counted: bytes by an estimator that is handed in, minutes and cost by ``cost.py``. So it can be asked for any
-model whose ``config.json`` is at hand.
+Ours is counted: bytes by an estimator that is handed in, minutes and cost by ``bill/step_time.py``. So it can be asked
+for any model whose ``config.json`` is at hand.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
 from cria_tricks.tricks.folds import step
 
 Needed = Callable[[Recipe, Shape, Device], int]
-"""From a recipe, a model and a card to the bytes that must be free on the card."""
+"""An estimator: from a recipe, a model and a card to the memory that must be free on the card [bytes]."""
 
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
-"""The three ways to train that are compared, and how they are called on the screen."""
+"""The three ways to train that are compared, each with its name on the screen."""
 
 GB = 10**9
 
 ROWS = (512, 2048, 8192)
-"""Tokens of a row, to show what a rule that knows no tokens leaves out."""
+"""Lengths of rows that show what a rule without lengths leaves out [tokens]."""
 
 WHY = {
     "full": "a weight, its gradient and AdamW's two states are 16 bytes; the rule is right where these are the peak, "
@@ -50,12 +50,12 @@ class Option:
     Attributes:
         flavor: the machine.
         method: ``full``, ``lora`` or ``qlora``.
-        needed_bytes: what must be free on each of its cards.
-        capacity_bytes: what each of them has.
+        needed_bytes: the memory that must be free on each of its cards.
+        capacity_bytes: the memory of each card.
         fits: whether that is enough.
-        minutes: of training, if it fits.
-        cost: USD for these minutes, if it fits.
-        within_budget: whether the cost is; ``None`` without a budget, or if it does not fit.
+        minutes: the time of training, if it fits.
+        cost: the price of these minutes [USD], if it fits.
+        within_budget: whether the cost is within the budget; ``None`` without a budget, or if it does not fit.
     """
 
     flavor: str
@@ -70,13 +70,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Recommended:
-    """What the guide recommends.
+    """One recommendation of the guide.
 
     Attributes:
-        by: ``model size``, ``budget`` or ``kind of training``.
-        case: which of its entries applies.
+        by: the question it answers: ``model size``, ``budget`` or ``kind of training``.
+        case: the entry that applies.
         flavors: the machines it names; none where the guide has no entry.
-        says: what else it says.
+        says: the rest of the entry.
     """
 
     by: str
@@ -91,13 +91,13 @@ class Rule:
 
     Attributes:
         method: ``full`` or ``lora``.
-        gb_per_billion: the rule.
-        guide_bytes: what it gives.
-        our_bytes: what we estimate, on an A100, for rows of 2,048 tokens.
-        by_tokens: the same for shorter and longer rows.
-        only_by_the_rule: machines that it fits by the rule, and not by our estimate.
-        only_by_ours: the other way round.
-        why: what makes the difference.
+        gb_per_billion: the rule [GB per billion parameters].
+        guide_bytes: the memory by the rule.
+        our_bytes: the memory by our estimate, on an A100, for rows of 2,048 tokens.
+        by_tokens: our estimate for shorter and longer rows [bytes], by their length [tokens].
+        only_by_the_rule: the machines that it fits by the rule, and not by our estimate.
+        only_by_ours: the machines that it fits by our estimate, and not by the rule.
+        why: the reason for the difference.
     """
 
     method: str
@@ -115,18 +115,18 @@ class Advice:
     """The whole answer.
 
     Attributes:
-        model: its name.
-        parameters: how many it has.
-        tokens: of the run.
-        tokens_per_row: of a row.
-        kind: of training.
-        budget: in USD, if there is one.
-        guide: what the guide recommends.
+        model: the model's name.
+        parameters: the number of its parameters.
+        tokens: the tokens of the run.
+        tokens_per_row: the tokens of a row.
+        kind: the kind of training.
+        budget: the budget [USD], if there is one.
+        guide: the guide's recommendations.
         options: every method on every machine.
         cheapest: by method, the cheapest machine that it fits on, within the budget if there is one.
         fastest: the same, by time.
-        rules: where the guide's rules of thumb and our estimate part.
-        notes: what else to know.
+        rules: the guide's rules of thumb beside our estimate.
+        notes: further sentences for the reader.
     """
 
     model: str
@@ -153,10 +153,10 @@ def advise(
     """Ask the guide and ourselves.
 
     Args:
-        shape: the model's.
+        shape: the model's shape.
         needed: the estimator.
-        tokens: of the whole run, every epoch counted; of the kind's rows when left out.
-        budget: USD for the run.
+        tokens: the tokens of the whole run, every epoch counted; those of the kind's rows when left out.
+        budget: the budget for the run [USD].
         kind: ``quick``, ``development``, ``production`` or ``research``.
 
     Raises:
@@ -165,9 +165,10 @@ def advise(
     refuse_unknown(tokens, budget, kind)
     per_row = Data().max_length
     tokens = tokens or KINDS[kind].rows * KINDS[kind].epochs * per_row
-    options = tuple(
-        _option(shape, needed, tokens, budget, flavor, method) for flavor in FLAVORS.values() for method in METHODS
-    )
+    options: list[Option] = []
+    for flavor in FLAVORS.values():
+        for method in METHODS:
+            options.append(_option(shape, needed, tokens, budget, flavor, method))
     return Advice(
         model=shape.name,
         parameters=shape.weights,
@@ -176,7 +177,7 @@ def advise(
         kind=kind,
         budget=budget,
         guide=_from_the_guide(shape, budget, kind),
-        options=options,
+        options=tuple(options),
         cheapest={method: _best(options, method, lambda option: option.cost) for method in METHODS},
         fastest={method: _best(options, method, lambda option: option.minutes) for method in METHODS},
         rules=tuple(_rule(shape, needed, options, method) for method in GB_PER_BILLION),
@@ -185,7 +186,7 @@ def advise(
 
 
 def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recipe:
-    """The recipe that stands for a way to train on a card.
+    """Make the recipe that stands for a way to train on a card.
 
     Rows of 2,048 tokens, one at a time, eight a step; checkpointing, 16-bit products, torch's attention, as the guide
     advises when memory is short. LoRA is of rank 16 on all linears, and QLoRA has everything on that saves memory.
@@ -193,7 +194,7 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     Args:
         method: ``full``, ``lora`` or ``qlora``.
         device: the card.
-        shape: of the model, whose linears LoRA adapts; a Llama's when left out.
+        shape: the shape of the model, whose linears LoRA adapts; a Llama's when left out.
     """
     tricks = Tricks(
         gradient_accumulation=8,
@@ -207,25 +208,32 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     if method == "qlora":
         frozen = {"quantization": "nf4", "double_quantization": True, "lean_preparation": True, "chunked_loss": True}
         tricks = tricks.model_copy(update={**frozen, "optimizer": "adamw_8bit", "paged_optimizer": True})
-    lora = Lora(target_modules=tuple(shape.packable)) if shape else Lora()
+    lora = Lora()
+    if shape:
+        lora = Lora(target_modules=tuple(shape.packable))
     return Recipe(name=method, tricks=tricks, lora=lora, train=Train(batch_size=1))
 
 
 def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, flavor: Flavor, method: str) -> Option:
     card = CARDS[flavor.card]
     recipe = recipe_for(method, card.device, shape)
-    want, has = needed(recipe, shape, card.device), card.device.memory_bytes
+    want = needed(recipe, shape, card.device)
+    has = card.device.memory_bytes
     option = Option(flavor.name, method, want, has, want <= has, None, None, None)
     if not option.fits:
         return option
     run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
-    within = None if budget is None else run.cost <= budget
-    return replace(option, minutes=run.minutes, cost=run.cost, within_budget=within)
+    option = replace(option, minutes=run.minutes, cost=run.cost)
+    if budget is None:
+        return option
+    return replace(option, within_budget=run.cost <= budget)
 
 
 def _best(options: Sequence[Option], method: str, key: Callable[[Option], float | None]) -> str | None:
     possible = [o for o in options if o.method == method and o.fits and o.within_budget is not False]
-    return min(possible, key=lambda option: key(option) or 0.0).flavor if possible else None
+    if not possible:
+        return None
+    return min(possible, key=lambda option: key(option) or 0.0).flavor
 
 
 def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:
@@ -234,16 +242,16 @@ def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Reco
     found = [Recommended("model size", size.case, size.flavors, size.says)]
     if budget is not None:
         row = row_for(BY_BUDGET, budget)
-        found.append(
-            Recommended("budget", row.case, row.flavors, row.says)
-            if row
-            else Recommended("budget", f"${budget:g}", (), "the guide ends at $200")
-        )
+        if row:
+            found.append(Recommended("budget", row.case, row.flavors, row.says))
+        else:
+            found.append(Recommended("budget", f"${budget:g}", (), "the guide ends at $200"))
     return (*found, Recommended("kind of training", kind, KINDS[kind].flavors, KINDS[kind].says))
 
 
 def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) -> Rule:
-    gb, ours = GB_PER_BILLION[method], {option.flavor: option for option in options if option.method == method}
+    gb = GB_PER_BILLION[method]
+    ours = {option.flavor: option for option in options if option.method == method}
     by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
     recipe = recipe_for(method, A100_40GB, shape)

@@ -100,21 +100,6 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
     return own, replace(shape, heads=heads, kv_heads=kv_heads, inner=inner)
 
 
-def zero_bytes(weights: int, processes: int, stage: int, weight: int = 2, gradient: int = 2, states: int = 12) -> float:
-    """Bytes of weights, gradients and optimizer states in a process (ZeRO, sec. 5 and fig. 1).
-
-    Args:
-        weights: how many, all trained.
-        processes: data-parallel ones.
-        stage: 0 for all whole, 1 for divided states, 2 for gradients too, 3 for weights too.
-        weight: bytes of each; these and the next two are the paper's mixed precision with Adam.
-        gradient: the same.
-        states: the same: an fp32 copy and two moments.
-    """
-    sizes = ((weight, 3), (gradient, 2), (states, 1))
-    return weights * sum(size / (processes if stage >= divided_from else 1) for size, divided_from in sizes)
-
-
 def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
     """Before the optimizer steps, data x tensor puts all gradients into one tensor to be averaged."""
     flat = Row("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")

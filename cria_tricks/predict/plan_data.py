@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.bill.rows import Row
-from cria_tricks.bill.step_time import Run, run_tokens
+from cria_tricks.bill.step_time import RunPrice, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human, money
 from cria_tricks.data.lengths import Lengths, full
@@ -17,18 +17,45 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Flavor
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import toggles
-from cria_tricks.predict.toggles import Bench, Change, Setting
+from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.step_plan import Plan
 
 
-def bill(bench: Bench, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> dict[str, Any]:
+def answer(
+    target: Target, recipe: Recipe, lengths: Lengths, *, dry: bool, advise: bool, longest: bool, rows: int | None
+) -> dict[str, Any]:
+    """Put the bill, the comparisons and whatever else was asked for into one answer.
+
+    Args:
+        target: the model and the card.
+        recipe: the recipe that would run.
+        lengths: the lengths of its rows.
+        dry: count by a dry run, as for :func:`bill`.
+        advise: add the ``front``.
+        longest: add the ``longest`` row that fits [tokens].
+        rows: the number of training rows, to add ``prices`` for; ``None`` for no prices.
+    """
+    found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
+    found |= comparisons(target, recipe)
+    if advise:
+        found["front"] = front(target, recipe)
+    if longest:
+        found["longest"] = toggles.longest(target, recipe)
+    if rows is not None:
+        found["prices"] = prices(target, recipe, rows, lengths)
+    return found
+
+
+def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> dict[str, Any]:
     """Estimate a recipe.
 
     Args:
-        bench: the model and the card.
-        recipe: what would run.
-        dry: by dry run of the real modules, which takes seconds; by hand otherwise.
-        lengths: of the rows, the longest of which has ``data.max_length`` tokens; all are full when left out.
+        target: the model and the card.
+        recipe: the recipe that would run.
+        dry: count by a dry run of the real modules, which takes seconds; by hand otherwise.
+        lengths: the lengths of the rows, the longest of which has ``data.max_length`` tokens; when left out, all rows
+            are full.
 
     Returns:
         ``model``, ``gpu``, ``strategy``, ``processes``, ``batch``, ``tokens`` (of the longest row), ``mean_tokens``,
@@ -41,23 +68,23 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False, lengths: Lengths | 
     Raises:
         BadInput: for a toggle that cannot work there.
     """
-    plan = bench.resolve(recipe)
-    if dry and bench.processes > 1:
-        raise BadInput(f"--dry-run with --nproc {bench.processes}: it runs one process; leave one of them out")
-    setting = bench.bill(recipe)
-    memory, around = setting.memory, setting.memory.around
-    rows = _dry_rows(bench, recipe, plan) if dry else memory.rows
+    plan = target.resolve(recipe)
+    if dry and target.processes > 1:
+        raise BadInput(f"--dry-run with --nproc {target.processes}: it runs one process; leave one of them out")
+    setting = target.bill(recipe)
+    rows = setting.memory.rows
+    if dry:
+        rows = _dry_rows(recipe, plan)
+    around = setting.memory.around
     peak = sum(row.bytes for row in rows)
     needed = peak + sum(row.bytes for row in around)
-    capacity = bench.device.memory_bytes
+    capacity = target.device.memory_bytes
     lengths = lengths or full(recipe, "all that data.max_length allows")
-    mean = plan.collator.get("packed_length", lengths.mean)  # packed rows are full
-    tokens = recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation
     return {
-        "model": bench.shape.name,
-        "gpu": bench.device.name,
+        "model": target.shape.name,
+        "gpu": target.device.name,
         "strategy": recipe.parallel.strategy,
-        "processes": bench.processes,
+        "processes": target.processes,
         "batch": recipe.train.batch_size,
         "tokens": recipe.data.max_length,
         "mean_tokens": lengths.mean,
@@ -67,81 +94,95 @@ def bill(bench: Bench, recipe: Recipe, *, dry: bool = False, lengths: Lengths | 
         "peak_bytes": peak,
         "needed_bytes": needed,
         "fits": needed <= capacity,
-        "context": bench.shape.context,
+        "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
         "rows": [asdict(row) for row in rows],
         "around": [asdict(row) for row in around],
-        "seconds_per_step": None if setting.seconds is None else setting.seconds * tokens,
-        "warnings": [*plan.warnings, *doubts(bench, recipe, needed)],
-        "suggestions": [
-            {
-                "set": change.set,
-                "peak_bytes": change.after.memory.peak_bytes,
-                "saved_bytes": change.saved_bytes,
-                "slowdown": change.slowdown,
-                "fits": change.after.memory.fits,
-            }
-            for change in toggles.suggestions(bench, recipe)
-        ],
+        "seconds_per_step": _seconds_per_step(setting, plan, lengths),
+        "warnings": [*plan.warnings, *doubts(target, recipe, needed)],
+        "suggestions": [_suggestion(change) for change in toggles.suggestions(target, recipe)],
     }
 
 
-def comparisons(bench: Bench, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """What each toggle of a recipe does: ``alone``, ``removed`` from the whole, and the ``ladder``."""
+def _seconds_per_step(setting: Setting, plan: Plan, lengths: Lengths) -> float | None:
+    if setting.seconds is None:
+        return None
+    recipe = setting.recipe
+    mean = plan.collator.get("packed_length", lengths.mean)  # packed rows are full
+    return setting.seconds * (recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation)
+
+
+def _suggestion(change: Change) -> dict[str, Any]:
     return {
-        "alone": [_change(change) for change in toggles.alone(bench, recipe)],
-        "removed": [_change(change) for change in toggles.removed(bench, recipe)],
-        "ladder": [_setting(setting) for setting in toggles.ladder(bench, recipe)],
+        "set": change.set,
+        "peak_bytes": change.after.memory.peak_bytes,
+        "saved_bytes": change.saved_bytes,
+        "slowdown": change.slowdown,
+        "fits": change.after.memory.fits,
     }
 
 
-def front(bench: Bench, recipe: Recipe) -> list[dict[str, Any]]:
-    """All toggle sets of which none is both smaller and faster, the fastest first."""
-    return [_setting(setting) for setting in toggles.front(bench, recipe)]
+def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Compare the toggles of a recipe: each ``alone``, each ``removed`` from the whole, and the ``ladder``."""
+    return {
+        "alone": [_change(change) for change in toggles.alone(target, recipe)],
+        "removed": [_change(change) for change in toggles.removed(target, recipe)],
+        "ladder": [_setting(setting) for setting in toggles.ladder(target, recipe)],
+    }
 
 
-def doubts(bench: Bench, recipe: Recipe, needed: int) -> list[str]:
+def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
+    """Find the toggle sets that no other set beats in both bytes and time, the fastest first."""
+    return [_setting(setting) for setting in toggles.front(target, recipe)]
+
+
+def doubts(target: Target, recipe: Recipe, needed: int) -> list[str]:
     """Warn of what may go wrong although no toggle is refused: the context, the margin, the host's memory."""
+    found: list[str] = []
     # A packed row holds several documents, and positions start again in each; only the data show how long they are.
-    plan = bench.resolve(recipe)
-    packed = "packed_length" in plan.collator
-    found = [] if packed else beyond_context(bench.shape.context, recipe.data.max_length)
-    if narrow := trust.may_not_fit(needed, bench.device.memory_bytes):
+    plan = target.resolve(recipe)
+    if "packed_length" not in plan.collator:
+        found += beyond_context(target.shape.context, recipe.data.max_length)
+    narrow = trust.may_not_fit(needed, target.device.memory_bytes)
+    if narrow:
         found.append(narrow)
     if "activation_offload" in plan.step_context:
         found.append(trust.HOST)
     return found
 
 
-def prices(bench: Bench, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
-    """Compute minutes and price of the run on the rented machines that have this card, and on which it fits.
+def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
+    """Estimate the minutes and the price of the run, on each rented machine that has this card and room for it.
 
     Args:
-        bench: the model and the card.
-        recipe: what would run.
-        rows: training rows.
-        lengths: of these; each is as long as a row can be when left out.
+        target: the model and the card.
+        recipe: the recipe that would run.
+        rows: the number of training rows.
+        lengths: the lengths of the rows; when left out, each is as long as a row can be.
     """
     if rows < 1:
         raise BadInput(f"--rows {rows}: must be a whole number above 0")
     packed_steps = recipe.tricks.packing and recipe.train.max_steps  # whose rows are full
-    mean = lengths.mean if lengths and not packed_steps else recipe.data.max_length
-    found, tokens = [], run_tokens(recipe, rows, mean)
+    mean: float = recipe.data.max_length
+    if lengths and not packed_steps:
+        mean = lengths.mean
+    tokens = run_tokens(recipe, rows, mean)
+    found = []
     for flavor in FLAVORS.values():
-        if CARDS[flavor.card] is not bench.card:
+        if CARDS[flavor.card] is not target.card:
             continue
         try:
-            setting = on_machine(recipe, bench.shape, flavor)
+            setting = on_machine(recipe, target.shape, flavor)
         except BadInput:  # its cards cannot share this run out among them
             continue
         if setting.memory.fits and setting.seconds is not None:
-            run = Run(flavor, setting.seconds * tokens / 60)
+            run = RunPrice(flavor, setting.seconds * tokens / 60)
             found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost})
     return found
 
 
 def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
-    """Compute what a recipe takes on a rented machine: bytes on each of its cards, seconds of a token on all of them.
+    """Estimate a recipe on a rented machine: the bytes on each of its cards, the time of a token on all of them.
 
     Raises:
         BadInput: for a toggle that cannot work there, or a run that its cards cannot share.
@@ -149,35 +190,14 @@ def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
     if flavor.cards > 1 and recipe.parallel.strategy == "none":
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])
     device = CARDS[flavor.card].device
-    bench = Bench(shape, device, flavor.cards)
-    bench.resolve(recipe)
-    return bench.bill(recipe)
+    target = Target(shape, device, flavor.cards)
+    target.resolve(recipe)
+    return target.bill(recipe)
 
 
 def show(found: dict[str, Any], screen: Console) -> None:
-    """Print a bill and what was asked for beside it."""
-    screen.print(
-        f"[bold]{found['model']}[/] on {found['gpu']}{_shared(found)}, "
-        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, "
-        f"{'by dry run' if found['method'] == 'dry_run' else 'by hand'}",
-        highlight=False,
-    )
-    screen.print(f"{found['lengths']}\n", highlight=False, markup=False)
-    table = Table(show_footer=True)
-    table.add_column("what", "peak", no_wrap=True)
-    table.add_column("bytes", human(found["peak_bytes"]), justify="right", no_wrap=True)
-    table.add_column("why")
-    for row in found["rows"]:
-        table.add_row(row["name"], human(row["bytes"]), row["why"])
-    screen.print(table)
-    besides = " + ".join(f"{row['name']} {human(row['bytes'])}" for row in found["around"])
-    verdict = "[green]fits[/]" if found["fits"] else "[red]does not fit[/]"
-    screen.print(
-        f"{verdict}: needs {human(found['needed_bytes'])}"
-        + (f" (the peak + {besides})" if besides else "")
-        + f" of {human(found['capacity_bytes'])}",
-        highlight=False,
-    )
+    """Print a bill, and the comparisons that were asked for beside it."""
+    _show_bill(found, screen)
     if found["seconds_per_step"]:
         screen.print(
             f"an optimizer step takes {duration(found['seconds_per_step'])}, {trust.TIME}",
@@ -189,13 +209,57 @@ def show(found: dict[str, Any], screen: Console) -> None:
         _show_suggestions(found, screen)
     if "alone" in found:
         _show_comparisons(found, screen)
+        _show_ladder(found["ladder"], screen)
     if "front" in found:
         _show_front(found["front"], screen)
     if "longest" in found:
-        beyond = f"; the model's context is {found['context']:,}" if found["longest"] > found["context"] > 0 else ""
+        beyond = ""
+        if found["longest"] > found["context"] > 0:
+            beyond = f"; the model's context is {found['context']:,}"
         screen.print(f"\nlongest row that fits: {found['longest']:,} tokens{beyond}", highlight=False)
     if "prices" in found:
         _show_prices(found["prices"], screen)
+
+
+def _show_bill(found: dict[str, Any], screen: Console) -> None:
+    shared = ""
+    if found["processes"] > 1:
+        shared = f", the fullest of {found['processes']} ({found['strategy']})"
+    method = "by dry run" if found["method"] == "dry_run" else "by hand"
+    screen.print(
+        f"[bold]{found['model']}[/] on {found['gpu']}{shared}, "
+        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, {method}",
+        highlight=False,
+    )
+    screen.print(f"{found['lengths']}\n", highlight=False, markup=False)
+    table = Table(show_footer=True)
+    table.add_column("what", "peak", no_wrap=True)
+    table.add_column("bytes", human(found["peak_bytes"]), justify="right", no_wrap=True)
+    table.add_column("why")
+    for row in found["rows"]:
+        table.add_row(row["name"], human(row["bytes"]), row["why"])
+    screen.print(table)
+    needs = human(found["needed_bytes"])
+    besides = " + ".join(f"{row['name']} {human(row['bytes'])}" for row in found["around"])
+    if besides:
+        needs += f" (the peak + {besides})"
+    screen.print(f"{_verdict(found)}: needs {needs} of {human(found['capacity_bytes'])}", highlight=False)
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    return "[green]fits[/]" if found["fits"] else "[red]does not fit[/]"
+
+
+def _yes_or_no(found: dict[str, Any]) -> str:
+    return "[green]yes[/]" if found["fits"] else "[red]no[/]"
+
+
+def _table(title: str, columns: Iterable[str], texts: Iterable[str]) -> Table:
+    """Make a table whose numbers stand to the right, and whose columns of ``texts`` to the left."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
+    return table
 
 
 def _show_prices(entries: Iterable[dict[str, Any]], screen: Console) -> None:
@@ -206,18 +270,16 @@ def _show_prices(entries: Iterable[dict[str, Any]], screen: Console) -> None:
                  highlight=False)  # fmt: skip
 
 
-def _shared(found: dict[str, Any]) -> str:
-    return f", the fullest of {found['processes']} ({found['strategy']})" if found["processes"] > 1 else ""
-
-
 def _show_suggestions(found: dict[str, Any], screen: Console) -> None:
-    table = Table(title="what to flip, the smallest slowdown first", title_justify="left")
-    for column in ("--set", "saves", "time", "peak", ""):
-        table.add_column(column, justify="left" if column in ("--set", "") else "right", no_wrap=True)
+    columns = ("--set", "saves", "time", "peak", "")
+    table = _table("what to flip, the smallest slowdown first", columns, texts=("--set", ""))
     for entry in found["suggestions"]:
-        fits = "[green]fits[/]" if entry["fits"] else "[red]does not fit[/]"
         table.add_row(
-            entry["set"], human(entry["saved_bytes"]), _times(entry["slowdown"]), human(entry["peak_bytes"]), fits
+            entry["set"],
+            human(entry["saved_bytes"]),
+            _times(entry["slowdown"]),
+            human(entry["peak_bytes"]),
+            _verdict(entry),
         )
     screen.print()
     screen.print(table)
@@ -228,12 +290,11 @@ def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
         ("alone", "each toggle alone, over what it needs", "beside", "without", "with it"),
         ("removed", "each toggle taken away from the whole, with what cannot stay", "and", "without", "with all"),
     ):
-        table = Table(title=title, title_justify="left")
-        for column in ("toggle", before, after, "saves", "time"):
-            table.add_column(column, justify="left" if column == "toggle" else "right", no_wrap=True)
+        table = _table(title, ("toggle", before, after, "saves", "time"), texts=("toggle",))
         for entry in found[key]:
+            others = [f"[dim]  {beside} {other}[/]" for other in entry["beside"]]
             table.add_row(
-                "\n".join([entry["set"], *(f"[dim]  {beside} {other}[/]" for other in entry["beside"])]),
+                "\n".join([entry["set"], *others]),
                 human(entry["before_bytes"]),
                 human(entry["after_bytes"]),
                 human(entry["saved_bytes"]),
@@ -241,14 +302,15 @@ def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
             )
         screen.print()
         screen.print(table)
-    table = Table(title="the ladder: one after the other", title_justify="left")
-    for column in ("toggle", "peak", "fits", "time of a token"):
-        table.add_column(column, justify="left" if column in ("toggle", "fits") else "right", no_wrap=True)
-    first = found["ladder"][0]["seconds_per_token"]
-    for entry in found["ladder"]:
-        fits = "[green]yes[/]" if entry["fits"] else "[red]no[/]"
+
+
+def _show_ladder(rungs: list[dict[str, Any]], screen: Console) -> None:
+    columns = ("toggle", "peak", "fits", "time of a token")
+    table = _table("the ladder: one after the other", columns, texts=("toggle", "fits"))
+    first = rungs[0]["seconds_per_token"]
+    for entry in rungs:
         times = None if first is None else entry["seconds_per_token"] / first
-        table.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), fits, _times(times))
+        table.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), _yes_or_no(entry), _times(times))
     screen.print()
     screen.print(table)
 
@@ -258,10 +320,11 @@ def _show_front(entries: Iterable[dict[str, Any]], screen: Console) -> None:
     for column in ("needs", "fits", "ms a token", "--set"):
         table.add_column(column, justify="left" if column in ("fits", "--set") else "right", no_wrap=column != "--set")
     for entry in entries:
-        fits = "[green]yes[/]" if entry["fits"] else "[red]no[/]"
-        seconds = entry["seconds_per_token"]
+        milliseconds = ""
+        if entry["seconds_per_token"] is not None:
+            milliseconds = f"{1000 * entry['seconds_per_token']:.3f}"
         named = " ".join(entry["set"]) or "as it is"
-        table.add_row(human(entry["needed_bytes"]), fits, "" if seconds is None else f"{1000 * seconds:.3f}", named)
+        table.add_row(human(entry["needed_bytes"]), _yes_or_no(entry), milliseconds, named)
     screen.print()
     screen.print(table)
 
@@ -291,7 +354,8 @@ def _setting(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _dry_rows(bench: Bench, recipe: Recipe, plan: Any) -> tuple[Row, ...]:
+def _dry_rows(recipe: Recipe, plan: Any) -> tuple[Row, ...]:
+    # transformers takes seconds to import, and only a dry run needs it.
     from transformers import AutoConfig
 
     from cria_tricks.predict.dry_run import dry_run
@@ -299,7 +363,7 @@ def _dry_rows(bench: Bench, recipe: Recipe, plan: Any) -> tuple[Row, ...]:
     config = find_config(recipe.model)
     config = config.get("text_config") or config
     run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
-    moment = max(run.moments, key=lambda name: run.moments[name])
+    moment = max(run.moments, key=lambda name: run.moments[name])  # the fullest one
     return (
         Row("weights", run.weights_bytes, "the loaded model, what is added to it included"),
         Row("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),

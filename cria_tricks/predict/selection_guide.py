@@ -1,6 +1,6 @@
-"""What the Hardware Selection Guide (seed document 004) says, as data: machines, and which to take when.
+"""The Hardware Selection Guide (seed document 004) as data: its machines, and when it recommends which.
 
-These are its words and numbers, not ours; ``advice.py`` puts ours beside them.
+These are its words and numbers, not ours; ``machines.py`` puts ours beside them.
 """
 
 import math
@@ -15,10 +15,10 @@ class Machine:
     """A rented machine as the guide describes it.
 
     Attributes:
-        low: its lowest price, USD an hour.
-        high: its highest.
-        gb: the memory of all its cards together.
-        use: what the guide recommends it for.
+        low: its lowest price [USD/h].
+        high: its highest price [USD/h].
+        gb: the memory of all its cards together [GB].
+        use: the use that the guide recommends it for.
     """
 
     low: float
@@ -38,7 +38,7 @@ MACHINES: dict[str, Machine] = {
     "a10g-largex4": Machine(16, 24, 96, "Multi-GPU, very large models"),
     "a100-large": Machine(8, 12, 40, "13B+ models, fast training"),
 }
-"""By name. Nothing is billed at these prices: they are older and higher than ``Flavor.price``."""
+"""The machines by name. Nothing is billed at these prices: they are older and higher than ``Flavor.price``."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Recommendation:
     """One entry of the guide.
 
     Attributes:
-        case: what it is for.
-        below: billions of parameters, or USD, up to which it holds.
+        case: the models or budgets that it is for.
+        below: the limit up to which it holds [billions of parameters, or USD].
         flavors: the machines it names.
-        says: what else it says.
+        says: the rest of the entry.
     """
 
     case: str
@@ -65,8 +65,8 @@ class Kind:
     Attributes:
         flavors: the machines the guide names.
         says: its numbers.
-        rows: the rows that we reckon with.
-        epochs: how often each is seen.
+        rows: the number of rows that we count with.
+        epochs: the number of times that each row is seen.
     """
 
     flavors: tuple[str, ...]
@@ -102,7 +102,7 @@ BY_BUDGET = (
     Recommendation("$20-50", 50, ("a10g-small", "a10g-large"), "5,000-20,000 examples, 3-5 epochs, a model up to 7B"),
     Recommendation("$50-200", 200, ("a10g-large", "a100-large"), "all data, several epochs, up to 13B with LoRA"),
 )
-"""It ends at $200."""
+"""The entries by budget; the guide ends at $200."""
 
 KINDS: dict[str, Kind] = {
     "quick": Kind(("t4-small",), "50-100 examples, 5-10 steps, 10-15 minutes", 100, 1),
@@ -113,11 +113,11 @@ KINDS: dict[str, Kind] = {
 """Where the guide gives no number of rows, ours are the 10,000 of its times by model size; of research, one run."""
 
 GB_PER_BILLION = {"full": 20, "lora": 4}
-"""Its rules of thumb for memory: GB for each billion parameters. It has none for 4-bit bases."""
+"""Its rules of thumb for memory [GB per billion parameters]. It has none for 4-bit bases."""
 
 
 def row_for(rows: tuple[Recommendation, ...], amount: float) -> Recommendation | None:
-    """The entry for so many billion parameters, or so many USD; the guide's borders belong to the larger one."""
+    """Find the entry for so many billion parameters or USD; an amount on a border belongs to the larger entry."""
     return next((row for row in rows if amount < row.below), None)
 
 
@@ -125,9 +125,9 @@ def refuse_unknown(tokens: int | None, budget: float | None, kind: str) -> None:
     """Refuse a question that makes no sense.
 
     Args:
-        tokens: of the whole run.
-        budget: USD for the run.
-        kind: of training, of :data:`KINDS`.
+        tokens: the tokens of the whole run.
+        budget: the budget for the run [USD].
+        kind: a kind of training, of :data:`KINDS`.
 
     Raises:
         BadInput: for an unknown kind, or tokens or a budget that is not above zero.

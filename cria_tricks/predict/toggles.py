@@ -41,7 +41,7 @@ LADDER = (
     "lean_preparation",
     "compile",
 )
-"""The fields of ``recipe.tricks`` in the order of the lessons, in which each also finds what it needs."""
+"""The fields of ``recipe.tricks`` in the order of the lessons; a field stands after those that it needs."""
 
 NEEDS = {
     "expand_kv": ("attention",),
@@ -50,10 +50,10 @@ NEEDS = {
     "lean_preparation": ("peft", "precision", "quantization"),
     "chunked_loss": ("peft",),
 }
-"""What a toggle has nothing to act on without."""
+"""The toggles that each of these needs: without them it has nothing to act on."""
 
 LONGEST = 2**20
-"""Tokens of a row beyond which nothing is searched."""
+"""The longest row that :func:`longest` looks at [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Setting:
     """A recipe with some toggles changed, and what it would cost.
 
     Attributes:
-        set: what was changed, as ``--set`` takes it.
-        recipe: the whole.
-        memory: its bill.
-        seconds: of a step for each token, by the card's rates; none for a card whose rates are not known.
+        set: the changed toggles, as ``--set`` takes them.
+        recipe: the whole recipe with these changes.
+        memory: its memory bill.
+        seconds: the time of one token [s], by the card's rates; ``None`` for a card whose rates are not known.
     """
 
     set: tuple[str, ...]
@@ -78,10 +78,10 @@ class Change:
     """One toggle flipped.
 
     Attributes:
-        set: what is flipped.
-        beside: what it was tried over, or what went with it.
-        before: without it.
-        after: with it.
+        set: the flipped toggle.
+        beside: the toggles that it was tried over, or that had to go with it.
+        before: the setting without it.
+        after: the setting with it.
     """
 
     set: str
@@ -91,25 +91,25 @@ class Change:
 
     @property
     def saved_bytes(self) -> int:
-        """Of the peak; less than nothing when it costs."""
+        """How much the toggle lowers the peak [bytes]; negative when it raises it."""
         return self.before.memory.peak_bytes - self.after.memory.peak_bytes
 
     @property
     def slowdown(self) -> float | None:
-        """Time of a token with it to that without."""
+        """The time of a token with the toggle over that without it [ratio]."""
         if self.before.seconds is None or self.after.seconds is None:
             return None
         return self.after.seconds / self.before.seconds
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What stays the same while toggles are tried.
+class Target:
+    """A model on a card: what stays the same while toggles are tried.
 
     Attributes:
-        shape: of the model.
-        device: that it would run on, in each process.
-        processes: that share the run, by ``recipe.parallel.strategy``.
+        shape: the model's shape.
+        device: the card of each process.
+        processes: the number of processes that share the run, by ``recipe.parallel.strategy``.
     """
 
     shape: Shape
@@ -118,32 +118,42 @@ class Bench:
 
     @property
     def card(self) -> Card | None:
-        """The device's rates, if they are known."""
-        return next((card for card in CARDS.values() if card.device == self.device), None)
+        """The card with its rates, if these are known."""
+        for card in CARDS.values():
+            if card.device == self.device:
+                return card
+        return None
 
     def bill(self, recipe: Recipe, *changed: str) -> Setting:
-        """What a recipe costs; in one of several processes the one that needs most."""
-        seconds = None
-        if self.card:
-            work = step(recipe, self.shape, self.card)
-            seconds = (work.seconds if self.processes == 1 else self._shared(recipe, self.card)) / work.tokens
-        return Setting(changed, recipe, self.memory(recipe), seconds)
+        """Estimate the bytes and the seconds of a recipe; of several processes the one that needs most."""
+        return Setting(changed, recipe, self.memory(recipe), self._seconds_per_token(recipe))
 
     def memory(self, recipe: Recipe, tokens: int | None = None) -> Bill:
-        """The bytes alone, for rows of this length or of ``data.max_length``."""
+        """Estimate the bytes alone, for rows of ``tokens`` or of ``data.max_length`` tokens."""
         if self.processes == 1:
             return estimate(recipe, self.shape, self.device, tokens)
         strategy = recipe.parallel.strategy
         return per_process(recipe, self.shape, self.device, strategy, self.processes, tokens=tokens)
 
-    def _shared(self, recipe: Recipe, card: Card) -> float:
-        """Seconds of a step of several cards in one machine, joined by PCIe."""
-        strategy, link = recipe.parallel.strategy, LINKS["pcie3" if card.link_rate < 20e9 else "pcie4"]
+    def _seconds_per_token(self, recipe: Recipe) -> float | None:
+        if self.card is None:
+            return None
+        work = step(recipe, self.shape, self.card)
+        if self.processes == 1:
+            return work.seconds / work.tokens
+        return self._shared_step_seconds(recipe, self.card) / work.tokens
+
+    def _shared_step_seconds(self, recipe: Recipe, card: Card) -> float:
+        """Estimate the time of a step of several cards in one machine, joined by PCIe [s]."""
+        strategy = recipe.parallel.strategy
+        # PCIe 3.0 x16 carries 15.75 GB/s one way, 4.0 twice as much.
+        link = LINKS["pcie3"] if card.link_rate < 20e9 else LINKS["pcie4"]
         calls = STRATEGIES[strategy].traffic(recipe, self.shape, self.processes)
-        return step_seconds(compute_seconds(recipe, self.shape, card, strategy, self.processes), calls, link).seconds
+        compute = compute_seconds(recipe, self.shape, card, strategy, self.processes)
+        return step_seconds(compute, calls, link).seconds
 
     def resolve(self, recipe: Recipe) -> Plan:
-        """Fold a recipe over the tricks, and hold what would run against the model.
+        """Fold a recipe over the tricks, and check the plan against the model.
 
         Raises:
             BadInput: for what cannot work on this card or with this model, or has no estimate.
@@ -163,77 +173,92 @@ class Bench:
 
 
 def switched_on(recipe: Recipe) -> list[str]:
-    """The fields that differ from plain fp32 full fine-tuning, in the ladder's order."""
+    """Name the fields that differ from plain fp32 full fine-tuning, in the ladder's order."""
     plain = Tricks()
     return [field for field in LADDER if getattr(recipe.tricks, field) != getattr(plain, field)]
 
 
 def with_only(recipe: Recipe, fields: Iterable[str]) -> Recipe:
-    """A recipe with these toggles as they are and all others off."""
-    return _with(recipe, {**Tricks().model_dump(), **{field: getattr(recipe.tricks, field) for field in fields}})
+    """Keep these toggles of a recipe as they are, and switch all others off."""
+    kept = {field: getattr(recipe.tricks, field) for field in fields}
+    return _with(recipe, {**Tricks().model_dump(), **kept})
 
 
-def alone(bench: Bench, recipe: Recipe) -> list[Change]:
-    """Each toggle over nothing but what it needs."""
-    on, found = switched_on(recipe), []
+def alone(target: Target, recipe: Recipe) -> list[Change]:
+    """Try each toggle over nothing but the toggles that it needs."""
+    on = switched_on(recipe)
+    found = []
     for field in on:
         needed = [other for other in NEEDS.get(field, ()) if other in on]
-        before, after = with_only(recipe, needed), with_only(recipe, [*needed, field])
-        if bench.works(after):
+        before = with_only(recipe, needed)
+        after = with_only(recipe, [*needed, field])
+        if target.works(after):
             beside = tuple(named(recipe, other) for other in needed)
-            found.append(Change(named(recipe, field), beside, bench.bill(before), bench.bill(after)))
+            found.append(Change(named(recipe, field), beside, target.bill(before), target.bill(after)))
     return found
 
 
-def removed(bench: Bench, recipe: Recipe) -> list[Change]:
-    """Each toggle taken away from the whole, with those that cannot do without it."""
-    on, found, whole = switched_on(recipe), [], bench.bill(recipe)
+def removed(target: Target, recipe: Recipe) -> list[Change]:
+    """Take each toggle away from the whole recipe, with those that cannot do without it."""
+    on = switched_on(recipe)
+    whole = target.bill(recipe)
+    found = []
     for field in on:
         stays = without(recipe, field)
         less = with_only(recipe, stays)
-        if bench.works(less):
+        if target.works(less):
             beside = tuple(named(recipe, other) for other in on if other not in (*stays, field))
-            found.append(Change(named(recipe, field), beside, bench.bill(less), whole))
+            found.append(Change(named(recipe, field), beside, target.bill(less), whole))
     return found
 
 
 def without(recipe: Recipe, field: str) -> list[str]:
-    """The fields that stay on when one is taken away: all but those that cannot do without it."""
+    """Name the fields that stay on when one is taken away: all but those that cannot do without it."""
     return [other for other in switched_on(recipe) if other != field and field not in NEEDS.get(other, ())]
 
 
-def ladder(bench: Bench, recipe: Recipe) -> list[Setting]:
-    """One toggle after the other, from plain fp32 full fine-tuning to the recipe."""
-    on = switched_on(recipe)
-    rungs = [bench.bill(with_only(recipe, []), "plain fp32, everything trained")]
-    return rungs + [bench.bill(with_only(recipe, on[: i + 1]), named(recipe, field)) for i, field in enumerate(on)]
+def ladder(target: Target, recipe: Recipe) -> list[Setting]:
+    """Add one toggle after the other, from plain fp32 full fine-tuning to the recipe."""
+    rungs = [target.bill(with_only(recipe, []), "plain fp32, everything trained")]
+    so_far: list[str] = []
+    for field in switched_on(recipe):
+        so_far.append(field)
+        rungs.append(target.bill(with_only(recipe, so_far), named(recipe, field)))
+    return rungs
 
 
-def suggestions(bench: Bench, recipe: Recipe) -> list[Change]:
-    """Single toggles that would save something here, the smallest slowdown first.
+def suggestions(target: Target, recipe: Recipe) -> list[Change]:
+    """Find the single toggles that would save something here, the smallest slowdown first.
 
     Raises:
         BadInput: if the recipe itself is refused.
     """
-    before, found = bench.bill(recipe), []
-    warned = bench.resolve(recipe).warnings
-    for field, values in _choices(recipe, bench.device).items():
-        for value in values:
-            changed = _with(recipe, {field: value})
-            if value == getattr(recipe.tricks, field) or not bench.works(changed):
-                continue
-            if len(bench.resolve(changed).warnings) > len(warned):
-                continue  # it would have no effect
-            after = bench.bill(changed, f"tricks.{named(changed, field)}")
-            found.append(Change(after.set[0], (), before, after))
-    helpful = [change for change in found if change.saved_bytes > 0]
+    before = target.bill(recipe)
+    warned = target.resolve(recipe).warnings
+    helpful = []
+    for field, changed in _single_changes(target, recipe):
+        if len(target.resolve(changed).warnings) > len(warned):
+            continue  # the new warning says that the toggle would have no effect
+        after = target.bill(changed, f"tricks.{named(changed, field)}")
+        change = Change(after.set[0], (), before, after)
+        if change.saved_bytes > 0:
+            helpful.append(change)
     return sorted(helpful, key=lambda change: (round(change.slowdown or 1, 2), -change.saved_bytes))
 
 
-def in_words(bench: Bench, recipe: Recipe) -> str:
-    """Those of the suggestions that matter, in one line."""
-    before = bench.bill(recipe).memory.peak_bytes
-    found = [change for change in suggestions(bench, recipe) if change.saved_bytes > before / 100]
+def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Flip one toggle at a time; give its field and the changed recipe, where that is not refused."""
+    for field, values in _choices(recipe, target.device).items():
+        for value in values:
+            changed = _with(recipe, {field: value})
+            if value != getattr(recipe.tricks, field) and target.works(changed):
+                yield field, changed
+
+
+def in_words(target: Target, recipe: Recipe) -> str:
+    """Say in one line which toggles would save more than a hundredth of the peak."""
+    before = target.bill(recipe).memory.peak_bytes
+    found = [change for change in suggestions(target, recipe) if change.saved_bytes > before / 100]
     if not found:
         return "no toggle that works here would save a hundredth of it: shorten data.max_length"
     said = (f"{change.set} saves {human(change.saved_bytes)}{_at_the_cost(change)}" for change in found)
@@ -246,39 +271,43 @@ def _at_the_cost(change: Change) -> str:
     return f" (time x {change.slowdown:.2f})"
 
 
-def front(bench: Bench, recipe: Recipe) -> list[Setting]:
-    """The toggle sets of which none is both smaller and faster, the fastest first.
+def front(target: Target, recipe: Recipe) -> list[Setting]:
+    """Find the toggle sets that no other set beats in both bytes and time, the fastest first.
 
-    What trains, how rows are packed and how many make a step stay as they are: they change what is learnt, or from
+    ``peft``, ``packing`` and ``gradient_accumulation`` stay as they are, because they change what is learnt, or from
     how much.
     """
-    found: dict[tuple[int, float], Setting] = {}
-    for tricks in _all_sets(recipe, bench.device):
+    # Many sets cost exactly the same. Of these the one with the fewest changes is the answer.
+    shortest: dict[tuple[float, int], Setting] = {}
+    for tricks in _all_sets(recipe, target.device):
         changed = _with(recipe, tricks)
-        if not bench.works(changed):
+        if not target.works(changed):
             continue
-        setting = bench.bill(changed, *(f"tricks.{named(changed, field)}" for field in _differing(recipe, changed)))
-        cost = (setting.memory.needed_bytes, setting.seconds or 0.0)
-        if cost not in found or len(setting.set) < len(found[cost].set):
-            found[cost] = setting
+        changes = [f"tricks.{named(changed, field)}" for field in _differing(recipe, changed)]
+        setting = target.bill(changed, *changes)
+        cost = (setting.seconds or 0.0, setting.memory.needed_bytes)
+        if cost not in shortest or len(setting.set) < len(shortest[cost].set):
+            shortest[cost] = setting
+    # From the fastest to the slowest, a set is worth its time only if it needs less than every faster one.
     best: list[Setting] = []
-    for (needed, _), setting in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
-        if not best or needed < best[-1].memory.needed_bytes:
+    for cost in sorted(shortest):
+        setting = shortest[cost]
+        if not best or setting.memory.needed_bytes < best[-1].memory.needed_bytes:
             best.append(setting)
     return best
 
 
-def longest(bench: Bench, recipe: Recipe) -> int:
-    """The most tokens of a row that fit; 0 when not even the shortest does."""
-
-    def fits(tokens: int) -> bool:
-        return bench.memory(recipe, tokens).fits
-
-    low, high = 0, LONGEST
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+def longest(target: Target, recipe: Recipe) -> int:
+    """Find the longest row that fits, by bisection [tokens]; 0 when not even one token does."""
+    fits = 0
+    most = LONGEST
+    while fits < most:
+        middle = (fits + most + 1) // 2  # rounded up, so that the interval always shrinks
+        if target.memory(recipe, middle).fits:
+            fits = middle
+        else:
+            most = middle - 1
+    return fits
 
 
 def _with(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
@@ -286,9 +315,11 @@ def _with(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
 
 
 def named(recipe: Recipe, field: str) -> str:
-    """A toggle as ``--set`` takes it, but for its ``tricks.``: ``peft=lora``."""
+    """Write a toggle as ``--set`` takes it, but for its ``tricks.``: ``peft=lora``."""
     value = getattr(recipe.tricks, field)
-    return f"{field}={str(value).lower() if isinstance(value, bool) else value}"
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"{field}={value}"
 
 
 def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
@@ -296,13 +327,15 @@ def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
 
 
 def _choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
-    """Values to try for each field that changes no more than how a step is computed."""
-    frozen = recipe.tricks.peft != "none"
+    """List the values to try, for each field that changes no more than how a step is computed."""
+    quantizations: tuple[str, ...] = ("none",)
+    if recipe.tricks.peft != "none":  # only frozen weights can be quantised
+        quantizations = ("none", "int8", "nf4")
     return {
         "precision": ("fp32", device.half_precision),
         "attention": ("eager", "sdpa"),
         "expand_kv": (False, True),
-        "quantization": ("none", "int8", "nf4") if frozen else ("none",),
+        "quantization": quantizations,
         "double_quantization": (False, True),
         "lean_preparation": (False, True),
         "gradient_checkpointing": (False, True),
@@ -314,13 +347,14 @@ def _choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
 
 
 def _all_sets(recipe: Recipe, device: Device) -> Iterator[dict[str, Any]]:
+    """Combine the choices of all fields, without the sets in which a toggle would have no effect."""
     choices = _choices(recipe, device)
     for values in itertools.product(*choices.values()):
         tricks = dict(zip(choices, values, strict=True))
-        idle = (
-            (tricks["expand_kv"] and tricks["attention"] != "sdpa")
-            or (tricks["double_quantization"] and tricks["quantization"] != "nf4")
-            or (tricks["lean_preparation"] and tricks["precision"] == "fp32")
-        )
-        if not idle:
-            yield tricks
+        if tricks["expand_kv"] and tricks["attention"] != "sdpa":
+            continue  # it repeats keys and values for torch's attention only
+        if tricks["double_quantization"] and tricks["quantization"] != "nf4":
+            continue  # only NF4 has scales that are quantised again
+        if tricks["lean_preparation"] and tricks["precision"] == "fp32":
+            continue  # without 16-bit arithmetic it has nothing to save
+        yield tricks

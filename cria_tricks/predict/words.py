@@ -7,11 +7,13 @@ from cria_tricks.predict.machines import METHODS, Advice, Rule
 
 
 def in_words(found: Advice) -> list[str]:
-    """What the table of options cannot say, a paragraph each."""
+    """Write what the table of options cannot say, a paragraph each."""
     said = ["The guide recommends, and by our estimate there fit:"]
     for by in found.guide:
         said[0] += f"\n- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}"
-    within = f" within {money(found.budget)}" if found.budget else ""
+    within = ""
+    if found.budget:
+        within = f" within {money(found.budget)}"
     for title, best in (("Cheapest", found.cheapest), ("Fastest", found.fastest)):
         named = (f"{name} on {best[method] or 'none of these'}" for method, name in METHODS.items())
         said.append(f"{title}{within}, by our estimate: {', '.join(named)}.")
@@ -20,7 +22,7 @@ def in_words(found: Advice) -> list[str]:
 
 
 def _machines(found: Advice, flavors: Sequence[str]) -> str:
-    """Each machine and the methods that fit on it."""
+    """Name each machine and the methods that fit on it."""
     named = []
     for flavor in flavors:
         fitting = [METHODS[option.method] for option in found.options if option.flavor == flavor and option.fits]
@@ -38,5 +40,6 @@ def _in_words(rule: Rule) -> str:
         (rule.only_by_the_rule, "the rule", "our estimate"),
         (rule.only_by_ours, "our estimate", "the rule"),
     ):
-        said += f" By {one} it fits {', '.join(names)}, by {other} it does not." if names else ""
+        if names:
+            said += f" By {one} it fits {', '.join(names)}, by {other} it does not."
     return said

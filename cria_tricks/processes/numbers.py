@@ -4,6 +4,7 @@ Nothing here imports torch before somebody else has.
 """
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -110,8 +111,6 @@ def keep(store: Any) -> None:
 
 def have_joined() -> bool:
     """Whether this process has joined the others."""
-    import sys
-
     if "torch" not in sys.modules:  # nobody can have joined, and the question should not cost its import
         return False
     import torch.distributed as dist

@@ -13,6 +13,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.hardware.cards import find_card
+from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, with_settings
 
@@ -59,11 +60,13 @@ def train(
         >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
         True
     """
+    # Its checks of rows import numpy; importing the package should stay quick.
     from cria_tricks.run import given
 
     changes = _several(settings)
     given.training(given.recipe(recipe, changes), out, resume, other_base)
-    with importing():  # torch, which takes seconds; a named recipe's precision depends on the device
+    # torch and the trainer take seconds to import; a named recipe asks torch for the device, and its precision.
+    with importing():
         wanted = with_settings(recipes.get(recipe), changes)
 
         from cria_tricks.run.run import train as run
@@ -116,31 +119,22 @@ def plan(
     """
     if nproc < 1:
         raise BadInput(f"nproc={nproc}: must be a whole number above 0")
-    from cria_tricks.models.shape import find_shape
-    from cria_tricks.run import given
-
-    changes = [*([f"model={model}"] if model else []), *_several(settings)]
-    card = None if gpu is None else _device(gpu)
-    shape = find_shape(given.recipe(recipe, changes, card).model)
-    device = card or _device(None)
-    wanted = with_settings(recipes.get(recipe, device), changes)
+    changes = [f"model={model}", *_several(settings)] if model else _several(settings)
+    wanted, shape, device = _wanted(recipe, changes, gpu)
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    # They import numpy and torch, which takes seconds; a wrong name was told before.
     from cria_tricks.data import lengths
     from cria_tricks.kwanzaa import augment
     from cria_tricks.predict import plan_data, toggles
 
-    bench = toggles.Bench(shape, device, nproc)
-    bench.resolve(wanted)  # a setting that cannot work is told before the data is read
-    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else lengths.read(wanted, augment.of(wanted))
+    target = toggles.Target(shape, device, nproc)
+    target.resolve(wanted)  # a setting that cannot work is told before the data is read
+    found_lengths = lengths.full(wanted, "--rows-full")
+    if not rows_full:
+        found_lengths = lengths.read(wanted, augment.of(wanted))
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
-    found = plan_data.bill(bench, wanted, dry=dry_run, lengths=found_lengths) | plan_data.comparisons(bench, wanted)
-    if advise:
-        found["front"] = plan_data.front(bench, wanted)
-    if longest:
-        found["longest"] = toggles.longest(bench, wanted)
-    if rows is not None:
-        found["prices"] = plan_data.prices(bench, wanted, rows, found_lengths)
+    found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
     return PlanAnswer.model_validate(found)
 
 
@@ -168,30 +162,35 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
-    from cria_tricks.models.shape import find_shape
-    from cria_tricks.run import given
-
-    changes = _several(settings)
-    card = None if gpu is None else _device(gpu)
-    shape = find_shape(given.recipe(recipe, changes, card).model)
-    device = card or _device(None)
-    wanted = with_settings(recipes.get(recipe, device), changes)
-    from cria_tricks.predict.toggles import Bench
+    wanted, shape, device = _wanted(recipe, _several(settings), gpu)
+    # They import torch, which takes seconds; a wrong name was told before.
+    from cria_tricks.predict.toggles import Target
     from cria_tricks.tricks.folds import estimate as by_hand
 
-    Bench(shape, device).resolve(wanted)  # refuses what cannot work there
+    Target(shape, device).resolve(wanted)  # refuses what cannot work there
     return by_hand(wanted, shape, device)
 
 
-def _device(gpu: str | Device | None) -> Device:
-    if isinstance(gpu, Device):
-        return gpu
-    if gpu is not None:
-        return find_card(gpu).device
-    here = this_device()
-    return here if here.kind == "cuda" else find_card("t4").device
+def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device | None) -> tuple[Recipe, Shape, Device]:
+    """Find the changed recipe, the shape of its model, and the card.
+
+    Every name is checked before this machine is looked at, because that imports torch.
+    """
+    # Its checks of rows import numpy; importing the package should stay quick.
+    from cria_tricks.run import given
+
+    card = gpu
+    if isinstance(card, str):
+        card = find_card(card).device
+    shape = find_shape(given.recipe(recipe, changes, card).model)
+    if card is None:
+        here = this_device()
+        card = here if here.kind == "cuda" else find_card("t4").device
+    return with_settings(recipes.get(recipe, card), changes), shape, card
 
 
 def _several(settings: Iterable[str]) -> list[str]:
     """Return the settings as a list; a single text is one setting, not a list of letters."""
-    return [settings] if isinstance(settings, str) else list(settings)
+    if isinstance(settings, str):
+        return [settings]
+    return list(settings)

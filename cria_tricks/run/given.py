@@ -1,6 +1,6 @@
-"""Checks of what a command was given, before it imports torch: a wrong name, row or folder is said within a second.
+"""Check the arguments of a command before it imports torch, so that a wrong name, row or folder is told in a second.
 
-What passes here may still be refused later, by the function that uses it. Nothing here is the only check of anything.
+An argument that passes here may still be refused later, by the function that uses it: each check here is made twice.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from cria_tricks.store import run_folder
 
 
 def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device | None = None) -> Recipe:
-    """Find a recipe, change it, and look at its names; a named one is as for a T4 when no device is given.
+    """Find a recipe, change it, and check its names; a named recipe is for a T4 when no device is given.
 
     A named recipe chooses its precision for the device, and only torch can tell what this machine's is.
 
@@ -31,7 +31,7 @@ def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device |
 
 
 def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: bool = False) -> None:
-    """Look at what a run would read and write.
+    """Check the files that a run would read and write.
 
     Raises:
         BadInput: if its model, its first rows or its folder cannot be used, or a library is not there.

@@ -2,6 +2,8 @@
 
 The way of ``run/run.py`` with another loop in the middle: rows, their order, loading, report and adapter are the same.
 It has no checkpoints, and so nothing that rests on them: ``--resume`` and ``train.time_budget``.
+
+The functions import the heavy libraries once the recipe, the data and the folder have been checked.
 """
 
 import statistics

@@ -32,7 +32,7 @@ from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.parallel import dtensor
 from cria_tricks.predict.per_process import per_process
-from cria_tricks.predict.toggles import Bench, in_words
+from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
 from cria_tricks.report import page
 from cria_tricks.report import summary as report
@@ -208,7 +208,7 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
             raise
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
         if shape:
-            advice = in_words(Bench(shape, job.plan.device, job.world.size), longest)
+            advice = in_words(Target(shape, job.plan.device, job.world.size), longest)
         else:  # of a kind that cannot be estimated
             advice = f"still off: {', '.join(still_off(longest, job.plan.device)) or 'no toggle that works here'}"
         raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None

@@ -79,6 +79,7 @@ class SharedTrainer(ResumableTrainer):
         model's embedding alive.
         """
         if self.plan.optimizer != {"bits": 32, "paged": False}:
+            # Only its own optimizers need it.
             from bitsandbytes.optim import GlobalOptimManager
 
             GlobalOptimManager.get_instance().initialize()

@@ -80,6 +80,7 @@ def flat(sample: Mapping[str, Any]) -> dict[str, float]:
 @contextlib.contextmanager
 def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
     """Event files; of what an earlier process wrote, the steps that are done again are hidden."""
+    # tensorboard is an optional package.
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(log_dir=str(folder), purge_step=step + 1 if step else None) as writer:
@@ -115,6 +116,7 @@ def _kept_here(folder: Path) -> Iterator[None]:
 
     It reads its folder once, when it is imported, so a second run in a process imports it anew.
     """
+    # Only trackio's own uploads read it.
     import huggingface_hub.constants as hub
 
     outside = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TRACKIO_")}

@@ -16,7 +16,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.machines import advise
 from cria_tricks.predict.selection_guide import MACHINES
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
 from cria_tricks.tricks.folds import estimate
 from tools import fit
@@ -30,7 +30,7 @@ SINGLE = [name for name, flavor in FLAVORS.items() if flavor.cards == 1]
 def by_plan(flavor):
     """``cria plan kwanzaa --gpu CARD --rows 107``."""
     card = CARDS[flavor.card]
-    found = plan_data.prices(Bench(LLAMA, card.device), recipes.kwanzaa(card.device), ROWS)
+    found = plan_data.prices(Target(LLAMA, card.device), recipes.kwanzaa(card.device), ROWS)
     price = next(price for price in found if price["flavor"] == flavor.name)
     return price["minutes"], price["cost"]
 
@@ -83,7 +83,7 @@ def test_another_list_is_another_price_everywhere(of, monkeypatch):
 def test_what_does_not_fit_has_no_price():
     t4 = CARDS["t4"].device
     large = with_settings(recipes.kwanzaa(t4), ["model=llama-3.1-70b"])
-    assert plan_data.prices(Bench(find_shape(large.model), t4), large, ROWS) == []
+    assert plan_data.prices(Target(find_shape(large.model), t4), large, ROWS) == []
     found = advise(find_shape("llama-3.1-70b"), lambda *what: estimate(*what).needed_bytes, 10**6)
     assert [(o.minutes, o.cost) for o in found.options if not o.fits] == [(None, None)] * len(found.options)
 

@@ -13,7 +13,7 @@ from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.doctor import collectives
 from cria_tricks.parallel import ring_collectives
-from cria_tricks.predict.links import Line, Timing, fit
+from cria_tricks.predict.links import Line, Timing, fit_line
 from cria_tricks.processes import numbers
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
@@ -66,7 +66,7 @@ def test_bandwidths_are_those_of_nccl_tests():
 def test_the_line_through_exact_timings_is_theirs():
     line = Line(latency=3e-4, rate=2e9)
     timings = [Timing("all_gather", size, 4, line.seconds(0.75 * size)) for size in collectives.SIZES]
-    assert fit(timings) == pytest.approx(line)
+    assert fit_line(timings) == pytest.approx(line)
 
 
 def test_the_line_weighs_errors_by_their_share():
@@ -75,13 +75,13 @@ def test_the_line_weighs_errors_by_their_share():
     small, large = exact[0], exact[-1]
     # A tenth off at the largest size is 3 ms, ten times a small call: it must not become the latency.
     off = [*exact[:-1], Timing("all_reduce", large.bytes, 2, 1.1 * large.seconds)]
-    assert fit(off).seconds(small.sent) == pytest.approx(small.seconds, rel=0.05)
+    assert fit_line(off).seconds(small.sent) == pytest.approx(small.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [(1e-3, 4e-3), (2e-3, 1e-3)], ids=["below zero", "falling"])
 def test_a_line_that_no_link_can_have_goes_through_zero(seconds):
     timings = [Timing("all_reduce", size, 2, t) for size, t in zip((1000, 2000), seconds, strict=True)]
-    line = fit(timings)
+    line = fit_line(timings)
     assert line.latency == 0
     assert line.rate > 0
 

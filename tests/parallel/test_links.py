@@ -1,16 +1,12 @@
 """Seconds of a call by hand, of a step, and the number of processes at which a doubling stops to pay."""
 
-import inspect
-
 import pytest
 
 from cria_tricks.bill.calls import Call
-from cria_tricks.doctor import collectives
-from cria_tricks.doctor.collectives import SIZES
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp
-from cria_tricks.predict.links import LINKS, Link, Timing, compute_seconds, measured_link, step_seconds, when_it_stops
+from cria_tricks.predict.links import LINKS, Link, compute_seconds, step_seconds, when_it_stops
 from cria_tricks.predict.per_process import local
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
@@ -61,13 +57,6 @@ def test_what_of_it_is_reached_has_a_source(link):
 )
 def test_a_call_takes_its_start_its_hops_and_its_bytes(kind, seconds):
     assert ROUND.seconds(Call(kind, 4_000_000_000, 3, 5, "")) == pytest.approx(seconds)
-
-
-def test_a_measured_link_gives_its_timings_back():
-    timings = [Timing("all_reduce", size, 4, 2e-3 + 1.5 * size / 1e9) for size in (1000, 100_000, 10_000_000)]
-    link = measured_link(timings)
-    for timing in timings:
-        assert link.seconds(Call("all_reduce", timing.bytes, 1, 4, "")) == pytest.approx(timing.seconds)
 
 
 @pytest.mark.parametrize(("overlap", "hidden"), [(0.0, 0.0), (0.25, 0.5), (1.0, 1.01)])
@@ -175,47 +164,3 @@ def test_tensor_parallelism_ends_where_heads_do_not_divide():
     found = when_it_stops(LORA, SHAPE, CARD, FREE, "tensor", nothing, gain=1.0)
     assert found.stops == found.points[-1].processes == SHAPE.kv_heads == 8
     assert "16 does not divide the model's heads" in found.why
-
-
-def test_what_is_timed_and_what_is_made_of_it(monkeypatch):
-    """All that one of three processes does, with clocks that are made up: 2 ms and 1.5 ns a byte, and 5 ms of products.
-
-    A row of seconds is: one for each size of the line, one for the smallest call with products, one for each asked.
-    """
-    ran: list[tuple[str, int]] = []
-    seconds = [2e-3 + 1.5e-9 * size for size in SIZES] + [7e-3, 0.25, 0.5]
-
-    def timed(turns):
-        for turn in turns:
-            turn()
-        return seconds
-
-    monkeypatch.setattr(collectives, "timed", timed)
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(collectives.dist, "all_reduce", lambda tensor: ran.append(("all_reduce", tensor.nbytes)))
-    monkeypatch.setattr(collectives.torch, "mm", lambda a, b: ran.append(("mm", a.nbytes + b.nbytes)))
-    one, two = collectives.predicted_and_measured((80_000_000, 4000))
-    products = [("mm", 2 * 4 * 512 * 512)] * 4
-    assert ran == [("all_reduce", size) for size in SIZES] + [
-        done for size in (4, 80_000_000, 4000) for done in (*products, ("all_reduce", size))
-    ]
-    assert (one["bytes"], one["measured"], two["bytes"], two["measured"]) == (80_000_000, 0.25, 4000, 0.5)
-    for entry in (one, two):
-        assert entry["compute"] == pytest.approx(7e-3 - 2e-3)
-        assert entry["predicted"] == pytest.approx(7e-3 + 1.5e-9 * entry["bytes"])
-    seconds[len(SIZES)] = 1e-3
-    for entry in collectives.predicted_and_measured((80_000_000, 4000)):
-        assert entry["compute"] == 0.0, "and not less than nothing"
-    [default] = inspect.signature(collectives.predicted_and_measured).parameters.values()
-    assert default.default == (3_145_728, 12_582_912, 50_331_648), "3, 12 and 48 MiB"
-
-
-def test_prediction_and_measurement_come_together(two):
-    first, second = two.run(collectives.predicted_and_measured, (100_000, 3_000_000))
-    assert first == second
-    assert [entry["bytes"] for entry in first] == [100_000, 3_000_000]
-    for entry in first:
-        assert set(entry) == {"bytes", "compute", "predicted", "measured"}
-        assert entry["predicted"] > entry["compute"] >= 0
-        assert entry["measured"] > 0
-    assert first[1]["predicted"] > first[0]["predicted"], "for more bytes"

@@ -15,7 +15,7 @@ from cria_tricks.models.shape import Shape, find_shape, shape_of
 from cria_tricks.parallel import STRATEGIES, dtensor
 from cria_tricks.parallel.pipeline import one_forward_one_backward
 from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
-from cria_tricks.predict.per_process import Bill, local, per_process, zero_bytes
+from cria_tricks.predict.per_process import Bill, local, per_process
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.pipeline import find_blocks
@@ -222,15 +222,6 @@ def test_zero_1_divides_the_states(two, folder):
 def test_zero_2_divides_the_gradients_too():
     whole, divided = rows(bill("ddp", 4, *LORA)), rows(bill("zero2", 4, *LORA))
     assert divided == (whole[0], whole[1] / 4, whole[2] / 4)
-
-
-def test_the_figure_of_the_zero_paper():
-    # Fig. 1: 7.5 billion weights on 64 processes, K = 12.
-    found = [f"{zero_bytes(7_500_000_000, 64, stage) / 1e9:.1f}" for stage in range(4)]
-    assert found == ["120.0", "31.4", "16.6", "1.9"]
-    # The paper's bytes of a weight: 2 and 2 and 12. Then of 1, 4 and 16.
-    assert [zero_bytes(640, 64, stage) for stage in range(4)] == [640 * 16, 640 * 4 + 120, 640 * 2 + 140, 160]
-    assert [zero_bytes(640, 64, stage, 1, 4, 16) for stage in (1, 2, 3)] == [640 * 5 + 160, 640 + 200, 210]
 
 
 def test_it_fits_to_the_last_byte_and_not_a_byte_beyond():

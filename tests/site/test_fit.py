@@ -15,7 +15,7 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
-from cria_tricks.predict.toggles import Bench
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Tricks, with_settings
 from tests.site.test_browser import settles
 from tools import fit
@@ -56,11 +56,11 @@ def planned(choice):
     if choice["peft"] == "lora":
         settings += fit.targets(find_shape(choice["model"]))
     recipe = with_settings(recipes.kwanzaa(card.device), settings)
-    bench = Bench(find_shape(recipe.model), card.device)
+    target = Target(find_shape(recipe.model), card.device)
     try:
-        found = plan_data.bill(bench, recipe)
-        found["doubts"] = plan_data.doubts(bench, recipe, found["needed_bytes"])
-        return recipe, found, plan_data.prices(bench, recipe, choice["rows"]), ""
+        found = plan_data.bill(target, recipe)
+        found["doubts"] = plan_data.doubts(target, recipe, found["needed_bytes"])
+        return recipe, found, plan_data.prices(target, recipe, choice["rows"]), ""
     except BadInput as error:
         return recipe, {}, [], str(error)
 
