@@ -156,7 +156,7 @@ def of_process(case: str) -> dict[str, Any]:
     figures |= {f"peak: {row.name}": [row.bytes, row.why] for row in found.rows}
     figures |= {f"state: {row.name}": row.bytes for row in found.state}
     if strategy == "fsdp":
-        figures["gathered"] = list(gathered(found.memory, int(processes)))
+        figures["gathered"] = list(gathered(found.facts, int(processes)))
     return figures | {"state": found.state_bytes, "allocated": found.allocated_bytes, "needed": found.needed_bytes}
 
 

@@ -127,13 +127,12 @@ def command(
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
-    from cria_tricks.models.shape import refuse_undivided
+    from cria_tricks.load import refusals
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
-    if (shares := processes // plan.parallel["data"]) > 1:
-        shape = find_shape(recipe.model)
-        refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
+    if processes > plan.parallel["data"]:  # several have the same rows, and divide the model
+        refusals.refuse(plan, refusals.facts_of(find_shape(recipe.model)), processes)
 
 
 def _elastic(

@@ -10,7 +10,7 @@ two, and so is the N that comes out. One link stands for all: where a ring cross
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill import step_time
@@ -18,7 +18,7 @@ from cria_tricks.bill.calls import Call, ring_share
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict.per_process import local
+from cria_tricks.predict.per_process import local, stages_of
 from cria_tricks.recipe import Recipe, with_settings
 
 Traffic = Callable[[Recipe, Shape, int], list[Call]]
@@ -188,9 +188,22 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     Raises:
         BadInput: if the model's heads do not divide.
     """
+    if strategy == "pipeline":
+        return _through_the_stages(recipe, shape, card, processes)
     parts = step_time.step(*local(recipe, shape, strategy, processes), card).parts
     pieces = processes if strategy == "fsdp" else 1  # in which the optimizer has its states
     return sum(part.seconds / (pieces if part.name == "optimizer" else 1) for part in parts)
+
+
+def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int) -> float:
+    """Let all wait for the slowest stage: the first micro-batch goes through all, each next one through the slowest."""
+    each = []
+    stages = stages_of(recipe, shape, "pipeline", processes)
+    for part in stages:
+        parts = step_time.step(part.recipe, replace(shape, layers=part.shape.layers), card).parts
+        each.append(sum(one.seconds for one in parts if part.has_head or one.name != "head and loss"))
+    k = stages[0].recipe.tricks.gradient_accumulation
+    return sum(each) / k + max(each) * (k - 1) / k
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape
-from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, Tricks
@@ -140,7 +140,7 @@ class Bench:
     def _shared(self, recipe: Recipe, card: Card) -> float:
         """Seconds of a step of several cards in one machine, joined by PCIe."""
         strategy, link = recipe.parallel.strategy, LINKS["pcie3" if card.link_rate < 20e9 else "pcie4"]
-        calls = STRATEGIES[strategy].traffic(recipe, self.shape, self.processes)
+        calls = traffic(recipe, self.shape, self.processes)
         return step_seconds(compute_seconds(recipe, self.shape, card, strategy, self.processes), calls, link).seconds
 
     def resolve(self, recipe: Recipe) -> Plan:

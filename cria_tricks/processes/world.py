@@ -21,6 +21,7 @@ from cria_tricks.processes.rendezvous import agree
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class World:
         rank: its number.
         size: how many there are.
         data: how many shares the rows are divided into.
-        mesh: the processes as a grid of (data, tensor); ``None`` for a single one.
+        mesh: the processes as a grid: ``data`` first, then ``tensor`` or ``stage``; ``None`` for a single one.
     """
 
     rank: int = 0
@@ -43,26 +44,52 @@ class World:
     mesh: "DeviceMesh | None" = None
 
     @classmethod
-    def of(cls, data: int, device: str) -> "World":
+    def of(cls, data: int, device: str, axis: str = "tensor") -> "World":
         """The processes that have joined, as a grid.
 
         Args:
             data: shares of the rows.
             device: ``"cpu"`` or ``"cuda"``, where tensors are.
+            axis: what the processes with the same rows divide: ``"tensor"`` for a block's matrices, ``"stage"`` for
+                the blocks.
         """
         if processes() == 1:
             return cls()
-        return cls(rank(), processes(), data, grid(device, data=data, tensor=processes() // data))
+        return cls(rank(), processes(), data, grid(device, data=data, **{axis: processes() // data}))
 
     @property
     def tensor(self) -> int:
         """How many processes share the matrices of a block."""
-        return self.size // self.data
+        return self._along("tensor")
+
+    @property
+    def stages(self) -> int:
+        """How many processes have blocks of their own, one stage of a pipeline each."""
+        return self._along("stage")
+
+    @property
+    def stage(self) -> int:
+        """Which stage of its pipeline is this process's."""
+        return 0 if self.mesh is None or self.stages == 1 else self.mesh.get_local_rank("stage")
+
+    @property
+    def stage_group(self) -> "ProcessGroup | None":
+        """The processes of this pipeline; none without stages."""
+        return None if self.mesh is None or self.stages == 1 else self.mesh.get_group("stage")
 
     @property
     def data_rank(self) -> int:
         """Which share of the rows is this process's."""
+        return self.rank // (self.size // self.data)
+
+    @property
+    def draw(self) -> int:
+        """Which random numbers this process draws: those that share a block's matrices must draw the same."""
         return self.rank // self.tensor
+
+    def _along(self, axis: str) -> int:
+        names = self.mesh.mesh_dim_names if self.mesh is not None else None
+        return self.mesh[axis].size() if self.mesh is not None and axis in (names or ()) else 1
 
     @property
     def is_first(self) -> bool:
