@@ -163,8 +163,11 @@ class Train(_Frozen):
 class Parallel(_Frozen):
     """How several processes share the run; how many there are is the launcher's business."""
 
-    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model"] = "none"
+    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model", "pipeline"] = "none"
     tensor_size: int = Field(2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor")
+    pipelines: int = Field(1, ge=1, le=1024, description="pipelines that share the rows, for pipeline")
+    pipeline_schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="the order of a stage's passes")
+    stage_blocks: str = Field("", description="blocks of each stage of a pipeline, e.g. 18,12; empty: equally many")
     timeout: Duration = Field(600.0, gt=0, description="how long a process waits for another before it gives up")
 
 

@@ -20,8 +20,6 @@
 # last ones there. Each such piece is a *stage* (nothing to do with ZeRO's).
 
 # %% tags=["hide-input"]
-import contextlib
-import io
 import itertools
 import logging
 import random
@@ -52,15 +50,17 @@ from cria_tricks.course.processes import Ranks
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.model import quiet_libraries
+from cria_tricks.load.stages import find_blocks
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import ddp, fsdp, pipeline, tensor
 from cria_tricks.parallel.model import one_after_the_other
-from cria_tricks.parallel.pipeline import Slot, idle_share, step, timetable
+from cria_tricks.parallel.pipeline import step
+from cria_tricks.parallel.timetable import Slot, idle_share, timetable
 from cria_tricks.predict.links import LINKS
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.pipeline import find_blocks, refuse
+from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 from cria_tricks.tricks import folds
 
@@ -517,9 +517,10 @@ course.show(
 
 # %% [markdown]
 # ## 5. The production switch
-# The device map is a switch of the trainer, `parallel.strategy=model`: one process that sees two cards. A pipeline is
-# not. transformers' trainer calls a whole model, forward and back, and has no place for another order of passes. So the
-# pipeline has a loop of its own. Rows, adapter and report are the same; there are no checkpoints, so nothing to resume.
+# Both are switches of the trainer. `parallel.strategy=model` is the device map: one process that sees two cards.
+# `parallel.strategy=pipeline` is ours, over as many processes as there are stages. transformers' trainer calls a whole
+# model, forward and back, micro-batch by micro-batch. So our subclass of it is given all micro-batches of a step at
+# once, and lets torch's schedule order their passes. Rows, checkpoints, adapter and report are the same.
 
 # %% tags=["hide-input"]
 folder = tempfile.TemporaryDirectory()
@@ -535,28 +536,22 @@ def losses_of(report):
     return [entry["loss"] for entry in report["history"] if "loss" in entry] + [report["eval_loss_after"]]
 
 
-def in_one(settings, out):
+def trained_by(settings, out):
     aside = Aside()
     aside.quiet = True
-    return losses_of(train(with_settings(Recipe(), settings), out, console=aside))
-
-
-def in_stages(settings, out):
-    from cria_tricks.run import pipeline as pipeline_run
-
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        report = pipeline_run.train(with_settings(Recipe(), settings), out)
-    return losses_of(report), report["pipeline"]
+    return train(with_settings(Recipe(), settings), out, console=aside)
 
 
 # %%
-print("torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command smoke --out DIR")
-print("torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command kwanzaa --blocks 9,7")
-whole = in_one(tiny, f"{folder.name}/one")
-halves, said = ranks.run(in_stages, tiny, f"{folder.name}/two")[0]
+print("cria launch kwanzaa --on torchrun --nproc 2 --set parallel.strategy=pipeline --set parallel.stage_blocks=9,7")
+whole = losses_of(trained_by(tiny, f"{folder.name}/one"))
+report = ranks.run(trained_by, [*tiny, "parallel.strategy=pipeline"], f"{folder.name}/two")[0]
+halves, said = losses_of(report), report["pipeline"]
 folder.cleanup()
 print("one process:", *(f"{loss:.6f}" for loss in whole))
 print("two stages: ", *(f"{loss:.6f}" for loss in halves))
+print(f"peak estimated {report['estimated_peak_bytes'] / MIB:.1f} MiB, measured", end=" ")
+print(f"{report['estimate']['measured_bytes'] / MIB:.1f} MiB")
 print(f"idle {said['idle_share']:.0%}, of equally long stages {said['idle_share_of_equal_stages']:.0%}")
 assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 
@@ -570,8 +565,8 @@ assert all(abs(p / q - 1) < 1e-5 for p, q in zip(halves, whole, strict=True))
 # as well.
 
 # %%
-mine = with_settings(job, ["tricks.gradient_accumulation=2"])
-for wrong in (lambda: refuse(mine, 4, 1), lambda: find_blocks("", 16, 32, "llama")):
+mine = with_settings(job, ["tricks.gradient_accumulation=2", "parallel.strategy=pipeline"])
+for wrong in (lambda: resolve(mine, processes=4), lambda: find_blocks("", 16, 32, "llama")):
     try:
         wrong()
         raise AssertionError("it must be refused")
@@ -704,4 +699,5 @@ course.check(3, pieces_and_borders, of_pieces, "a pair of whole numbers in round
 # - Narayanan et al. 2021, arXiv 2104.04473, section 2.2: 1F1B with a flush, its bubble, the interleaved schedule.
 # - torch 2.13: `torch/distributed/pipelining/schedules.py` (`Schedule1F1B`, `scale_grads`). transformers 5.23:
 #   `device_map` in `from_pretrained`. Rates of links, with their sources: `cria_tricks/predict/links.py`.
-# - Ours: `cria_tricks/parallel/model.py`, `pipeline.py`, `pipeline_run.py`; `tests/parallel/test_pipeline.py`.
+# - Ours: `cria_tricks/parallel/model.py`, `parallel/pipeline.py`, `trainer/pipeline.py`;
+#   `tests/parallel/test_pipeline.py`.

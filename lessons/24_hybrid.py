@@ -423,21 +423,20 @@ course.show(
 
 # %% [markdown]
 # ## 5. The production switch
-# The trainer runs data x tensor. The recipe names the strategy and how many share a matrix; groups of so many share the
-# rows. Pipelines have a loop of their own (lesson 23), with `--data` for the groups. The cube of eight is a script that
-# lays its losses beside those of one process:
+# The trainer runs data x tensor, and data x pipeline. The recipe names the strategy, and how many share a matrix or how
+# many pipelines share the rows. The cube of all three is no value of `parallel.strategy`: a function of this course
+# runs it below, with the pipeline's trainer over matrices that are cut as by `tensor`.
 
 # %%
-print("torchrun --nproc-per-node 4 -m cria_tricks train RECIPE --set parallel.strategy=ddp_tensor", end=" ")
-print("--set parallel.tensor_size=2")
-print("torchrun --nproc-per-node 4 -m cria_tricks.cli.pipeline_command RECIPE --data 2")
-print("torchrun --nproc-per-node 8 -m cria_tricks.course.hybrid_demo")
+start = "cria launch RECIPE --on torchrun --nproc 4"
+print(f"{start} --set parallel.strategy=ddp_tensor --set parallel.tensor_size=2")
+print(f"{start} --set parallel.strategy=pipeline --set parallel.pipelines=2")
 two_by_two = with_settings(ours, ["parallel.strategy=ddp_tensor", "parallel.tensor_size=2"])
 print(diff(resolve(ours, A100), resolve(two_by_two, A100, processes=4)))
 
 # %% [markdown]
 # A tiny Llama with LoRA. First two steps of the trainer: loss and gradient norm of each, then an evaluation. After that
-# the losses of two steps of the cube's loop, over grids of four.
+# the losses of two steps of the cube, over grids of four.
 
 
 # %% tags=["hide-input"]
@@ -456,7 +455,7 @@ def tiny(folder, name, *settings):
 def through_the_cube(recipe, rows, sizes):
     from cria_tricks.course.hybrid_demo import over_the_cube  # a module would travel with all that is in it
 
-    return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes)[1].training]
+    return [entry["loss"] for entry in over_the_cube(recipe, rows, sizes).training]
 
 
 def show(runs):

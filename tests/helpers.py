@@ -16,10 +16,10 @@ from cria_tricks.trainer.fit import Run, fit
 SMALL_LORA = ("lora.r=16",)
 
 
-def prepare(folder: Path, *settings: str) -> tuple[Recipe, Plan, Loaded]:
+def prepare(folder: Path, *settings: str, processes: int = 1) -> tuple[Recipe, Plan, Loaded]:
     """Resolve settings for a model folder and load it, the same way each time."""
     recipe = with_settings(Recipe(model=str(folder)), settings)
-    plan = resolve(recipe)
+    plan = resolve(recipe, processes=processes)
     torch.manual_seed(0)
     return recipe, plan, load(plan, Weights(str(folder), str(folder), None))
 

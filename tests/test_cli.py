@@ -22,7 +22,6 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 from cria_tricks.load import adapter_files
 from cria_tricks.recipe import Recipe
-from cria_tricks.store.run_folder import Folders
 from tests.parallel import steps
 
 ROWS = Path(cria_tricks.__file__).parent / "data" / "nguzo_saba_eval.jsonl"
@@ -102,7 +101,7 @@ def test_the_saved_adapter_gives_the_trained_models_logits(few_rows, tmp_path, m
 
     from cria_tricks.adapter import folder as artifact
     from cria_tricks.load.model import forbid_cpu_repacking
-    from cria_tricks.recipe import Recipe, with_settings
+    from cria_tricks.recipe import with_settings
     from cria_tricks.run.run import train
 
     kept = {}
@@ -150,7 +149,6 @@ def test_a_head_and_a_whole_model_are_saved_and_load_plainly(kind, run_cria, few
 def test_chat_with_a_damaged_adapter_is_one_line(file, content, said, run_cria, tiny_model, tokenizer, tmp_path):
     """A folder of plain peft, which has no manifest that would tell first."""
     from cria_tricks.adapter import folder as artifact
-    from cria_tricks.recipe import Recipe
     from tests.helpers import prepare
 
     _, _, loaded = prepare(tiny_model, "tricks.peft=lora", "lora.r=2")
@@ -363,13 +361,6 @@ def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_
     assert "holds recipe.toml but no run.json that says of what run" in stderr
     assert (tmp_path / "mine" / "recipe.toml").read_text() == 'name = "mine"\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
-
-
-def test_a_loop_without_checkpoints_advises_no_resume(tmp_path):
-    """The pipeline's."""
-    (tmp_path / "run" / "adapter").mkdir(parents=True)
-    with pytest.raises(BadInput, match=r"holds another run \(adapter\); name a new folder$"):
-        Folders(Recipe(), tmp_path / "run", None, {}, print)
 
 
 def test_results_without_checkpoints_are_not_written_over(run_cria, few_rows, tmp_path):

@@ -99,6 +99,9 @@ report_to = []
 [parallel]
 strategy = "none"
 tensor_size = 2
+pipelines = 1
+pipeline_schedule = "1f1b"
+stage_blocks = ""
 timeout = 600.0
 """
 
@@ -135,6 +138,7 @@ BOUNDS = {  # the lowest and the highest value that are allowed, and the nearest
     "train.seed": (0, -1, 4_294_967_295, 4_294_967_296),
     "train.monitor_seconds": (0, -0.01, 86_400, 86_400.1),
     "parallel.tensor_size": (2, 1, 1024, 1025),
+    "parallel.pipelines": (1, 0, 1024, 1025),
     "parallel.timeout": (0.01, 0, "", ""),
 }
 

@@ -28,7 +28,7 @@ def trainer(step: int = 3, moment: str = "forward pass", size: int = 1, rank: in
         state=SimpleNamespace(global_step=step),
         moment=moment,
         random_state={"cpu": torch.get_rng_state()},
-        world=SimpleNamespace(size=size, rank=rank, data_rank=rank // 2),
+        world=SimpleNamespace(size=size, rank=rank, draw=rank // 2),
         args=SimpleNamespace(seed=100),
         model=SimpleNamespace(zero_grad=lambda: saved.append("no gradients")),
         checkpoints=SimpleNamespace(folder="FOLDER", newest=lambda: newest),

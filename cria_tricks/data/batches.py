@@ -8,14 +8,18 @@ from cria_tricks.data.tokens import IGNORED, TokenRow
 
 
 class PadToLongest:
-    """Pad the rows of a batch at their right to the longest of them.
+    """Pad the rows of a batch at their right to the longest of them, or to a shape that is always the same.
 
     Args:
         pad_id: token id that fills the end; masked from attention and never a label.
+        count: rows that every batch gets at least; those that are missing are padding throughout.
+        length: tokens that every row gets at least.
     """
 
-    def __init__(self, pad_id: int):
+    def __init__(self, pad_id: int, count: int = 0, length: int = 0):
         self.pad_id = pad_id
+        self.count = count
+        self.length = length
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, torch.Tensor]:
         """Collate rows into a batch.
@@ -24,7 +28,9 @@ class PadToLongest:
             ``input_ids``, ``labels`` and ``attention_mask`` (1 on real tokens), each int64 of shape (B, T). Packed
             rows get their ``position_ids`` and no mask: even one of ones would let documents see each other.
         """
-        longest = max(len(row["input_ids"]) for row in rows)
+        empty: dict[str, list[int]] = {name: [] for name in rows[0]}
+        rows = [*rows, *[empty] * (self.count - len(rows))]
+        longest = max(self.length, *(len(row["input_ids"]) for row in rows))
 
         def padded(name: str, fill: int) -> torch.Tensor:
             return torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
@@ -43,5 +49,7 @@ def real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count the tokens of a batch that are not padding, as a tensor, because asking a GPU for a number waits for it."""
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
-    trailing_B = batch["position_ids"].flip(1).ne(0).int().argmax(1)  # zeros at a row's end; a document has two tokens
+    later_BT = batch["position_ids"].flip(1).ne(0)
+    trailing_B = later_BT.int().argmax(1)  # zeros at a row's end; a document has two tokens
+    trailing_B = torch.where(later_BT.any(1), trailing_B, later_BT.shape[1])  # a row may be padding throughout
     return batch["position_ids"].numel() - trailing_B.sum()

@@ -14,7 +14,7 @@ from cria_tricks import recipes
 from cria_tricks.common import interrupts
 from cria_tricks.common.errors import BadInput, Lost, first_line, usable_path
 from cria_tricks.hardware import this_device
-from cria_tricks.models.shape import find_shape, refuse_undivided
+from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import given
 from cria_tricks.store import run_folder
@@ -140,15 +140,12 @@ def command(
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
-    """Refuse a number of processes that cannot share a recipe."""
-    # It imports torch, which takes seconds; a wrong name was told before.
+    from cria_tricks.load import refusals
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
-    shares = processes // plan.parallel["data"]  # processes that share one model
-    if shares > 1:
-        shape = find_shape(recipe.model)
-        refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, shares)
+    if processes > plan.parallel["data"]:  # several have the same rows, and divide the model
+        refusals.refuse(plan, refusals.facts_of(find_shape(recipe.model)), processes)
 
 
 def _elastic(

@@ -174,6 +174,7 @@ def _facts(model: Any, name: str) -> Facts:
     layers = getattr(model.base_model, "layers", None)
     return Facts(
         name=name,
+        kind=model.config.model_type,
         has=lambda target: bool(modules_named(model, target)),
         is_head=lambda target: any(module is head for module in modules_named(model, target)),
         # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load.stages import find_blocks
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.lora import ALL_LINEAR
@@ -20,6 +21,7 @@ class Facts:
 
     Attributes:
         name: what errors call the model.
+        kind: ``model_type`` of its config.
         has: whether a module's path ends in this name, as peft looks for its targets.
         is_head: whether this name is that of the head.
         made_for_sdpa: whether torch's attention computes what the model's own does.
@@ -32,6 +34,7 @@ class Facts:
     """
 
     name: str
+    kind: str
     has: Callable[[str], bool]
     is_head: Callable[[str], bool]
     made_for_sdpa: bool
@@ -79,6 +82,8 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
         )
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
         _refuse_uncut(plan, facts, processes)
+    if plan.parallel["strategy"] == "pipeline":
+        find_blocks(plan.parallel["stage_blocks"], facts.blocks or 0, plan.parallel["stages"], facts.kind)
     if plan.loss["kind"] == "chunked":
         adapted = [target for target in targets if facts.is_head(target)]
         if adapted:
@@ -114,6 +119,7 @@ def facts_of(shape: Shape) -> Facts:
 
     return Facts(
         name=shape.name,
+        kind=shape.kind,
         has=has,
         is_head=lambda name: ".lm_head".endswith(f".{name}"),
         made_for_sdpa=not shape.caps_scores,

@@ -8,7 +8,7 @@ Needs    k divisible by N, and k / N >= S; processes: N x S
 Breaks   nothing that one pipeline does not: the sum comes after the last backward pass, and before the clipping
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3.3.1 (data beside pipeline parallelism: the bubble)
 Ours     where each process stands, and one all-reduce of a flat copy of the gradients: the reference and what runs, in
-         one. The loop is the pipeline's. DistributedDataParallel around a stage of torch's (2.13) gives the right sum
+         one. The rest is the pipeline's. DistributedDataParallel around a stage of torch's (2.13) gives the right sum
          once, and fails in the second step by an assertion inside torch
 
 Shapes: N pipelines of S stages; k micro-batches a step, k / N a pipeline.
@@ -26,7 +26,7 @@ from cria_tricks.parallel import pipeline
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks import folds
 
-COMMAND = "torchrun --nproc-per-node 4 -m cria_tricks.cli.pipeline_command RECIPE --data 2"
+SWITCHES = ("strategy=pipeline", "pipelines=2")
 CLAIM = "exact"
 LESSON = "24_hybrid"
 REFERENCE = ("place", "partners", "add_up")

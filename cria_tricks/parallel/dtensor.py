@@ -1,11 +1,17 @@
-"""Tensors of which each process holds a piece (torch's ``DTensor``): their whole, their norm, and the way back."""
+"""What no process holds whole: tensors in pieces (torch's ``DTensor``), and a pipeline's stages.
+
+How they are put together for a checkpoint or an adapter, the norm of all gradients, and the way back.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
+
+from cria_tricks.processes.world import World
 
 
 def whole(values: Any, *, keep: bool = True) -> Any:
@@ -28,23 +34,49 @@ def whole(values: Any, *, keep: bool = True) -> Any:
     return tree_map(joined, values)
 
 
-def weights(model: torch.nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor] | None:
-    """A model's state dict in plain tensors; ``None`` when nothing of it is in pieces, so that nobody copies it."""
+def weights(model: torch.nn.Module, world: World) -> dict[str, torch.Tensor] | None:
+    """Put a model's weights together for the first process, which writes them; all processes must ask.
+
+    Returns:
+        Plain tensors by name: the state dict, or what trains of a model in stages. Nothing of use in the other
+        processes, and ``None`` when the first one has all of it, so that nobody copies it.
+    """
+    if world.stages > 1:
+        mine = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return _of_all_stages(mine, world)
     state = model.state_dict()
-    return whole(state, keep=keep) if any(isinstance(value, DTensor) for value in state.values()) else None
+    in_pieces = any(isinstance(value, DTensor) for value in state.values())
+    return whole(state, keep=world.is_first) if in_pieces else None
 
 
-def states(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """An optimizer's states by the names of their parameters.
+def states(optimizer: Any, model: torch.nn.Module, world: World) -> dict[str, Any]:
+    """Put an optimizer's states together for the first process, by the names of their parameters.
 
     Its own ``state_dict`` numbers them by groups, and transformers makes other groups where some are in pieces.
 
     Returns:
-        ``lr``, the learning rate, and ``state``: tensors, some perhaps in pieces, and numbers.
+        ``lr``, the learning rate, and ``state``: tensors and numbers. Nothing of use in the other processes.
     """
-    own, names = optimizer.state_dict(), _names(optimizer, model)
-    lr = own["param_groups"][0]["lr"]
-    return {"lr": lr, "state": {names[number]: values for number, values in own["state"].items()}}
+    own = optimizer.state_dict()
+    names = _names(optimizer, model)
+    mine = {names[number]: values for number, values in own["state"].items()}
+    together = _of_all_stages(mine, world) if world.stages > 1 else whole(mine, keep=world.is_first)
+    return {"lr": own["param_groups"][0]["lr"], "state": together}
+
+
+def _of_all_stages(mine: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Put what the stages hold together, by name; all in the first process, nothing in the others."""
+    # Equal stages of all pipelines have learnt the same, and so have the processes that share a stage's matrices.
+    speaks = world.data_rank == 0 and world.rank % world.tensor == 0
+    plain = whole(mine, keep=speaks)
+    found: dict[str, Any] = {}
+    for stage in world.gather(_on_cpu(plain) if speaks else {}):
+        found |= stage
+    return found
+
+
+def _on_cpu(values: Any) -> Any:
+    return tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, values)
 
 
 def group_apart(optimizer: torch.optim.Optimizer) -> None:
@@ -59,19 +91,21 @@ def group_apart(optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({**group, "params": pieces})
 
 
-def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module) -> None:
+def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, world: World) -> None:
     """Give an optimizer the states of another one over the same parameters, whole there and perhaps in pieces here.
 
     Raises:
         ValueError: if they are of other parameters.
     """
-    own, names = optimizer.state_dict(), _names(optimizer, model)
-    if saved["state"] and saved["state"].keys() != set(names):
+    own = optimizer.state_dict()
+    names = _names(optimizer, model)
+    strange = set(names) - saved["state"].keys() if world.stages > 1 else set(names) ^ saved["state"].keys()
+    if saved["state"] and strange:
         raise ValueError("its optimizer has states of other weights than these")
-    numbers = {name: number for number, name in enumerate(names)}
     for group in own["param_groups"]:
         group["lr"] = saved["lr"]
-    optimizer.load_state_dict({**own, "state": {numbers[name]: values for name, values in saved["state"].items()}})
+    mine = {number: saved["state"][name] for number, name in enumerate(names) if name in saved["state"]}
+    optimizer.load_state_dict({**own, "state": mine})
     state: Mapping[Any, dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).state
     for parameter, values in state.items():
         if isinstance(parameter, DTensor):
@@ -86,18 +120,24 @@ def _names(optimizer: Any, model: torch.nn.Module) -> list[str]:
     return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float, stages: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Scale gradients down to a norm, as ``torch.nn.utils.clip_grad_norm_``, which takes no mixture of DTensors.
 
     Args:
         parameters: whole ones count once, of those in pieces every process adds its own.
         max_norm: of all gradients together.
+        stages: the processes of this pipeline, which have other parameters; none without stages.
 
     Returns:
         The norm that they had.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = square(gradients).sqrt().float()
+    total = square(gradients)
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    norm = total.sqrt().float()
     for gradient in gradients:
         own(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
@@ -113,7 +153,7 @@ def square(gradients: Sequence[Any]) -> torch.Tensor:
         if in_pieces:
             mesh = gradient.device_mesh
     if mesh is not None:
-        torch.distributed.all_reduce(squares[1:], group=mesh.get_group())
+        dist.all_reduce(squares[1:], group=mesh.get_group())
     return squares.sum()
 
 

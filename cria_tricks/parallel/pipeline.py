@@ -11,27 +11,36 @@ Breaks   trained embeddings that are tied to the head, as both ends would have t
          fine-tuning is refused. A mean of the micro-batches' means, which torch takes unless scale_grads=False
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,
          arXiv:1811.06965, sec. 2.2 (GPipe: all forward, then all backward)
-Ours     the order of a stage's passes, and a step over plain sends and receives. What runs is torch's Schedule1F1B, in
-         pipeline_loop.py; from its first step on it holds a receive buffer each way for all k micro-batches, not for S
+Ours     the order of a stage's passes, and a step over plain sends and receives. The switch takes torch's Schedule1F1B,
+         in the shared trainer; from its first step on it holds a receive buffer each way for all k micro-batches
 
 Shapes: S stages, k micro-batches of (B, T), hidden states (B, T, D), L blocks.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cria_tricks.bill.calls import Call
+from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
+from cria_tricks.load.stages import cut, parts_of
 from cria_tricks.models.shape import Shape
+from cria_tricks.parallel.rules import refuse, several
+from cria_tricks.parallel.timetable import Pass
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import folds
 
-COMMAND = "torchrun --nproc-per-node 2 -m cria_tricks.cli.pipeline_command RECIPE"
+SWITCHES = ("strategy=pipeline",)
 CLAIM = "exact"
+IN_PIECES = True
 LESSON = "23_pipeline_parallel"
 REFERENCE = ("one_forward_one_backward", "step")
 PLAIN = """
@@ -42,8 +51,13 @@ schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=summed_loss, scale_grad
 schedule.step(*([input_ids] if rank == 0 else []), target=labels if rank == stages - 1 else None)
 """
 
-Pass = tuple[str, int]
-"""``("F", 3)`` is the forward pass of micro-batch 3, ``("B", 3)`` its backward pass."""
+NOT_LORA = {
+    "none": "an embedding that is tied to the head would train in two stages",
+    "head": "only the last stage would train",
+    "prompt_tuning": "only the first stage would train, and rows would grow in all",
+    "side_network": "only the last stages would train",
+}
+"""Why ``tricks.peft`` must be ``lora``."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
@@ -131,45 +145,60 @@ def bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-class Slot(NamedTuple):
-    """One pass in a timetable: ``F`` or ``B``, of which micro-batch, from when to when."""
+def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
+    """Give each pipeline its share of every window of micro-batches, and let it take all of them at once."""
+    several("pipeline", processes)
+    pipelines = recipe.parallel.pipelines
+    stages = processes // pipelines
+    if processes % pipelines or stages < 2:
+        raise BadInput(
+            f"parallel.pipelines={pipelines} with {processes} processes: each pipeline takes as many, and two or more; "
+            f"start {2 * pipelines}"
+        )
+    for peft, why in NOT_LORA.items():
+        refuse(recipe, "peft", (peft,), f"{why}; set tricks.peft=lora")
+    if recipe.data.stream:
+        raise BadInput(
+            "parallel.strategy=pipeline with data.stream=true: all rows get the length of the longest, which a stream "
+            "does not know; set data.stream=false"
+        )
+    k = recipe.tricks.gradient_accumulation
+    mine = k // pipelines
+    if k % pipelines or mine < stages:
+        enough = math.ceil(max(k, processes) / pipelines) * pipelines
+        raise BadInput(
+            f"parallel.strategy=pipeline: tricks.gradient_accumulation={k} with {processes} processes: a pipeline "
+            f"takes at least as many of a step's micro-batches as it has stages ({stages}), and no more than another "
+            f"one; set tricks.gradient_accumulation={enough}"
+        )
+    plan = plan.with_(
+        "parallel",
+        strategy="pipeline",
+        data=pipelines,
+        stages=stages,
+        micro_batches=mine,
+        schedule=recipe.parallel.pipeline_schedule,
+        stage_blocks=recipe.parallel.stage_blocks,
+    )
+    return plan.refine("training", gradient_accumulation_steps=1)  # the schedule accumulates, not the trainer
 
-    what: str
-    number: int
-    begin: float
-    end: float
 
-
-def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: float = 2.0) -> list[list[Slot]]:
-    """When each stage does what, if every pass begins as soon as it can and nothing has to travel.
+def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
+    """Leave of a model this process's stage, in place.
 
     Args:
-        orders: each stage's passes, e.g. ``[one_forward_one_backward(s, 4, 8) for s in range(4)]``.
-        forward: what a forward pass takes.
-        backward: what a backward pass takes; a gradient for the input and one for the weights make it about twice.
+        total: from a micro-batch to the sum of its losses; holds the model.
+        plan: says how many blocks each stage has.
+        world: the processes.
     """
-    done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> when
-    slots: list[list[Slot]] = [[] for _ in orders]
-    while any(len(mine) < len(order) for mine, order in zip(slots, orders, strict=True)):
-        before = len(done)
-        for stage, order in enumerate(orders):
-            for what, number in order[len(slots[stage]) :]:
-                source = stage - 1 if what == "F" else stage + 1
-                if 0 <= source < len(orders) and (what, number, source) not in done:
-                    break
-                free = slots[stage][-1].end if slots[stage] else 0.0
-                begin = max(free, done.get((what, number, source), 0.0))
-                slots[stage].append(Slot(what, number, begin, begin + (forward if what == "F" else backward)))
-                done[what, number, stage] = slots[stage][-1].end
-        assert len(done) > before, "the orders wait for each other"
-    return slots
+    model: Any = total.model
+    cut(model, parts_of(plan.parallel, model)[world.stage])
+    return total
 
 
-def idle_share(slots: Sequence[Sequence[Slot]]) -> float:
-    """The part of all stages' time, from the first pass to the last, in which they do nothing."""
-    every = list(chain.from_iterable(slots))
-    span = max(slot.end for slot in every) - min(slot.begin for slot in every)
-    return 1 - sum(slot.end - slot.begin for slot in every) / (span * len(slots))
+def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """Nothing: the schedule takes a whole window, and sums gradients after it."""
+    return contextlib.nullcontext()
 
 
 def traffic(
@@ -187,7 +216,10 @@ def traffic(
     """
     hidden = hidden_bytes(recipe, shape, tokens or recipe.data.max_length)
     k = recipe.tricks.gradient_accumulation // shares
-    calls = [Call("all_reduce", 3 * 8, 1, processes, "the square of the gradient's norm, the loss, the seconds worked")]
+    calls = [
+        Call("all_reduce", 2 * 8, 1, processes, "the loss, and the seconds worked"),
+        Call("all_reduce", 8, 1, processes, "the square of the gradient's norm"),
+    ]
     if recipe.tricks.precision == "fp16":
         calls.append(Call("all_reduce", 4, 1, processes, "whether gradients overflowed"))
     if stage > 0:

@@ -10,14 +10,14 @@ two, and so is the N that comes out. One link stands for all: where a ring cross
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill.calls import Call, ring_share
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict.per_process import local
+from cria_tricks.predict.per_process import local, stages_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
@@ -198,6 +198,8 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     Raises:
         BadInput: if the model's heads do not divide.
     """
+    if strategy == "pipeline":
+        return _through_the_stages(recipe, shape, card, processes)
     own_recipe, own_shape = local(recipe, shape, strategy, processes)
     total = 0.0
     for part in folds.step(own_recipe, own_shape, card).parts:
@@ -206,6 +208,17 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
         else:
             total += part.seconds
     return total
+
+
+def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int) -> float:
+    """Let all wait for the slowest stage: the first micro-batch goes through all, each next one through the slowest."""
+    seconds_of_stage = []
+    stages = stages_of(recipe, shape, "pipeline", processes)
+    for stage in stages:
+        parts = folds.step(stage.recipe, replace(shape, layers=stage.shape.layers), card).parts
+        seconds_of_stage.append(sum(one.seconds for one in parts if stage.has_head or one.name != "head and loss"))
+    k = stages[0].recipe.tricks.gradient_accumulation
+    return sum(seconds_of_stage) / k + max(seconds_of_stage) * (k - 1) / k
 
 
 @dataclass(frozen=True)

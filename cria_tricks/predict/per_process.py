@@ -8,12 +8,15 @@ The estimate of one process (``bill/moments.py``) is taken for what a process co
 - **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some of them whole for a while: ``fsdp_bytes.py``;
 - **tensor**, **ddp_tensor**: the blocks of a model with 1 / N of the heads and of the MLP's width. So matrices, LoRA's
   thin ones and what is kept inside a block follow from the same formulas; all that is D wide stays whole;
-- **pipeline**, **model**: a stage's blocks; of a pipeline's stage s of S also what S - s micro-batches keep.
+- **pipeline**, **model**: a stage's blocks, with the embedding on the first and the head on the last. Of a pipeline's
+  stage s of S also what the S - s micro-batches keep that are under way in 1F1B (all k in GPipe); what torch
+  receives into: k hidden states from the stage before, and k gradients from the stage behind; and with the full loss
+  the logits that the last stage puts out, which torch keeps for the backward pass.
 
 Not in it: what NCCL allocates for itself, and the sums of tensor parallelism while they are under way.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cria_tricks.bill.bill import STATE, Bill
 from cria_tricks.bill.constants import FP32
@@ -23,6 +26,7 @@ from cria_tricks.bill.moments import moments
 from cria_tricks.bill.rows import Moment, Row
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
+from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
@@ -44,7 +48,8 @@ def per_process(
     """Estimate what the process needs that needs most.
 
     Args:
-        recipe: what is wanted, whatever the number of processes; ``parallel.tensor_size`` counts for ``ddp_tensor``.
+        recipe: what is wanted, whatever the number of processes. ``parallel.tensor_size`` counts for ``ddp_tensor``;
+            ``parallel.pipelines``, ``pipeline_schedule`` and ``stage_blocks`` for ``pipeline``.
         shape: of the model.
         device: that each process has for itself.
         strategy: of :data:`STRATEGIES`.
@@ -57,11 +62,9 @@ def per_process(
         BadInput: for a strategy that is none, or what it cannot divide.
     """
     if strategy in ("pipeline", "model"):
-        if not 2 <= processes <= shape.layers:
-            raise BadInput(f"{strategy} of {processes} stages: {shape.name} has {shape.layers} blocks; use 2 or more, "
-                           "and no more than these")  # fmt: skip
-        stages = range(processes) if stage is None else (stage,)
-        found = (_stage(recipe, shape, device, strategy, processes, number, tokens) for number in stages)
+        parts = stages_of(recipe, shape, strategy, processes)
+        wanted = parts if stage is None else parts[stage : stage + 1]
+        found = (_stage(part, device, strategy, processes, tokens, trained_tokens) for part in wanted)
         return max(found, key=lambda one: one.peak_bytes)
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
@@ -106,32 +109,107 @@ def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
     return Moment("averaging", (*optimizer_step.rows, flat))
 
 
-def _stage(
-    recipe: Recipe, shape: Shape, device: Device, strategy: str, stages: int, number: int, tokens: int | None
-) -> Bill:
-    """One stage's blocks; the embedding is in the first, last norm and head in the last."""
-    first, last, piped = number == 0, number == stages - 1, strategy == "pipeline"
-    blocks = [layer * stages // shape.layers for layer in range(shape.layers)].count(number)
-    if piped:  # equally many, and one more in the first ones
-        blocks = shape.layers // stages + (number < shape.layers % stages)
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage has of a model.
+
+    Attributes:
+        recipe: with the micro-batches of its pipeline.
+        shape: its blocks; a vocabulary only where the embedding or the head is.
+        number: of the stage, from 0.
+        stages: how many there are.
+        has_head: whether the head is here.
+    """
+
+    recipe: Recipe
+    shape: Shape
+    number: int
+    stages: int
+    has_head: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last norm is here."""
+        return self.number == self.stages - 1
+
+
+def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> list[StagePart]:
+    """Divide a model among the stages of a pipeline, or among the cards of a device map.
+
+    Args:
+        recipe: what is wanted.
+        shape: of the model.
+        strategy: ``pipeline`` or ``model``.
+        processes: of all pipelines; for ``model``, cards.
+
+    Raises:
+        BadInput: if the model has too few blocks, or the processes make no pipelines.
+    """
+    piped = strategy == "pipeline"
+    pipelines = recipe.parallel.pipelines if piped else 1
+    stages = processes // pipelines
+    if processes % pipelines or not 2 <= stages <= shape.layers:
+        raise BadInput(
+            f"{strategy} of {stages} stages: {shape.name} has {shape.layers} blocks; use 2 or more, and no more than "
+            "these"
+        )
+    window = {"gradient_accumulation": divided_up(recipe.tricks.gradient_accumulation, pipelines)}
+    own = recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=window)})
+    if piped:
+        blocks = block_counts(recipe.parallel.stage_blocks, shape.layers, stages)
+    else:
+        cards = [layer * stages // shape.layers for layer in range(shape.layers)]
+        blocks = [cards.count(number) for number in range(stages)]
     # transformers leaves a tied head where the embedding is; a pipeline's last stage has its own copy.
-    head = first if shape.tied and not piped else last
-    # A vocabulary of no words is no embedding, no head and no logits; and nobody has both, but for a tied one.
-    part = replace(shape, layers=blocks, vocabulary=shape.vocabulary * (first or head), tied=True)
-    memory = facts(recipe, part, device, tokens)
+    head = 0 if shape.tied and not piped else stages - 1
+    found = []
+    for number, layers in enumerate(blocks):
+        # A vocabulary of no words is no embedding, no head and no logits; and nobody has both, but for a tied one.
+        words = shape.vocabulary if number in (0, head) else 0
+        part = replace(shape, layers=layers, vocabulary=words, tied=True)
+        found.append(StagePart(own, part, number, stages, number == head))
+    return found
+
+
+def _stage(
+    part: StagePart, device: Device, strategy: str, processes: int, tokens: int | None, trained_tokens: int | None
+) -> Bill:
+    """Bill one stage: the moments of a model with its blocks, and what waits beside them."""
+    memory = facts(part.recipe, part.shape, device, tokens, trained_tokens)
     steps = moments(memory)
-    at_the_end = {"loss", "log-softmax", "head", "last norm"} if not head else set()
-    waiting = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
-    k, hidden = recipe.tricks.gradient_accumulation, memory.all_tokens * part.width * memory.hidden_itemsize
-    under_way = min(stages - number, k) if piped else 1
-    more = (
-        Row("blocks: other micro-batches", (under_way - 1) * waiting, f"{under_way - 1} more are under way"),
-        Row("pipeline: buffers", piped * k * hidden * (2 - first - last), f"what comes in, for all {k} micro-batches"),
+    at_the_end = () if part.has_head else ("loss", "log-softmax", "head", "last norm")
+    beside = _other_micro_batches(part, memory, steps) if strategy == "pipeline" else ()
+    no_norm = 0 if part.is_last else part.shape.width * memory.other_weight_itemsize
+    found = []
+    for moment in steps:
+        if moment.name in at_the_end:
+            continue
+        rows = (_less(row, "weights: all others", no_norm) for row in moment.rows)
+        waiting = beside[-1:] if moment.name == "optimizer step" else beside
+        found.append(Moment(moment.name, (*rows, *waiting)))
+    if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
+        found.insert(-1, _averaging(memory, found[-1]))
+    return Bill(memory, tuple(found), strategy, processes)
+
+
+def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]) -> tuple[Row, ...]:
+    """What waits in a stage of a pipeline while it works on one micro-batch."""
+    k = part.recipe.tricks.gradient_accumulation
+    under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
+    kept = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
+    logits = 0
+    if part.has_head and "log-softmax" in memory.loss_moments(memory):  # of all tokens at once, not chunk by chunk
+        logits = memory.all_tokens * part.shape.vocabulary
+    kept += logits * FP32  # the loss keeps their logarithms
+    hidden = memory.all_tokens * part.shape.width * memory.hidden_itemsize
+    put_out = logits * memory.product_itemsize
+    neighbours = 2 - (part.number == 0) - part.is_last
+    return (
+        Row("blocks: other micro-batches", (under_way - 1) * kept, f"{under_way - 1} more are under way"),
+        Row("pipeline: logits", under_way * put_out, "put out, and kept until the backward pass"),
+        Row("pipeline: buffers", k * hidden * neighbours, f"what comes in, for all {k} micro-batches"),
     )
-    no_norm = {} if last else {"weights: all others": -part.width * memory.other_weight_itemsize}
-    found = [
-        Moment(moment.name, tuple(replace(row, bytes=row.bytes + no_norm.get(row.name, 0)) for row in moment.rows)
-               + (more if moment.name != "optimizer step" else more[1:]))
-        for moment in steps if moment.name not in at_the_end
-    ]  # fmt: skip
-    return Bill(memory, tuple(found), strategy, stages)
+
+
+def _less(row: Row, name: str, size: int) -> Row:
+    return replace(row, bytes=row.bytes - size) if row.name == name else row

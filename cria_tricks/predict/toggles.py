@@ -15,7 +15,7 @@ from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape
-from cria_tricks.parallel import STRATEGIES
+from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.recipe import Recipe, Tricks
@@ -148,7 +148,7 @@ class Target:
         strategy = recipe.parallel.strategy
         # PCIe 3.0 x16 carries 15.75 GB/s one way, 4.0 twice as much.
         link = LINKS["pcie3"] if card.link_rate < 20e9 else LINKS["pcie4"]
-        calls = STRATEGIES[strategy].traffic(recipe, self.shape, self.processes)
+        calls = traffic(recipe, self.shape, self.processes)
         compute = compute_seconds(recipe, self.shape, card, strategy, self.processes)
         return step_seconds(compute, calls, link).seconds
 

@@ -21,6 +21,7 @@ from cria_tricks.processes.rendezvous import agree
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class World:
         rank: of this process.
         size: the world size, the number of processes.
         data: how many data-parallel shares the rows are divided into.
-        mesh: the processes as a grid of (data, tensor); ``None`` for a single one.
+        mesh: the processes as a grid: ``data`` first, then ``tensor`` or ``stage``; ``None`` for a single one.
     """
 
     rank: int = 0
@@ -43,26 +44,57 @@ class World:
     mesh: "DeviceMesh | None" = None
 
     @classmethod
-    def of(cls, data: int, device: str) -> "World":
+    def of(cls, data: int, device: str, axis: str = "tensor") -> "World":
         """Arrange the processes that have joined as a grid.
 
         Args:
             data: shares of the rows.
             device: ``"cpu"`` or ``"cuda"``, where tensors are.
+            axis: what the processes with the same rows divide: ``"tensor"`` for a block's matrices, ``"stage"`` for
+                the blocks.
         """
         if processes() == 1:
             return cls()
-        return cls(rank(), processes(), data, grid(device, data=data, tensor=processes() // data))
+        return cls(rank(), processes(), data, grid(device, data=data, **{axis: processes() // data}))
 
     @property
     def tensor(self) -> int:
         """The tensor-parallel size: how many processes share the matrices of a block."""
-        return self.size // self.data
+        return self._along("tensor")
+
+    @property
+    def stages(self) -> int:
+        """The pipeline-parallel size: how many stages a pipeline has, one process each."""
+        return self._along("stage")
+
+    @property
+    def stage(self) -> int:
+        """The pipeline-parallel rank: which stage of its pipeline this process has."""
+        if self.mesh is None or self.stages == 1:
+            return 0
+        return self.mesh.get_local_rank("stage")
+
+    @property
+    def stage_group(self) -> "ProcessGroup | None":
+        """The processes of this pipeline; none without stages."""
+        if self.mesh is None or self.stages == 1:
+            return None
+        return self.mesh.get_group("stage")
 
     @property
     def data_rank(self) -> int:
         """The data-parallel rank: which share of the rows this process trains on."""
+        return self.rank // (self.size // self.data)
+
+    @property
+    def draw(self) -> int:
+        """Which random numbers this process draws: those that share a block's matrices must draw the same."""
         return self.rank // self.tensor
+
+    def _along(self, axis: str) -> int:
+        if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
+            return 1
+        return self.mesh[axis].size()
 
     @property
     def is_first(self) -> bool:

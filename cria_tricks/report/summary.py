@@ -1,6 +1,7 @@
 """Summarise a run as plain data: what was asked, what ran, what it cost."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +11,10 @@ from cria_tricks.common.version import versions
 from cria_tricks.data import counts as tally
 from cria_tricks.data.stream import Stream
 from cria_tricks.data.tokens import TokenRows
+from cria_tricks.load.stages import parts_of
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models.configs import beyond_context
+from cria_tricks.parallel.pipeline import bubble
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import what_ran
@@ -164,6 +167,26 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
             "unexplained_bytes": unexplained,
             "ratio": ratio,
         },
+    }
+
+
+def of_the_pipeline(plan: Plan, run: Run, model: Any) -> dict[str, Any]:
+    """Say how a pipeline was cut, and lay its idle time beside that of equally long stages.
+
+    Args:
+        plan: what ran.
+        run: what happened.
+        model: that was trained.
+    """
+    # The first steps of a run that was resumed may have been another strategy's.
+    idle = [entry["idle_share"] for entry in run.training if "idle_share" in entry]
+    blocks = parts_of(plan.parallel, model)
+    return {
+        "data": plan.parallel["data"],
+        "blocks": [[part.start, part.stop - 1] for part in blocks],
+        "schedule": plan.parallel["schedule"],
+        "idle_share": statistics.median(idle[2:] or idle or [0.0]),  # the first steps are watched, which takes its time
+        "idle_share_of_equal_stages": bubble(len(blocks), plan.parallel["micro_batches"]),
     }
 
 

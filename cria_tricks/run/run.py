@@ -54,7 +54,8 @@ def train(
     numbers.see_one_card()
     plan = resolve(recipe, processes=numbers.processes())
     with processes.joined(recipe.parallel.timeout, numbers.go_on()):
-        world = World.of(plan.parallel["data"], plan.device.kind)
+        divided = "stage" if plan.parallel["strategy"] == "pipeline" else "tensor"
+        world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)
         job = checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)
         with importing():  # only now the heavy libraries: what was wrong so far took a second to say

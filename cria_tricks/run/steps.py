@@ -39,6 +39,7 @@ from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
+from cria_tricks.trainer.arguments import micro_batches_at_once
 from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.trackers import trackers
@@ -51,7 +52,8 @@ class Trained:
     """What a run leaves in memory.
 
     Attributes:
-        loaded: the model.
+        loaded: the model, or what processes have left of it.
+        parameters: of the whole model, ``trainable`` and ``total``.
         run: what happened.
         meter: seconds and bytes, by phase.
         monitor: its samples.
@@ -59,6 +61,7 @@ class Trained:
     """
 
     loaded: Loaded
+    parameters: dict[str, int]
     run: Run
     meter: Meter
     monitor: Monitor
@@ -118,7 +121,7 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
     shape = _shape(recipe, weights.path)
-    longest = as_long_as(rows["train"].longest, recipe)
+    longest = as_long_as(_longest(rows, plan), recipe)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     monitor = Monitor(
@@ -127,13 +130,15 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
         cuda=plan.device.kind == "cuda",
         say=Voice(job.console),
     )
-    eval_batches = math.ceil(len(rows["eval"].rows) / recipe.train.batch_size / world.data)
+    batch = recipe.train.batch_size * micro_batches_at_once(plan)
+    eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape), monitor:
         with meter.phase("load"), doing(f"loading {weights.name}"):
             loaded = load(plan, weights)
             meter.track(every_tensor(loaded.model))
+        parameters = count_parameters(loaded.model)
         with _onlookers(job, monitor, progress) as onlookers, doing("training"):
             run = fit(
                 loaded,
@@ -148,7 +153,13 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
                 callbacks=onlookers,
                 world=world,
             )
-    return Trained(loaded, run, meter, monitor, estimated)
+    return Trained(loaded, parameters, run, meter, monitor, estimated)
+
+
+def _longest(rows: dict[str, Any], plan: Plan) -> int:
+    """Tokens of the longest row that is trained on; a pipeline pads to that of all rows."""
+    both = plan.parallel["strategy"] == "pipeline"
+    return max(rows["train"].longest, rows["eval"].longest if both else 0)
 
 
 def _written(
@@ -163,16 +174,21 @@ def _written(
     recipe, world, model = job.recipe, job.world, trained.loaded.model
     folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
     descriptions = {part: source.description for part, source in job.sources.items()}
-    parameters, context = count_parameters(model), context_of(weights.path)
-    summary = report.summarise(recipe, job.plan, trained.run, trained.meter, rows, descriptions, parameters, context)
+    context = context_of(weights.path)
+    summary = report.summarise(
+        recipe, job.plan, trained.run, trained.meter, rows, descriptions, trained.parameters, context
+    )
     summary |= report.compare(trained.estimated, trained.run)
     about = {"adapter": str(folder), "model": weights.name, "model_note": weights.note}
     summary |= about | {"base": identity.of(weights)}
     summary["monitor"] = world.gather(trained.monitor.summary())
     summary["profile"] = profiler.read(job.folders.folder / "profile") if recipe.train.profile else None
     made = provenance.describe(summary, weights, job.sources, began_over)
+    if job.plan.parallel["strategy"] == "pipeline":
+        summary["pipeline"] = report.of_the_pipeline(job.plan, trained.run, model)
+        made |= {"pipeline": summary["pipeline"]}
     text = model_card.model_card(summary, made, weights.name, weights.note, recipe)
-    in_one = dtensor.weights(model, keep=world.is_first)
+    in_one = dtensor.weights(model, world)
 
     def write() -> None:
         artifact.save(folder, model, tokenizer, weights.name, text, recipe, made, in_one)

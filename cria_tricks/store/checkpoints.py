@@ -43,6 +43,9 @@ FREE = {
     "train.report_to",
     "parallel.strategy",
     "parallel.tensor_size",
+    "parallel.pipelines",
+    "parallel.pipeline_schedule",
+    "parallel.stage_blocks",
     "parallel.timeout",
 }
 """Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""

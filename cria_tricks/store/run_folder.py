@@ -27,7 +27,7 @@ class Folders:
     Args:
         recipe: names the mirror, and the folder when none is given.
         out: the folder; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
-        resume: whether to go on with the run that is there; ``None`` for a loop that has no checkpoints.
+        resume: whether to go on with the run that is there.
         about: what run it is, from :func:`cria_tricks.store.checkpoints.describe`.
         say: takes a sentence for the user.
 
@@ -45,7 +45,7 @@ class Folders:
         self,
         recipe: Recipe,
         out: str | Path | None,
-        resume: bool | None,
+        resume: bool,
         about: dict[str, Any],
         say: Callable[[str], None],
     ):
@@ -56,7 +56,7 @@ class Folders:
         if out:
             self.folder = usable_path("--out", out)
         else:
-            self.folder = numbered(Path("runs") / recipe.name, bool(resume))
+            self.folder = numbered(Path("runs") / recipe.name, resume)
         self.mirror: Path | None = None
         mirrored: Path | None = None
         if recipe.train.mirror:
@@ -130,8 +130,8 @@ class Folders:
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # this machine is a new one
-            if self.resume is not None:
-                interrupts.now_saved(f"{saved}; go on with --resume")
+            saved = f"{self.start.path} is whole" if self.start else f"no step is saved in {self.folder} yet"
+            interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
                 atomic_files.write_file(place / RUN, json.dumps(self.about, indent=2) + "\n")
@@ -226,8 +226,8 @@ def taken(folder: Path) -> str:
     return next((name for name in names if (folder / name).exists()), "")
 
 
-def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
-    """Refuse a file, and the folder of another run unless that run is resumed.
+def refuse_taken(option: str, place: Path, resume: bool) -> str:
+    """Refuse a file, and the folder of another run unless it shall be gone on with.
 
     Args:
         option: that named it.
@@ -241,8 +241,7 @@ def refuse_taken(option: str, place: Path, resume: bool | None) -> str:
         raise BadInput(f"{option} {place}: is a file; name a folder")
     there = taken(place)
     if there and not resume:
-        otherwise = "" if resume is None else ", or go on with it: --resume"
-        raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder{otherwise}")
+        raise BadInput(f"{option} {place}: holds another run ({there}); name a new folder, or go on with it: --resume")
     return there
 
 

@@ -1,1 +1,1 @@
-"""Loaded -> Run: the shared trainer and its second loop, for pipelines. It loads nothing and writes no report."""
+"""Loaded -> Run: the shared trainer, of one process and of several. It loads nothing and writes no report."""

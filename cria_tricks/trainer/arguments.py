@@ -1,8 +1,10 @@
 """Plan and settings -> ``TrainingArguments``, in the words of whichever transformers is installed."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainerState, TrainingArguments
@@ -46,6 +48,16 @@ def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
     return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
+def micro_batches_at_once(plan: Plan) -> int:
+    """Micro-batches that the trainer is given together: one, but for a pipeline, which takes all of a step."""
+    return plan.parallel.get("micro_batches", 1)
+
+
+def micro_batches_of_a_step(plan: Plan) -> int:
+    """Micro-batches of an optimizer step, those of all processes together."""
+    return plan.training["gradient_accumulation_steps"] * micro_batches_at_once(plan) * plan.parallel["data"]
+
+
 def training_arguments(
     plan: Plan, settings: Train, rows: int | None, evaluates: bool, checkpoints: Path, start: Checkpoint | None
 ) -> TrainingArguments:
@@ -62,19 +74,8 @@ def training_arguments(
     Raises:
         BadInput: if the checkpoint's state cannot be read.
     """
-    training = dict(plan.training)
-    known = {field.name for field in fields(TrainingArguments)}
-    if "activation_checkpointing" in known:  # its name since transformers 5.2x, the only one in 6
-        training = {k.replace("gradient_checkpointing", "activation_checkpointing"): v for k, v in training.items()}
-    window = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]  # of all processes together
-    epoch = settings.max_steps if rows is None else steps_per_epoch(settings, window, rows)
+    epoch = settings.max_steps if rows is None else steps_per_epoch(settings, micro_batches_of_a_step(plan), rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
-    eval_steps = settings.eval_steps or epoch
-    state = TrainerState()
-    if start:
-        with loading(str(start.path)):
-            state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
-    due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         use_cpu=plan.device.kind == "cpu",
@@ -87,9 +88,6 @@ def training_arguments(
         warmup_steps=int(total * settings.warmup_ratio),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=eval_steps,
-        eval_on_start=evaluates and due and not evaluated(state),
         save_strategy="steps",
         save_steps=settings.save_steps or epoch,
         logging_strategy="steps",
@@ -102,8 +100,32 @@ def training_arguments(
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to="none",
-        **training,
+        **_when_to_evaluate(settings.eval_steps or epoch, total, evaluates, start),
+        **_in_its_words(plan.training),
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # one process, one card: DataParallel cannot copy 4-bit weights
     return arguments
+
+
+def _when_to_evaluate(eval_steps: int, total: int, evaluates: bool, start: Checkpoint | None) -> dict[str, Any]:
+    """After every so many steps; before the first one too, unless a run goes on that has been evaluated there."""
+    state = TrainerState()
+    if start:
+        with loading(str(start.path)):
+            state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
+    due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
+    return {
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": eval_steps,
+        "eval_on_start": evaluates and due and not evaluated(state),
+    }
+
+
+def _in_its_words(training: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's arguments by the names that the installed transformers has for them."""
+    known = {field.name for field in fields(TrainingArguments)}
+    if "activation_checkpointing" not in known:
+        return dict(training)
+    # Its name since transformers 5.2x, the only one in 6.
+    return {name.replace("gradient_checkpointing", "activation_checkpointing"): v for name, v in training.items()}

@@ -17,12 +17,16 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
-from cria_tricks.trainer.arguments import evaluated, training_arguments
+from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments
 from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
+from cria_tricks.trainer.pipeline import PipelineTrainer
 from cria_tricks.trainer.resumable import position
 from cria_tricks.trainer.shared import SharedTrainer
 from cria_tricks.trainer.shares import with_filler
 from cria_tricks.tricks.packing import pack
+
+Rows = Sequence[dict[str, list[int]]]
+"""Token rows, with ``input_ids`` and ``labels``."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ def fit(
     loaded: Loaded,
     plan: Plan,
     settings: Train,
-    train_rows: Sequence[dict[str, list[int]]] | Stream,
-    eval_rows: Sequence[dict[str, list[int]]],
+    train_rows: Rows | Stream,
+    eval_rows: Rows,
     checkpoints: Checkpoints,
     *,
     pad_id: int,
@@ -99,17 +103,60 @@ def fit(
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
-    stream = train_rows if isinstance(train_rows, Stream) else None
-    if stream and start:
-        stream.go_on(position(start))
-    rows = [] if isinstance(train_rows, Stream) else train_rows
-    if plan.collator:
-        rows = pack(rows, plan.collator["packed_length"])
-    number = None if stream else len(rows)
     world = world or World()
+    rows = _laid_out(train_rows, plan, start)
     stop = StopOnSignal(world)
+    trainer = _made(
+        loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
+        world=world, stop=stop, callbacks=callbacks,
+    )  # fmt: skip
+    if world.draw:  # each share of the rows has draws of its own; the first one's are those of a single process
+        torch.manual_seed(settings.seed + world.draw)
+    meter.track(every_tensor(loaded.model))
+    with stop, contextlib.closing(trainer.step):
+        with trainer.rescue():
+            with meter.phase("train"):
+                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+            if eval_rows and not evaluated(trainer.state) and not stop.requested:
+                trainer.evaluate()
+        step = trainer.state.global_step
+        if stop.requested:
+            kept = f"its state is in {checkpoints.folder}" if step else "there was nothing to save yet"
+            raise Interrupted(f"interrupted after step {step}; {kept}")
+    return _summed_up(trainer, None if isinstance(rows, Stream) else len(rows))
+
+
+def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
+    """Pack rows if the plan says so; let a stream go on from where it was."""
+    if isinstance(rows, Stream):
+        if start:
+            rows.go_on(position(start))
+        return rows
+    return pack(rows, plan.collator["packed_length"]) if plan.collator else rows
+
+
+def _made(
+    loaded: Loaded,
+    plan: Plan,
+    settings: Train,
+    rows: Rows | Stream,
+    eval_rows: Rows,
+    *,
+    pad_id: int,
+    checkpoints: Checkpoints,
+    start: Checkpoint | None,
+    meter: Meter,
+    world: World,
+    stop: StopOnSignal,
+    callbacks: Sequence[TrainerCallback],
+) -> SharedTrainer:
+    """Make the trainer of this strategy; the arguments are those of :func:`fit`."""
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
-    trainer = SharedTrainer(
+    stream = rows if isinstance(rows, Stream) else None
+    listed = [] if isinstance(rows, Stream) else rows
+    number = None if stream else len(listed)
+    piped = plan.parallel["strategy"] == "pipeline"
+    trainer = (PipelineTrainer if piped else SharedTrainer)(
         plan=plan,
         meter=meter,
         model=loaded.model,
@@ -118,28 +165,38 @@ def fit(
         world=world,
         args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
         stream=stream,
-        train_dataset=stream or with_filler(rows, pad_id),
+        train_dataset=stream or with_filler(listed, pad_id),
         eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
-        data_collator=PadToLongest(pad_id),
+        data_collator=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, [*listed, *eval_rows])),
         callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
     )
     trainer.remove_callback(PrinterCallback)  # our own progress bar prints
-    if world.data_rank:  # each share of the rows has draws of its own; the first one's are those of a single process
-        torch.manual_seed(settings.seed + world.data_rank)
-    meter.track(every_tensor(loaded.model))
-    with stop, contextlib.closing(trainer.step):
-        with trainer.rescue():
-            with meter.phase("train"):
-                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-            state = trainer.state
-            if eval_rows and not evaluated(state) and not stop.requested:
-                trainer.evaluate()
-        if stop.requested:
-            kept = f"its state is in {checkpoints.folder}" if state.global_step else "there was nothing to save yet"
-            raise Interrupted(f"interrupted after step {state.global_step}; {kept}")
+    return trainer
+
+
+def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, int]:
+    """Rows of a batch and tokens of a row, where all batches must have one shape; (0, 0) where they need not.
+
+    A pipeline takes a step's micro-batches as one batch, and torch's stages keep the shapes of their first step. So
+    rows are padded to the longest of all, and the last window is filled up with rows in which nothing is trained.
+    """
+    if plan.parallel["strategy"] != "pipeline":
+        return 0, 0
+    return settings.batch_size * micro_batches_at_once(plan), max(len(row["input_ids"]) for row in rows)
+
+
+def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
+    """What the trainer's state says of the run."""
+    state = trainer.state
     # Without the Trainer's closing entry, whose averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
-    skipped = sum(entry.get("skipped", 0) for entry in history)
-    lengthened = tuple(entry for entry in state.log_history if "lengthened_from" in entry)
-    kernel, warnings = trainer.attention_kernel, tuple(trainer.warnings)
-    return Run(history, state.global_step, skipped, state.max_steps, number, kernel, warnings, lengthened)
+    return Run(
+        history=history,
+        steps=state.global_step,
+        skipped_steps=sum(entry.get("skipped", 0) for entry in history),
+        planned_steps=state.max_steps,
+        train_rows=train_rows,
+        attention_kernel=trainer.attention_kernel,
+        warnings=tuple(trainer.warnings),
+        lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
+    )

@@ -21,7 +21,7 @@ from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network, save
 from cria_tricks.parallel import dtensor
 from cria_tricks.processes.world import World
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
-from cria_tricks.trainer import what_ran
+from cria_tricks.trainer import random_state, what_ran
 
 POSITION = "stream.json"
 """Where each lane of a stream is, where training rows are streamed."""
@@ -37,7 +37,7 @@ class ResumableTrainer(Trainer):
         spent: what the run took so far, for the next checkpoint.
         stream: where training rows come from, if they are streamed; its position goes into each checkpoint.
         world: the processes of the run. A checkpoint holds no trace of their number but their random states: what they
-            have in pieces is put together in it, so that any other number can go on from it.
+            have in pieces, or in stages, is put together in it, so that any other number can go on from it.
 
     Attributes:
         moment: what it is doing, for the sentence about memory; kept by the subclass.
@@ -52,7 +52,10 @@ class ResumableTrainer(Trainer):
         stream: Stream | None = None,
         **arguments: Any,
     ):
-        self.checkpoints, self.spent, self.world, self.stream = checkpoints, spent, world, stream
+        self.checkpoints = checkpoints
+        self.spent = spent
+        self.world = world
+        self.stream = stream
         self.position: dict[str, Any] = {}
         self.moment = "forward pass"
         self.random_state: dict[str, torch.Tensor] = {}
@@ -85,10 +88,12 @@ class ResumableTrainer(Trainer):
             super()._run_epoch(**arguments)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        weights = dtensor.weights(self.model, keep=self.world.is_first)
-        optimizer = dtensor.whole(dtensor.states(self.optimizer, self.model), keep=self.world.is_first)
-        states = self.world.gather(_random_states())
-        lanes = {lane: state for part in self.world.gather(self.position) for lane, state in part.items()}
+        weights = dtensor.weights(self.model, self.world)
+        optimizer = dtensor.states(self.optimizer, self.model, self.world)
+        states = self.world.gather(random_state.read())
+        lanes: dict[str, Any] = {}
+        for part in self.world.gather(self.position):
+            lanes |= part
 
         def write() -> None:
             # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
@@ -99,8 +104,7 @@ class ResumableTrainer(Trainer):
                 self._save_scaler(str(aside))
                 self._save_rng_state(str(aside))
                 if self.world.size > 1:
-                    others = {f"{rank}.{k}": v for rank, state in enumerate(states) if rank for k, v in state.items()}
-                    save_file(others, aside / RANDOM)
+                    save_file(random_state.by_rank(states), aside / RANDOM)
                 if self.stream:
                     (aside / POSITION).write_text(json.dumps(lanes) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(aside / "trainer_state.json"))
@@ -112,9 +116,7 @@ class ResumableTrainer(Trainer):
         step = self.state.global_step
         # Of several processes this one alone has no memory left: what takes all of them would wait for ever.
         if self.moment != "optimizer step" and self.random_state and self.world.size == 1:
-            torch.set_rng_state(self.random_state["cpu"])
-            if "cuda" in self.random_state:
-                torch.cuda.set_rng_state(self.random_state["cuda"])
+            random_state.put_back(self.random_state)
             try:
                 self._save_checkpoint(self.model, None)
                 return f"the state after step {step} is in {self.checkpoints.folder}"
@@ -136,7 +138,7 @@ class ResumableTrainer(Trainer):
         saved = {name: Path(checkpoint) / f"{name}.pt" for name in ("optimizer", "scheduler")}
         with loading(checkpoint):
             found = {name: torch.load(path, map_location="cpu", weights_only=True) for name, path in saved.items()}
-            dtensor.put_back(found["optimizer"], self.optimizer, self.model)
+            dtensor.put_back(found["optimizer"], self.optimizer, self.model, self.world)
             self.lr_scheduler.load_state_dict(found["scheduler"])
             self._page_again()
             planned = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).max_steps
@@ -185,12 +187,10 @@ class ResumableTrainer(Trainer):
     def _load_own_random_state(self, file: Path) -> None:
         """This process's generators; new ones where the run had fewer processes before."""
         states = load_file(file) if file.is_file() else {}
-        if f"{self.world.rank}.cpu" not in states:
-            torch.manual_seed(self.args.seed + self.world.data_rank + self.state.global_step)
-            return
-        torch.set_rng_state(states[f"{self.world.rank}.cpu"])
-        if torch.cuda.is_available() and f"{self.world.rank}.cuda" in states:
-            torch.cuda.set_rng_state(states[f"{self.world.rank}.cuda"])
+        if mine := random_state.of_rank(states, self.world.rank):
+            random_state.put_back(mine)
+        else:
+            torch.manual_seed(self.args.seed + self.world.draw + self.state.global_step)
 
 
 class KeepRandomState(TrainerCallback):
@@ -203,7 +203,7 @@ class KeepRandomState(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.random_state = _random_states()
+        self.trainer.random_state = random_state.read()
         self.trainer.position = self.trainer.stream.state() if self.trainer.stream else {}
 
 
@@ -215,11 +215,6 @@ def position(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     with loading(str(checkpoint.path)):
         return json.loads((checkpoint.path / POSITION).read_text(encoding="utf-8"))
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ What is ours, and why:
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,11 @@ from cria_tricks.load import losses
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.parallel import dtensor
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.arguments import leave_skipping_to_the_scaler
+from cria_tricks.trainer.arguments import (
+    leave_skipping_to_the_scaler,
+    micro_batches_at_once,
+    micro_batches_of_a_step,
+)
 from cria_tricks.trainer.callbacks import StepMeter, StopOnSignal, sizes
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
 from cria_tricks.trainer.resumable import ResumableTrainer
@@ -50,7 +54,9 @@ class SharedTrainer(ResumableTrainer):
     """``transformers.Trainer`` with token-true losses. See the module's docstring."""
 
     def __init__(self, *, plan: Plan, meter: Meter, stop: StopOnSignal, **arguments: Any):
-        self.plan, self.meter, self.stop = plan, meter, stop
+        self.plan = plan
+        self.meter = meter
+        self.stop = stop
         self.control: TrainerControl  # for the type checker
         super().__init__(spent=meter.spent, **arguments, processing_class=None)
         # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
@@ -112,7 +118,8 @@ class SharedTrainer(ResumableTrainer):
 
     def _share(self, rows: Any, order: Callable[[Any], Any], batch_size: int) -> DataLoader:
         filler = len(rows) - 1
-        batches = Share(order(range(filler)), batch_size, self.world.data_rank, self.world.data, filler)
+        at_once = micro_batches_at_once(self.plan)
+        batches = Share(order(range(filler)), batch_size, self.world.data_rank, self.world.data, filler, at_once)
         loader = DataLoader(
             rows, batch_sampler=batches, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
         )
@@ -127,14 +134,20 @@ class SharedTrainer(ResumableTrainer):
         """The micro-batch's share of the window's mean loss per trained token."""
         assert not return_outputs, "evaluate() is overridden, so nobody asks for outputs"
         self.moment = "forward pass"
-        with contextlib.ExitStack() as contexts:
-            for name in self.plan.step_context:
-                contexts.enter_context(CONTEXTS[name](self.model))
+        with self.contexts():
             total = self.loss_sum if self.attention_kernel else self._first_loss_sum
             # Strategies average gradients over the shares; with it the mean is the sum.
             loss = total(model, inputs) / num_items_in_batch * self.world.data
         self.moment = "backward pass"
         return loss
+
+    @contextlib.contextmanager
+    def contexts(self) -> Iterator[None]:
+        """What the plan lays around a forward pass."""
+        with contextlib.ExitStack() as contexts:
+            for name in self.plan.step_context:
+                contexts.enter_context(CONTEXTS[name](self.model))
+            yield
 
     def floating_point_ops(self, inputs):
         """Nothing: nobody reads the sum, and for it transformers walks all parameters at every micro-batch."""
@@ -144,7 +157,7 @@ class SharedTrainer(ResumableTrainer):
         """One forward and backward pass; stops at a loss that is not finite."""
         self._look_at_the_first_batch(inputs)
         with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = self.forward_and_backward(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; stopped before the optimizer "
@@ -153,6 +166,10 @@ class SharedTrainer(ResumableTrainer):
         self.step.count(inputs)
         self.moment = "optimizer step"
         return loss
+
+    def forward_and_backward(self, model, inputs, num_items_in_batch):
+        """What transformers does with a micro-batch: its loss, and the backward pass of that."""
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Mean loss over all trained tokens of all rows, whatever the batch size.
@@ -164,7 +181,8 @@ class SharedTrainer(ResumableTrainer):
         self.moment = "evaluation"
         loader = self.get_eval_dataloader(eval_dataset)
         self.model.eval()
-        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        total = torch.zeros((), dtype=torch.float64)
+        tokens = 0
         with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for batch in loader:
                 if any(self.world.highest(self.stop.requested)):  # the resumed run evaluates here first
@@ -209,7 +227,7 @@ class SharedTrainer(ResumableTrainer):
         if self.stream:
             return -self.world.highest(-self.stream.passes)[0]
         micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
-        window = self.args.gradient_accumulation_steps * self.world.data
+        window = micro_batches_of_a_step(self.plan)
         epochs, steps = divmod(self.state.global_step, math.ceil(micro_batches / window))
         return epochs + min(steps * window, micro_batches) / micro_batches
 
@@ -217,7 +235,7 @@ class SharedTrainer(ResumableTrainer):
         """Look at the norm that clipping needs anyway. A loss scaler looks itself, and skips the step."""
         if self.spread.in_pieces:
             self.accelerator.unscale_gradients()
-            norm = dtensor.clip(self.model.parameters(), self.args.max_grad_norm)
+            norm = dtensor.clip(self.model.parameters(), self.args.max_grad_norm, self.world.stage_group)
         else:
             norm = super()._clip_grad_norm(model)
         if self.accelerator.scaler is None and not torch.isfinite(norm):
@@ -231,6 +249,10 @@ class SharedTrainer(ResumableTrainer):
         """A batch's losses, summed over its trained tokens; the model is the one that the strategy has laid hold of."""
         return self.spread.total(inputs)
 
+    def drawing_nothing(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the random state as it was."""
+        return torch.random.fork_rng([0] if self.plan.device.kind == "cuda" else [])
+
     def _look_at_the_first_batch(self, inputs: Any) -> None:
         """Refuse activations that fp16 cannot hold, once in each process and only if the residual stream is in fp16.
 
@@ -240,9 +262,8 @@ class SharedTrainer(ResumableTrainer):
         if not self.stream_may_overflow:
             return
         self.stream_may_overflow = False
-        devices = [0] if self.plan.device.kind == "cuda" else []
         eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
-        with torch.no_grad(), torch.random.fork_rng(devices), eager, LargestActivation(self.model) as found:
+        with torch.no_grad(), self.drawing_nothing(), eager, LargestActivation(self.model) as found:
             self.loss_sum(self.model, self._prepare_inputs(inputs))
         (found.value,) = self.world.highest(found.value)  # all processes go on, or none
         if said := too_little_room(found):
@@ -254,8 +275,7 @@ class SharedTrainer(ResumableTrainer):
         if self.plan.compiled:
             # A compiled block would not be compiled if its first call were watched. So it runs once more as it was
             # before, with what picks the kernel: mask, shapes, autocast, gradients. No random number moves.
-            devices = [0] if self.plan.device.kind == "cuda" else []
-            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), WatchAttention() as watch:
+            with self.drawing_nothing(), torch.compiler.set_stance("force_eager"), WatchAttention() as watch:
                 self.loss_sum(model, inputs)
             self.attention_kernel = watch.kernel
             return self.loss_sum(model, inputs)

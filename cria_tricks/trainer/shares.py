@@ -1,5 +1,7 @@
 """Whose rows are whose: every micro-batch goes to one share, in the order in which one process would read it."""
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,13 +24,31 @@ class Share(BatchSampler):
         share: r.
         shares: N.
         filler: the index of the row in which nothing is trained.
+        at_once: micro-batches that are given together; a pipeline takes all of a step.
     """
 
-    def __init__(self, sampler: Sampler[int], batch_size: int, share: int = 0, shares: int = 1, filler: int = -1):
+    def __init__(
+        self,
+        sampler: Sampler[int],
+        batch_size: int,
+        share: int = 0,
+        shares: int = 1,
+        filler: int = -1,
+        at_once: int = 1,
+    ):
         super().__init__(sampler, batch_size, drop_last=False)
-        self.share, self.shares, self.filler = share, shares, filler
+        self.share = share
+        self.shares = shares
+        self.filler = filler
+        self.at_once = at_once
 
     def __iter__(self) -> Iterator[list[int]]:
+        mine = self._micro_batches()
+        while rows := list(itertools.chain.from_iterable(itertools.islice(mine, self.at_once))):
+            # Beside real rows the filler is not needed: nobody waits for a micro-batch of its own.
+            yield [row for row in rows if row != self.filler] or rows
+
+    def _micro_batches(self) -> Iterator[list[int]]:
         number = -1
         for number, batch in enumerate(super().__iter__()):
             if number % self.shares == self.share:
@@ -37,7 +57,7 @@ class Share(BatchSampler):
             yield [self.filler]
 
     def __len__(self) -> int:
-        return -(-super().__len__() // self.shares)
+        return math.ceil(super().__len__() / (self.shares * self.at_once))
 
 
 def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> list[dict[str, Any]]:

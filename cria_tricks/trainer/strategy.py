@@ -23,7 +23,9 @@ class Spread:
     """
 
     def __init__(self, total: torch.nn.Module, plan: Plan, world: World):
-        self.total, self.plan, self.world = total, plan, world
+        self.total = total
+        self.plan = plan
+        self.world = world
         self.strategy = STRATEGIES.get(plan.parallel["strategy"])
 
     def over_processes(self) -> None:
@@ -37,5 +39,5 @@ class Spread:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether parameters are cut, so that this process holds a part of some."""
+        """Whether this process holds a part of some parameters only, or some of them not at all."""
         return self.strategy is not None and getattr(self.strategy, "IN_PIECES", False)

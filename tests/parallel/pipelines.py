@@ -1,22 +1,31 @@
-"""What the tests of pipelines share: a model of four blocks, ragged rows, a stage's loop, a whole run."""
+"""What the tests of pipelines share: a model of four blocks, ragged rows, a stage, a whole run."""
 
+import contextlib
+import functools
 import random
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.data import SequentialSampler
 
+from cria_tricks.bill.calls import CountCollectives
+from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
+from cria_tricks.parallel import dtensor, pipeline
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
-from cria_tricks.run.pipeline import find_blocks
-from cria_tricks.trainer.arguments import training_arguments
-from cria_tricks.trainer.pipeline_fit import fit
-from cria_tricks.trainer.pipeline_loop import Loop
-from tests.helpers import prepare
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.pipeline_stage import Stage
+from cria_tricks.trainer.shares import Share, with_filler
+from tests.helpers import prepare, trained_weights
 
 LORA = ("tricks.peft=lora", "lora.r=4", "tricks.gradient_accumulation=4", "train.learning_rate=0.005")
 T = 24
@@ -49,25 +58,67 @@ def make_four_blocks(folder: Path) -> Path:
     return folder
 
 
-def learning(folder: Path, *settings: str) -> tuple[Recipe, Any, Any]:
+def learning(folder: Path, *settings: str, processes: int = 1) -> tuple[Recipe, Any, Any]:
     """Recipe, plan and model, whose LoRA is past its first step, in which half of the gradients are zero."""
-    recipe, plan, loaded = prepare(folder, *LORA, *settings)
+    recipe, plan, loaded = prepare(folder, *LORA, *settings, processes=processes)
     for name, parameter in loaded.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     return recipe, plan, loaded.model
 
 
-def loop_of(folder: Path, *settings: str, schedule: str = "1f1b", data: int = 1) -> tuple[Recipe, Loop]:
-    """This process's stage."""
-    recipe, plan, model = learning(folder, *settings)
-    stages = dist.get_world_size() // data
-    mesh = init_device_mesh("cpu", (data, stages), mesh_dim_names=("data", "stage"))
-    parts = find_blocks("", model.config.num_hidden_layers, stages, "llama")
-    arguments = training_arguments(plan, recipe.train, 11, True, Path("unused"), None)
-    loop = Loop(model, plan, arguments, mesh, recipe.tricks.gradient_accumulation // data, parts, schedule)
-    loop.part.train()  # as step() does
-    return recipe, loop
+def piped(schedule: str = "1f1b", data: int = 1) -> tuple[str, ...]:
+    """The settings of a pipeline, or of several."""
+    chosen = (f"parallel.pipelines={data}", f"parallel.pipeline_schedule={schedule}")
+    return ("parallel.strategy=pipeline", *chosen)
+
+
+def stage_of(folder: Path, *settings: str, schedule: str = "1f1b", data: int = 1) -> tuple[Recipe, Stage]:
+    """This process's stage, ready for a step, as the trainer would make it."""
+    recipe, plan, model = learning(folder, *piped(schedule, data), *settings, processes=dist.get_world_size())
+    world = World.of(data, "cpu", "stage")
+    pipeline.spread(SimpleNamespace(model=model), plan, world)
+    if recipe.tricks.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.tricks.precision)
+    contexts = functools.partial(torch.autocast, "cpu", half) if half else contextlib.nullcontext
+    scaler = None
+    if half == torch.float16:
+        scaler = ShardedGradScaler("cpu", process_group=world.stage_group)
+        scaler.scale(torch.zeros(()))
+    model.train()
+    return recipe, Stage(model, plan, world, contexts, scaler)
+
+
+def windows(
+    rows: list[dict[str, list[int]]], batch: int, micro_batches: int, share: int = 0, shares: int = 1, length: int = T
+) -> Iterator[dict[str, torch.Tensor]]:
+    """What a pipeline is given, step by step, of rows in this order."""
+    mine = micro_batches // shares
+    picked = Share(SequentialSampler(rows), batch, share, shares, len(rows), mine)
+    collate, padded = PadToLongest(0, batch * mine, length), with_filler(rows, 0)
+    for numbers in picked:
+        yield collate([padded[number] for number in numbers])
+
+
+def bytes_of_a_step(stage: Stage, steps: list[dict[str, torch.Tensor]]) -> dict[str, int]:
+    """What the last of some steps sends, clipping and the search for an overflow with it."""
+    optimizer = torch.optim.AdamW([p for p in stage.part.model.parameters() if p.requires_grad])
+    for window in steps:
+        with CountCollectives() as count:
+            stage.step(window, 1)
+            if stage.scaler is not None:
+                stage.scaler.unscale_(optimizer)
+            dtensor.clip(stage.part.model.parameters(), 1.0, stage.world.stage_group)
+        if stage.scaler is not None:
+            stage.scaler.update()
+        optimizer.zero_grad()
+    return dict(count.bytes)
+
+
+def tokens_of(rows: list[dict[str, list[int]]]) -> int:
+    """How many tokens are trained."""
+    return sum(label != IGNORED for row in rows for label in row["labels"][1:])
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -78,25 +129,23 @@ def alone(folder: Path, many: int) -> dict[str, torch.Tensor]:
     """One process, one row after the other, without padding."""
     _, _, model = learning(folder)
     rows = ragged(many)
-    trained = sum(label != IGNORED for row in rows for label in row["labels"][1:])
     for row in rows:
         ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-        (model(input_ids=ids, labels=labels, num_items_in_batch=1).loss / trained).backward()
+        (model(input_ids=ids, labels=labels, num_items_in_batch=1).loss / tokens_of(rows)).backward()
     return gradients_of(model)
 
 
 def trained(folder: Path, *settings: str, data: int = 1) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """A whole run: its history, and what this stage has learnt."""
-    recipe, plan, loaded = prepare(folder, *LORA, *settings)
-    rows, stages = {"train": ragged(), "eval": ragged(5)}, dist.get_world_size() // data
-    parts = find_blocks("", loaded.model.config.num_hidden_layers, stages, "llama")
-    world = World(dist.get_rank(), dist.get_world_size(), data)
-    loop, run = fit(loaded.model, plan, recipe, rows, parts, world, pad_id=2)
-    return run.history, {name: p.detach() for name, p in loop.trained.items()}
+    recipe, plan, loaded = prepare(folder, *LORA, *piped(data=data), *settings, processes=dist.get_world_size())
+    with tempfile.TemporaryDirectory() as out:
+        world, checkpoints = World.of(data, "cpu", "stage"), Checkpoints(Path(out))
+        run = fit(loaded, plan, recipe.train, ragged(), ragged(5), checkpoints, pad_id=2, world=world)
+    return run.history, trained_weights(loaded)
 
 
 def same_run(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
-    """The loop keeps the shared trainer's history: the same entries with the same numbers."""
+    """A pipeline's history is that of one process: the same entries with the same numbers."""
     for key in ("step", "tokens", "trained_tokens", "skipped", "learning_rate"):
         assert [entry.get(key) for entry in found] == [entry.get(key) for entry in expected], key
     for key in ("loss", "eval_loss"):

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.bill.calls import totals
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel.data_pipeline import add_up, bubble, partners, place, traffic
-from cria_tricks.parallel.pipeline import idle_share, one_forward_one_backward, timetable
+from cria_tricks.parallel.data_pipeline import bubble, partners, place, traffic
+from cria_tricks.parallel.pipeline import one_forward_one_backward
+from cria_tricks.parallel.timetable import idle_share, timetable
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.trainer.pipeline_part import cut_windows
 from tests.helpers import difference, train
 from tests.parallel.pipelines import (
     GRADIENT,
@@ -21,12 +21,15 @@ from tests.parallel.pipelines import (
     WEIGHTS,
     T,
     alone,
+    bytes_of_a_step,
     gradients_of,
-    loop_of,
     make_four_blocks,
     ragged,
     same_run,
+    stage_of,
+    tokens_of,
     trained,
+    windows,
 )
 
 
@@ -37,13 +40,13 @@ def four_blocks(tmp_path_factory) -> Path:
 
 def gradients(folder: Path, many: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """This pipeline's own, and their sum over the grid."""
-    _, loop = loop_of(folder, data=2)
-    [window] = cut_windows(ragged(many), T, 1, 4, 0, loop.mesh.get_local_rank("data"), 2)
-    loop.divisor = window.trained
-    loop._through(loop.schedule.step, window)
-    own = gradients_of(loop.part.model)
-    add_up(loop.gradients(), loop.mesh["data"].get_group())
-    return own, gradients_of(loop.part.model)
+    _, stage = stage_of(folder, data=2)
+    [window] = windows(ragged(many), 1, 4, stage.world.data_rank, 2)
+    own: dict[str, torch.Tensor] = {}
+    add_up_pipelines = stage._add_up_pipelines
+    stage._add_up_pipelines = lambda loss: own.update(gradients_of(stage.part.model)) or add_up_pipelines(loss)
+    stage.step(window, tokens_of(ragged(many)))
+    return own, gradients_of(stage.part.model)
 
 
 @pytest.mark.parametrize("many", [4, 3], ids=["whole window", "partial window"])
@@ -78,12 +81,8 @@ def test_math_grid(four):
 
 
 def sent(folder: Path, *settings: str) -> dict[str, int]:
-    _, loop = loop_of(folder, *settings, data=2)
-    share = loop.mesh.get_local_rank("data")
-    for window in list(cut_windows(ragged(8), T, 2, 4, 0, share, 2)) * 2:
-        with CountCollectives() as count:
-            loop.step(window)
-    return dict(count.bytes)
+    _, stage = stage_of(folder, *settings, data=2)
+    return bytes_of_a_step(stage, list(windows(ragged(8), 2, 4, stage.world.data_rank, 2)) * 2)
 
 
 def test_mechanism(four_blocks, four):

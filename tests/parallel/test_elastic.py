@@ -117,7 +117,8 @@ def test_who_is_started_again_does_not_ask_for_it(monkeypatch):
     assert not numbers.starts_again()
 
 
-def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tmp_path, strategy):
     rows = tmp_path / "few.jsonl"
     few = ("what is it?", "a row", "and this?", "another one", "a third?", "yes, longer than the others", "so?", "end")
     with rows.open("w") as file:
@@ -126,7 +127,7 @@ def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tm
             file.write(json.dumps({"messages": messages}) + "\n")
     settings = [
         "model=random:tiny", "data.max_length=64", f"data.train={rows}", f"data.eval={rows}", "train.max_steps=8",
-        "tricks.gradient_accumulation=2", "tricks.peft=lora", "train.save_steps=2", "parallel.strategy=ddp",
+        "tricks.gradient_accumulation=2", "tricks.peft=lora", "train.save_steps=2", f"parallel.strategy={strategy}",
     ]  # fmt: skip
     (tmp_path / "short.toml").write_text(with_settings(Recipe(name="short"), settings).to_toml())
     command = [sys.executable, "-m", "cria_tricks", "launch", "short.toml", "--on", "torchrun", "--nproc", "2"]
@@ -152,3 +153,5 @@ def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tm
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     losses = [[(e["step"], e.get("loss"), e.get("eval_loss")) for e in r["history"]] for r in (report, straight)]
     assert losses[0] == losses[1]
+    adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("run", "straight")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()

@@ -1,4 +1,4 @@
-"""Data x tensor x pipeline: a smaller cube of four processes; the one of eight is a script's business."""
+"""Data x tensor x pipeline: a smaller cube of four processes than the eight of the lesson."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,11 @@ import torch.distributed as dist
 
 from cria_tricks.bill.calls import CountCollectives, totals
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.hybrid_demo import TINY, alone, over_the_cube, random_rows, refuse_cube
+from cria_tricks.course.hybrid_demo import TINY, alone, over_the_cube, planned, random_rows
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel import hybrid
 from cria_tricks.parallel.hybrid import AXES, lines, traffic
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.trainer.pipeline_part import cut_windows
+from cria_tricks.trainer.pipeline import PipelineTrainer
 from tests.parallel.pipelines import make_four_blocks
 
 SIZES = {"data": 1, "stage": 2, "tensor": 2}
@@ -33,7 +32,7 @@ def recipe_of(*settings: str) -> Recipe:
 
 
 def found(*settings: str) -> list[dict[str, Any]]:
-    return over_the_cube(recipe_of(*settings), random_rows(longest=T), SIZES)[1].training
+    return over_the_cube(recipe_of(*settings), random_rows(longest=T), SIZES).training
 
 
 def test_math(four_blocks, four):
@@ -61,12 +60,26 @@ def test_math_lines(cube, four):
 
 
 def sent(*settings: str) -> dict[str, int]:
-    recipe, rows = recipe_of(*settings), random_rows(longest=T)
-    loop, _ = over_the_cube(recipe, rows, SIZES)
-    [window] = cut_windows(rows[:4], longest(rows), recipe.train.batch_size, 4, 0)
-    with CountCollectives() as count:
-        loop.step(window)
-    return dict(count.bytes)
+    """The last step of two: passes and clipping."""
+    counts: list[CountCollectives] = []
+    passes, clip = PipelineTrainer.forward_and_backward, PipelineTrainer._clip_grad_norm
+
+    def counted(function):
+        def call(*arguments):
+            with counts[-1]:
+                return function(*arguments)
+
+        return call
+
+    def first(*arguments):
+        counts.append(CountCollectives())
+        return counted(passes)(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineTrainer, "forward_and_backward", first)
+        patch.setattr(PipelineTrainer, "_clip_grad_norm", counted(clip))
+        over_the_cube(recipe_of(*settings), random_rows(longest=T), SIZES)
+    return dict(counts[-1].bytes)
 
 
 def longest(rows: list[dict[str, list[int]]]) -> int:
@@ -77,7 +90,7 @@ def longest(rows: list[dict[str, list[int]]]) -> int:
 def test_mechanism(settings, four_blocks, four):
     """Along each axis a process sends what that axis' formula says."""
     recipe, shape = recipe_of(*settings), find_shape(str(four_blocks))
-    for rank, counted in enumerate(four.run(sent, f"model={four_blocks}", "train.max_steps=1", *settings)):
+    for rank, counted in enumerate(four.run(sent, f"model={four_blocks}", "train.max_steps=2", *settings)):
         stage = rank // SIZES["tensor"]
         assert counted == totals(traffic(recipe, shape, SIZES, stage, tokens=longest(random_rows(longest=T))))
 
@@ -86,23 +99,19 @@ def test_mechanism(settings, four_blocks, four):
     ("sizes", "settings", "size", "said"),
     [
         ((2, 2, 2), (), 4, "4 processes for a cube of 2 .data. x 2 .stage. x 2 .tensor.: start 8"),
-        ((1, 1, 2), (), 2, "two or more"),
+        ((2, 1, 1), (), 2, "two or more"),
         ((2, 4, 1), (), 8, "set tricks.gradient_accumulation=8"),
         ((1, 2, 2), ("tricks.quantization=nf4",), 4, "packed weights have no rows and columns to share"),
-        ((1, 2, 2), ("tricks.peft=none",), 4, "tricks.peft=none in a pipeline"),
+        ((1, 2, 2), ("tricks.peft=none",), 4, "pipeline with tricks.peft=none"),
     ],
 )
 def test_switch(sizes, settings, size, said):
     """What an axis cannot do, the cube cannot."""
     with pytest.raises(BadInput, match=said) as error:
-        refuse_cube(recipe_of(*settings), size, dict(zip(AXES, sizes, strict=True)))
+        planned(recipe_of(*settings), size, dict(zip(AXES, sizes, strict=True)))
     assert "\n" not in str(error.value)
 
 
-def test_heads_that_do_not_divide_are_refused(four):
-    with pytest.raises(RuntimeError, match="BadInput: tensor parallelism over 4 processes: random:tiny has 4 heads, 2"):
-        four.run(over_the_cube, recipe_of(), random_rows(), {"data": 1, "stage": 1, "tensor": 4})
-
-
-def test_the_card_names_its_script():
-    assert "torchrun --nproc-per-node 8 -m cria_tricks.course.hybrid_demo" in (hybrid.__doc__ or "")
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(BadInput, match="tensor parallelism over 4 processes: random:tiny has 4 heads, 2"):
+        planned(recipe_of(), 8, {"data": 1, "stage": 2, "tensor": 4})

@@ -10,6 +10,7 @@ import torch
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.rows import Row
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
 from cria_tricks.models.shape import Shape, find_shape, shape_of
 from cria_tricks.parallel import STRATEGIES, dtensor
@@ -18,8 +19,6 @@ from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.predict.per_process import Bill, local, per_process
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.run.pipeline import find_blocks
-from cria_tricks.trainer.pipeline_part import Part
 from cria_tricks.tricks.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
@@ -243,8 +242,8 @@ def test_stages_hold_what_one_process_holds_between_them(strategy, stages):
 
 def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
     for stage, blocks in enumerate(find_blocks("", 5, 3, "llama")):
-        _, plan, loaded = prepare(folder, *LORA)
-        Part(loaded.model, plan, blocks)
+        _, _, loaded = prepare(folder, *LORA)
+        cut(loaded.model, blocks)
         weights, gradients, _ = rows(bill("pipeline", 3, *LORA, stage=stage))
         assert weights == held(loaded.model.parameters())
         assert gradients == held([p for p in loaded.model.parameters() if p.requires_grad])

@@ -3,30 +3,34 @@
 import contextlib
 import copy
 import itertools
-import subprocess
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
-from cria_tricks.bill.calls import CountCollectives, totals
+from cria_tricks.bill.calls import totals
 from cria_tricks.common.errors import BadInput, Diverged
-from cria_tricks.data import sources
+from cria_tricks.data.batches import PadToLongest, real_tokens
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.adapters import add_adapter
+from cria_tricks.load.stages import KINDS, cut, find_blocks
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.measure.memory import every_tensor
 from cria_tricks.models.shape import find_shape
-from cria_tricks.parallel.pipeline import bubble, gpipe, idle_share, one_forward_one_backward, step, timetable, traffic
+from cria_tricks.parallel.pipeline import NOT_LORA, bubble, gpipe, one_forward_one_backward, step, traffic
+from cria_tricks.parallel.timetable import idle_share, timetable
+from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.run.pipeline import NOT_LORA, find_blocks, refuse
-from cria_tricks.trainer.pipeline_part import KINDS, Part, cut_windows
+from cria_tricks.store.checkpoints import Checkpoints
+from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.pipeline_stage import Part
 from cria_tricks.trainer.shared import CONTEXTS
-from tests.helpers import difference, train
+from tests.helpers import difference, prepare, train
 from tests.parallel.pipelines import (
     GRADIENT,
     LORA,
@@ -34,13 +38,17 @@ from tests.parallel.pipelines import (
     WEIGHTS,
     T,
     alone,
+    bytes_of_a_step,
     gradients_of,
     learning,
-    loop_of,
     make_four_blocks,
+    piped,
     ragged,
     same_run,
+    stage_of,
+    tokens_of,
     trained,
+    windows,
 )
 
 ORDERS = {"1f1b": one_forward_one_backward, "gpipe": gpipe}
@@ -53,27 +61,25 @@ def four_blocks(tmp_path_factory) -> Path:
 
 def by_torch(folder: Path, schedule: str, many: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, int]]]:
     """The gradients of this stage, and the passes that it made in their order."""
-    _, loop = loop_of(folder, schedule=schedule)
-    [window] = cut_windows(ragged(many), T, 1, 4, pad_id=0)
-    loop.divisor = window.trained
-    loop._through(loop.schedule.step, window)
-    return gradients_of(loop.part.model), [(slot.what, slot.number) for slot in loop.stage.slots]
+    _, stage = stage_of(folder, schedule=schedule)
+    [window] = windows(ragged(many), 1, 4)
+    stage.step(window, tokens_of(ragged(many)))
+    return gradients_of(stage.part.model), [(slot.what, slot.number) for slot in stage.stage.slots]
 
 
 def by_the_reference(folder: Path, schedule: str, many: int) -> tuple[dict[str, torch.Tensor], int]:
     """The same over plain sends and receives, and the most micro-batches that were kept."""
     stage, stages = dist.get_rank(), dist.get_world_size()
-    _, plan, model = learning(folder)
-    part = Part(model, plan, find_blocks("", 4, stages, "llama")[stage]).train()
-    [window] = cut_windows(ragged(many), T, 1, 4, pad_id=0)
-    ids, labels = window.inputs["input_ids"].split(1), window.labels.split(1)
+    part = stage_of(folder)[1].part
+    [window] = windows(ragged(many), 1, 4)
+    ids, labels = window["input_ids"].split(1), window["labels"].split(1)
 
     def run(x_BTD: torch.Tensor | None, number: int) -> torch.Tensor:
         y = part(ids[number] if x_BTD is None else x_BTD)
-        return part.loss_sum(y, labels[number]) / window.trained if part.last else y
+        return part.loss_sum(y, labels[number]) / tokens_of(ragged(many)) if part.last else y
 
     most = step(run, ORDERS[schedule](stage, stages, 4), stage, stages, torch.empty(1, T, 64))
-    return gradients_of(model), most
+    return gradients_of(part.model), most
 
 
 @pytest.mark.parametrize("many", [4, 3], ids=["whole window", "partial window"])
@@ -94,12 +100,12 @@ def test_math(stages, schedule, many, four_blocks, request):
 
 def peaks(folder: Path, schedule: str, *settings: str) -> int:
     """The most bytes that this stage keeps for its backward passes, weights and labels not counted."""
-    _, loop = loop_of(folder, *settings, schedule=schedule)
-    [window] = cut_windows(ragged(4), T, 1, 4, pad_id=0)
-    loop._through(loop.schedule.step, window)  # before its first step torch runs a micro-batch, to see shapes
-    with SavedBytes(besides=[*every_tensor(loop.part), window.labels]) as saved:
-        loop._through(loop.schedule.step, window)
-    assert not loop.stage.output_chunks, "torch would keep every micro-batch's logits to give them back"
+    _, stage = stage_of(folder, *settings, schedule=schedule)
+    [window] = windows(ragged(4), 1, 4)
+    stage.step(window, 1)  # before its first step torch runs a micro-batch, to see shapes
+    with SavedBytes(besides=[*every_tensor(stage.part), window["labels"]]) as saved:
+        stage.step(window, 1)
+    assert not stage.stage.output_chunks, "torch would keep every micro-batch's logits to give them back"
     return saved.peak
 
 
@@ -127,12 +133,8 @@ PRECISIONS = {
 
 def sent(folder: Path, *settings: str) -> dict[str, int]:
     """What this stage's second step sends: before the first torch asks the stages for their shapes."""
-    _, loop = loop_of(folder, *settings)
-    windows = list(cut_windows(ragged(8), T, 2, 4, pad_id=0)) * 2
-    for window in windows:
-        with CountCollectives() as count:
-            loop.step(window)
-    return dict(count.bytes)
+    _, stage = stage_of(folder, *settings)
+    return bytes_of_a_step(stage, list(windows(ragged(8), 2, 4)) * 2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -147,9 +149,9 @@ def test_mechanism_traffic(precision, four_blocks, two):
 
 def buffers(folder: Path) -> int:
     """Bytes that torch's stage keeps to receive into, from its first step on."""
-    _, loop = loop_of(folder)
-    loop.step(next(cut_windows(ragged(4), T, 1, 4, pad_id=0)))
-    received = (loop.stage.args_recv_info, loop.stage.grad_recv_info)
+    _, stage = stage_of(folder)
+    stage.step(next(windows(ragged(4), 1, 4)), 1)
+    received = (stage.stage.args_recv_info, stage.stage.grad_recv_info)
     of_all = [info.buffer for each in received for micro_batch in each.values() for info in micro_batch]
     return sum(buffer.nbytes for buffer in of_all if buffer is not None)
 
@@ -162,8 +164,8 @@ def test_mechanism_buffers(four_blocks, four):
 
 def held(folder: Path) -> dict[str, int]:
     """Numbers of elements, by the names that parameters have in the whole model."""
-    _, loop = loop_of(folder)
-    return {name: p.numel() for name, p in loop.part.model.named_parameters(remove_duplicate=False)}
+    _, stage = stage_of(folder)
+    return {name: p.numel() for name, p in stage.part.model.named_parameters(remove_duplicate=False)}
 
 
 def test_mechanism_weights(four_blocks, four):
@@ -195,7 +197,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_switch(name, four_blocks, two, tmp_path):
-    """The shared trainer in one process and the loop in two: the same history. Every third window is partial."""
+    """One process and two stages: the same history. Every third window is partial."""
     settings, precision = ("train.max_steps=6", "train.eval_steps=5", *SWITCHES[name]), name[:4].replace("20 s", "fp32")
     run, loaded = train(four_blocks, ragged(), tmp_path, *LORA, *settings, eval_rows=ragged(5))
     (first, blocks), (last, others) = two.run(trained, four_blocks, *settings)
@@ -208,31 +210,44 @@ def test_switch(name, four_blocks, two, tmp_path):
         assert difference(weight, expected[key]) < WEIGHTS.get(precision, WEIGHTS["fp32"])
 
 
-def overflowing(folder: Path, *settings: str) -> list[Any]:
-    """Two steps, in the first of which one matrix of the last stage alone has an infinite gradient."""
-    _, loop = loop_of(folder, *settings)
-    [window] = cut_windows(ragged(4), T, 1, 4, pad_id=0)
-    before = [p.detach().clone() for p in loop.trained.values()]
-    hook = next(iter(loop.trained.values())).register_hook(lambda gradient: gradient / (0 if loop.part.last else 1))
-    moved = []
+class OverflowOnce(TrainerCallback):
+    """In the first step a matrix of the last stage alone has an infinite gradient; it sees which steps move weights."""
+
+    def __init__(self, model: Any, last: bool):
+        self.own = [p for name, p in model.named_parameters() if p.requires_grad and (".layers.3." in name) == last]
+        self.before = [p.detach().clone() for p in self.own]
+        self.hook = self.own[0].register_hook(lambda gradient: gradient / (0 if last else 1))
+        self.moved: list[bool] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.hook.remove()
+        self.moved.append(any(not torch.equal(p, b) for p, b in zip(self.own, self.before, strict=True)))
+
+
+def overflowing(folder: Path, out: Path, *settings: str) -> Any:
+    """Two steps: whether each moved weights, whether it was skipped, and its learning rate; or what was said."""
+    chosen = (*LORA, *piped(), "train.max_steps=2", "train.schedule=linear", *settings)
+    recipe, plan, loaded = prepare(folder, *chosen, processes=2)
+    world = World.of(1, "cpu", "stage")
+    watch = OverflowOnce(loaded.model, world.stage == 1)
+    given = (loaded, plan, recipe.train, ragged(4), (), Checkpoints(out))
     try:
-        for _ in range(2):
-            found = loop.step(window)
-            same = all(torch.equal(p, b) for p, b in zip(loop.trained.values(), before, strict=True))
-            moved.append((found["skipped"], not same, loop.scaler.get_scale(), loop.rate.last_epoch))
-            hook.remove()
+        run = fit(*given, pad_id=2, world=world, callbacks=[watch])
     except Diverged as error:
-        return [str(error)]
-    return moved
+        return str(error)
+    steps = zip(watch.moved, run.training, strict=True)
+    return [(moved, entry["skipped"], entry["learning_rate"]) for moved, entry in steps]
 
 
-def test_an_overflow_in_one_stage_skips_the_step_in_all(four_blocks, two):
-    halved = [(True, False, 2.0**15, 0), (False, True, 2.0**15, 1)]  # the schedule waits, too
-    assert two.run(overflowing, four_blocks, "tricks.precision=fp16") == [halved, halved]
+def test_an_overflow_in_one_stage_skips_the_step_in_all(four_blocks, two, tmp_path):
+    settings = ("tricks.precision=fp16", "train.warmup_ratio=0")
+    first, second = two.run(overflowing, four_blocks, tmp_path, *settings)
+    assert first == second
+    assert first == [(False, 1, 0.005), (True, 0, 0.005)], "the schedule waits, too"
 
 
-def test_gradients_that_are_not_finite_stop_all_stages(four_blocks, two):
-    [said], [again] = two.run(overflowing, four_blocks)
+def test_gradients_that_are_not_finite_stop_all_stages(four_blocks, two, tmp_path):
+    said, again = two.run(overflowing, four_blocks, tmp_path)
     assert said == again
     assert "not finite at step 1; stopped before the optimizer touched any weight" in said
 
@@ -253,73 +268,47 @@ def test_parts_make_the_whole(kind, tied):
         expected = x = model(input_ids=ids).logits
         x = ids
         for blocks in find_blocks("1,1,1", 3, 3, kind):
-            x = Part(copy.deepcopy(model), plan, blocks).eval()(x)
+            cut(part := copy.deepcopy(model), blocks)
+            x = Part(part, plan, contextlib.nullcontext, first=blocks.start == 0, last=blocks.stop == 3).eval()(x)
     assert torch.equal(x, expected)
 
 
-def test_what_a_plan_lays_around_a_forward_pass_is_there(four_blocks, monkeypatch):
+def contexts_of_a_run(folder: Path) -> tuple[int, list[float]]:
+    """How often this stage entered the plan's context in one step of four micro-batches, and the losses."""
     entered = []
-    monkeypatch.setitem(CONTEXTS, "activation_offload", lambda model: contextlib.nullcontext(entered.append(model)))
-    _, plan, model = learning(four_blocks, "tricks.activation_offload=true", "tricks.precision=bf16")
-    part = Part(model, plan, range(4))
-    output = part(torch.ones(1, 5, dtype=torch.int64))
-    assert output.dtype == torch.bfloat16
-    assert part.loss_sum(output, torch.ones(1, 5, dtype=torch.int64)).dtype == torch.float32
-    assert entered == [model, model]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONTEXTS, "activation_offload", lambda model: contextlib.nullcontext(entered.append(model)))
+        history, _ = trained(folder, "tricks.activation_offload=true", "train.max_steps=1", "train.eval_steps=9")
+    return len(entered), [entry["loss"] for entry in history if "loss" in entry]
 
 
-def short_run(out: Path, settings: list[str]) -> dict[str, Any]:
-    from cria_tricks.run.pipeline import train
-
-    return train(with_settings(Recipe(name="short"), settings), out)
-
-
-def test_the_adapter_is_whole(two, tmp_path):
-    """From the first process: one that verifies, that plain peft loads, and that is the shared trainer's."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    from cria_tricks import models
-    from cria_tricks.adapter import folder as artifact
-    from cria_tricks.run.run import train
-
-    rows = Path(sources.__file__).parent / "nguzo_saba_eval.jsonl"
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
-    settings = [
-        *LORA, "model=random:tiny", "train.max_steps=2", "data.max_length=200", f"data.train={few}", f"data.eval={few}",
-    ]  # fmt: skip
-    first, last = two.run(short_run, tmp_path / "pipeline", settings)
-    alone = train(with_settings(Recipe(name="short"), settings), tmp_path / "alone")
-    folder = Path(first["adapter"])
-    assert artifact.verify(folder).files == artifact.verify(alone["adapter"]).files
-    found, expected = (load_file(Path(each) / "adapter_model.safetensors") for each in (folder, alone["adapter"]))
-    assert found.keys() == expected.keys()
-    assert all(difference(found[name], weight) < WEIGHTS["fp32"] for name, weight in expected.items())
-    assert (
-        first["eval_loss_after"] == last["eval_loss_after"] == pytest.approx(alone["eval_loss_after"], abs=LOSS["fp32"])
-    )
-    assert first["parameters"] == alone["parameters"]
-    assert first["pipeline"]["blocks"] == [[0, 0], [1, 1]]
-    assert 0 < first["pipeline"]["idle_share"] < 1
-    base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path)
-    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(base, folder))
-    assert all(torch.equal(loaded[name], weight) for name, weight in found.items())
+def test_what_a_plan_lays_around_a_forward_pass_is_there(four_blocks, two):
+    """Around each micro-batch of the step and of the two evaluations, and torch's look at shapes; around losses too."""
+    (first, losses), (last, again) = two.run(contexts_of_a_run, four_blocks)
+    assert losses == again
+    assert first >= 3 * 4
+    assert last >= 2 * first - 4
 
 
 def test_windows_hold_every_row_once():
     """Two pipelines together have what one has; the last window is filled with rows in which nothing is trained."""
     rows = ragged(11)
-    whole, even, odd = (list(cut_windows(rows, T, 1, 4, 0, share, of)) for share, of in ((0, 1), (0, 2), (1, 2)))
+    whole, even, odd = (list(windows(rows, 1, 4, share, of)) for share, of in ((0, 1), (0, 2), (1, 2)))
     for all_four, *halves in zip(whole, even, odd, strict=True):
-        assert torch.equal(torch.stack([half.labels for half in halves], dim=1).flatten(0, 1), all_four.labels)
-        assert {(w.trained, w.tokens) for w in (all_four, *halves)} == {(all_four.trained, all_four.tokens)}
-        assert all_four.trained == (all_four.labels[:, 1:] != IGNORED).sum()
-    ids = [row for window in whole for row in window.inputs["input_ids"].tolist()]
+        assert torch.equal(torch.stack([half["labels"] for half in halves], dim=1).flatten(0, 1), all_four["labels"])
+        assert sum(real_tokens(half) for half in halves) == real_tokens(all_four)
+    ids = [row for window in whole for row in window["input_ids"].tolist()]
     assert ids[:11] == [row["input_ids"] + [0] * (T - len(row["input_ids"])) for row in rows]
-    assert (whole[-1].labels[3:] == IGNORED).all()
-    assert sum(window.tokens for window in whole) == sum(len(row["input_ids"]) for row in rows)
+    assert len(ids) == 12
+    assert (whole[-1]["labels"][3:] == IGNORED).all()
+    assert sum(real_tokens(window) for window in whole) == sum(len(row["input_ids"]) for row in rows)
+
+
+def test_packed_rows_that_are_padding_throughout_have_no_tokens():
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "position_ids": [0, 1, 0, 1]}]
+    window = PadToLongest(0, count=3, length=6)(rows)
+    assert window["input_ids"].shape == (3, 6)
+    assert real_tokens(window) == 4
 
 
 @pytest.mark.parametrize("micro_batches", [4, 5, 16])
@@ -347,48 +336,48 @@ def test_a_stage_that_takes_longer_makes_all_wait():
     assert idle_share(slots) > bubble(2, 8)
 
 
-RECIPE = with_settings(Recipe(name="mine"), LORA)
+RECIPE = with_settings(Recipe(name="mine"), [*LORA, "parallel.strategy=pipeline"])
 
 
 @pytest.mark.parametrize(
     ("settings", "size", "data", "said"),
     [
-        ([], 1, 1, "1 process for 1 pipeline: each takes as many, and two or more; start 2: torchrun"),
-        ([], 3, 2, "3 processes for 2 pipelines: .* start 4: .* mine --data 2"),
-        ([], 2, 2, "2 processes for 2 pipelines: .* start 4"),
+        ([], 1, 1, "strategy=pipeline: needs two processes or more, and this is one; start it with cria launch"),
+        ([], 3, 2, "parallel.pipelines=2 with 3 processes: each pipeline takes as many, and two or more; start 4$"),
+        ([], 2, 2, "parallel.pipelines=2 with 2 processes: .* start 4$"),
         (["tricks.gradient_accumulation=1"], 2, 1, "at least .* stages .2.*; set tricks.gradient_accumulation=2$"),
         (["tricks.gradient_accumulation=5"], 4, 2, "no more than another one; set tricks.gradient_accumulation=6$"),
         (["tricks.gradient_accumulation=2"], 4, 2, "set tricks.gradient_accumulation=4$"),
-        (["train.time_budget=1m"], 2, 1, "train.time_budget in a pipeline: there are no checkpoints to stop at"),
-        (["data.stream=true"], 2, 1, "data.stream=true in a pipeline: .*; set data.stream=false"),
-        (["parallel.strategy=ddp"], 2, 1, "parallel.strategy=ddp in a pipeline: it is for cria train; leave it out"),
-        *(([f"tricks.peft={kind}"], 2, 1, f"={kind} in a pipeline: {why}; set") for kind, why in NOT_LORA.items()),
+        (["data.stream=true", "train.max_steps=1"], 2, 1, "with data.stream=true: .*; set data.stream=false"),
+        *(
+            ([f"tricks.peft={kind}"], 2, 1, f"pipeline with tricks.peft={kind}: {why}; set tricks.peft=lora")
+            for kind, why in NOT_LORA.items()
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_one_line(settings, size, data, said):
     with pytest.raises(BadInput, match=said) as error:
-        refuse(with_settings(RECIPE, settings), size, data)
+        resolve(with_settings(RECIPE, [*settings, f"parallel.pipelines={data}"]), processes=size)
     assert "\n" not in str(error.value)
 
 
 def test_what_a_refusal_says_to_set_is_taken():
-    for settings, size, data in (
-        (["tricks.gradient_accumulation=1"], 6, 2),
-        (["tricks.gradient_accumulation=7"], 4, 2),
-    ):
+    for setting, size, data in (("tricks.gradient_accumulation=1", 6, 2), ("tricks.gradient_accumulation=7", 4, 2)):
+        wanted = with_settings(RECIPE, [setting, f"parallel.pipelines={data}"])
         with pytest.raises(BadInput) as error:
-            refuse(with_settings(RECIPE, settings), size, data)
-        refuse(with_settings(RECIPE, [str(error.value).rpartition("set ")[2]]), size, data)
+            resolve(wanted, processes=size)
+        plan = resolve(with_settings(wanted, [str(error.value).rpartition("set ")[2]]), processes=size)
+        assert plan.parallel["data"] == data
 
 
 @pytest.mark.parametrize(
     ("sizes", "layers", "stages", "kind", "said"),
     [
         ("", 2, 4, "llama", "4 stages for 2 blocks: each needs one; start at most 2 stages"),
-        ("3", 4, 2, "llama", "--blocks 3: name 2 numbers that add up to 4, e.g. 2,2"),
-        ("4,0", 4, 2, "llama", "--blocks 4,0"),
-        ("-1,5", 4, 2, "llama", "--blocks -1,5"),
-        ("two,2", 4, 2, "llama", "--blocks two,2"),
+        ("3", 4, 2, "llama", "parallel.stage_blocks=3: name 2 numbers that add up to 4, e.g. 2,2"),
+        ("4,0", 4, 2, "llama", "parallel.stage_blocks=4,0"),
+        ("-1,5", 4, 2, "llama", "parallel.stage_blocks=-1,5"),
+        ("two,2", 4, 2, "llama", "parallel.stage_blocks=two,2"),
         ("", 4, 2, "gemma2", "a model of kind gemma2: a pipeline cuts llama"),
     ],
 )
@@ -397,12 +386,25 @@ def test_blocks_that_do_not_fit_are_refused_in_one_line(sizes, layers, stages, k
         find_blocks(sizes, layers, stages, kind)
 
 
-def test_the_command_says_what_is_wrong_in_one_line():
-    asked = [sys.executable, "-m", "cria_tricks.cli.pipeline_command", "smoke"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: 1 process for 1 pipeline")
-    assert (done.stderr.count("\n"), done.stdout) == (1, "")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "smoke", "--nproc", "2", "--set", "parallel.stage_blocks=3"], "parallel.stage_blocks=3: name 2"),
+        (["plan", "smoke", "--nproc", "2", "--model", "gemma"], "a model of kind gemma: a pipeline cuts llama"),
+        (["launch", "smoke", "--on", "torchrun", "--nproc", "31", "--print", "--set",
+          "tricks.gradient_accumulation=31"], "31 stages for 30 blocks"),
+        (["train", "smoke"], "needs two processes or more, and this is one"),
+    ],
+)  # fmt: skip
+def test_every_command_refuses_before_it_loads_weights(words, said, run_cria, tmp_path, monkeypatch):
+    widths = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "gemma").mkdir()
+    config = json.dumps({"model_type": "gemma", "vocab_size": 128, "num_key_value_heads": 2, **widths})
+    (tmp_path / "gemma" / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    code, stdout, stderr = run_cria(*words, "--set", "parallel.strategy=pipeline")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert said in stderr
 
 
 def test_blocks_are_shared_evenly_or_as_asked():

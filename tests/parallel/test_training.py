@@ -10,7 +10,7 @@ from cria_tricks import models
 from cria_tricks.course.processes import Ranks
 from tests.parallel import steps
 
-TIMES = {"step_seconds", "peak_bytes", "eval_seconds"}
+TIMES = {"step_seconds", "peak_bytes", "eval_seconds", "idle_share"}
 ROWS = 11
 """Neither two nor four divides them, nor the window of four micro-batches."""
 
@@ -38,7 +38,9 @@ def alone(base, tmp_path_factory) -> dict:
     return steps.train([*base, *TWENTY], tmp_path_factory.mktemp("alone") / "run")
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("ddp_tensor", 4), ("pipeline", 2)]
+)
 def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, alone, request, tmp_path):
     ranks: Ranks = request.getfixturevalue({2: "two", 4: "four"}[size])
     settings = [*base, *TWENTY, f"parallel.strategy={strategy}"]
@@ -50,7 +52,7 @@ def test_twenty_steps_are_those_of_one_process(strategy: str, size: int, base, a
         for key in mine.keys() - TIMES:
             # Sums in another order: 1e-7 a step, which Adam's first steps, of the gradient's sign, make larger.
             assert mine[key] == pytest.approx(its[key], rel=2e-4 if key == "grad_norm" else 2e-5), (mine["step"], key)
-    assert report.keys() == alone.keys()
+    assert report.keys() - {"pipeline"} == alone.keys()
     for key in ("steps", "planned_steps", "data", "parameters", "attention_kernel", "warnings"):
         assert report[key] == alone[key], key
     assert report["eval_loss_after"] == pytest.approx(alone["eval_loss_after"], rel=2e-5)
@@ -81,7 +83,7 @@ def test_the_adapter_is_one_that_plain_peft_loads(two, base, tmp_path, run_cria)
     assert all(p.abs().max() > 0 for p in trained.values())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_a_resumed_run_is_the_uninterrupted_one(two, strategy: str, base, tmp_path):
     """With dropout: each process goes on with its own draws."""
     settings = [*base, "train.max_steps=4", "train.save_steps=2", "lora.dropout=0.1", f"parallel.strategy={strategy}"]
@@ -101,7 +103,10 @@ def losses(base, tmp_path_factory) -> list[float]:
     return losses_of(steps.train([*base, *FOUR], tmp_path_factory.mktemp("four") / "run"))
 
 
-@pytest.mark.parametrize(("first", "then"), [("fsdp", "none"), ("none", "fsdp"), ("tensor", "ddp")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("fsdp", "none"), ("none", "fsdp"), ("tensor", "ddp"), ("pipeline", "none"), ("ddp", "pipeline")],
+)
 def test_another_number_of_processes_goes_on_from_a_checkpoint(two, first: str, then: str, base, losses, tmp_path):
     """Whatever was in pieces is whole in a checkpoint: the optimizer's states too, or the losses would part."""
 
@@ -114,6 +119,45 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint(two, first: str, 
     train(first)
     back_to(tmp_path / "run", 2)
     assert losses_of(train(then, True)) == pytest.approx(losses, rel=2e-5)
+
+
+PIPED = ("parallel.strategy=pipeline", "train.monitor_seconds=0")
+
+
+def test_a_pipelines_report_lays_the_estimate_beside_the_measurement(two, base, tmp_path, run_cria):
+    """Its adapter is whole, and idle time stands beside the formula's."""
+    settings = [*base, *PIPED, "train.max_steps=2"]
+    [report, _] = two.run(steps.train, settings, tmp_path / "run")
+    assert run_cria("verify", report["adapter"])[0] == 0
+    assert report["estimate"]["measured_bytes"] == max(
+        entry["peak_bytes"] for entry in report["history"] if "peak_bytes" in entry
+    )
+    assert report["estimate"]["ratio"] == pytest.approx(1, abs=0.05)
+    assert "pipeline: buffers" in {row["name"] for row in report["estimate"]["rows"]}
+    said = report["pipeline"]
+    assert (said["data"], said["blocks"], said["schedule"]) == (1, [[0, 0], [1, 1]], "1f1b")
+    assert said["idle_share_of_equal_stages"] == 1 / 5
+    assert 0 < said["idle_share"] < 1
+    assert "pipeline" in json.loads((tmp_path / "run" / "adapter" / "provenance.json").read_text())
+
+
+def test_a_pipeline_whose_time_is_up_goes_on_where_it_was(two, base, tmp_path):
+    """A checkpoint and a result after the first step; then the run that had all the time, to the bit."""
+    settings = [*base, *PIPED, "train.max_steps=3", "lora.dropout=0.1"]
+    two.run(steps.train, settings, tmp_path / "whole")
+    [cut, other] = two.run(steps.train, [*settings, "train.time_budget=0.01"], tmp_path / "cut")
+    assert cut == other
+    assert (cut["steps"], cut["planned_steps"]) == (1, 3)
+    assert "train.time_budget ended the run after step 1 of 3" in " ".join(cut["warnings"])
+    two.run(steps.train, settings, tmp_path / "cut", True)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+
+
+def test_a_pipelines_history_is_traced_and_given_to_trackers(two, base, tmp_path):
+    settings = [*base, *PIPED, "train.max_steps=4", "train.profile=true", "train.report_to=tensorboard"]
+    [report, _] = two.run(steps.train, settings, tmp_path / "run")
+    assert report["profile"]
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
 def test_full_fine_tuning_in_pieces_is_saved_whole(two, base, tmp_path):

@@ -1,0 +1,49 @@
+"""When each stage of a pipeline does what, if nothing has to travel, and how much of its time it does nothing."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+Pass = tuple[str, int]
+"""``("F", 3)`` is the forward pass of micro-batch 3, ``("B", 3)`` its backward pass."""
+
+
+class Slot(NamedTuple):
+    """One pass in a timetable: ``F`` or ``B``, of which micro-batch, from when to when."""
+
+    what: str
+    number: int
+    begin: float
+    end: float
+
+
+def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: float = 2.0) -> list[list[Slot]]:
+    """When each stage does what, if every pass begins as soon as it can and nothing has to travel.
+
+    Args:
+        orders: each stage's passes, e.g. ``[one_forward_one_backward(s, 4, 8) for s in range(4)]``.
+        forward: what a forward pass takes.
+        backward: what a backward pass takes; a gradient for the input and one for the weights make it about twice.
+    """
+    done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> when
+    slots: list[list[Slot]] = [[] for _ in orders]
+    while any(len(mine) < len(order) for mine, order in zip(slots, orders, strict=True)):
+        before = len(done)
+        for stage, order in enumerate(orders):
+            for what, number in order[len(slots[stage]) :]:
+                source = stage - 1 if what == "F" else stage + 1
+                if 0 <= source < len(orders) and (what, number, source) not in done:
+                    break
+                free = slots[stage][-1].end if slots[stage] else 0.0
+                begin = max(free, done.get((what, number, source), 0.0))
+                slots[stage].append(Slot(what, number, begin, begin + (forward if what == "F" else backward)))
+                done[what, number, stage] = slots[stage][-1].end
+        assert len(done) > before, "the orders wait for each other"
+    return slots
+
+
+def idle_share(slots: Sequence[Sequence[Slot]]) -> float:
+    """The part of all stages' time, from the first pass to the last, in which they do nothing."""
+    every = list(chain.from_iterable(slots))
+    span = max(slot.end for slot in every) - min(slot.begin for slot in every)
+    return 1 - sum(slot.end - slot.begin for slot in every) / (span * len(slots))
