@@ -128,9 +128,10 @@ class PlanAnswer(_Frozen):
 
     def show(self, screen: "Console") -> None:
         """Print the answer as ``cria plan`` does."""
-        from cria_tricks.predict import plan_data  # here, because it imports torch
+        # rich takes a while to import, and an answer that is not shown does not need it.
+        from cria_tricks.predict import plan_screen
 
-        plan_data.show(self.to_dict(), screen)
+        plan_screen.show(self.to_dict(), screen)
 
     def __str__(self) -> str:
         return _as_text(self.to_dict())
@@ -141,12 +142,12 @@ class PlanAnswer(_Frozen):
 
 
 def _as_text(found: dict[str, Any]) -> str:
-    # rich and torch take a while to import, and an answer that is not shown does not need them.
+    # As in PlanAnswer.show.
     from rich.console import Console
 
-    from cria_tricks.predict import plan_data
+    from cria_tricks.predict import plan_screen
 
     page = io.StringIO()
     # Without force_jupyter=False rich displays the text in a notebook and writes nothing to the page.
-    plan_data.show(found, Console(file=page, force_jupyter=False))
+    plan_screen.show(found, Console(file=page, force_jupyter=False))
     return page.getvalue().rstrip()

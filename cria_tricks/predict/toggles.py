@@ -3,7 +3,6 @@
 Nothing is run here: a bill takes a millisecond, so all toggle sets can be tried.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
+from cria_tricks.predict.toggle_values import all_sets, choices
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
@@ -248,7 +248,7 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
 
 def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Flip one toggle at a time; give its field and the changed recipe, where that is not refused."""
-    for field, values in _choices(recipe, target.device).items():
+    for field, values in choices(recipe, target.device).items():
         for value in values:
             changed = _with(recipe, {field: value})
             if value != getattr(recipe.tricks, field) and target.works(changed):
@@ -279,7 +279,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
     """
     # Many sets cost exactly the same. Of these the one with the fewest changes is the answer.
     shortest: dict[tuple[float, int], Setting] = {}
-    for tricks in _all_sets(recipe, target.device):
+    for tricks in all_sets(recipe, target.device):
         changed = _with(recipe, tricks)
         if not target.works(changed):
             continue
@@ -324,37 +324,3 @@ def named(recipe: Recipe, field: str) -> str:
 
 def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
     return [field for field in LADDER if getattr(recipe.tricks, field) != getattr(changed.tricks, field)]
-
-
-def _choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
-    """List the values to try, for each field that changes no more than how a step is computed."""
-    quantizations: tuple[str, ...] = ("none",)
-    if recipe.tricks.peft != "none":  # only frozen weights can be quantised
-        quantizations = ("none", "int8", "nf4")
-    return {
-        "precision": ("fp32", device.half_precision),
-        "attention": ("eager", "sdpa"),
-        "expand_kv": (False, True),
-        "quantization": quantizations,
-        "double_quantization": (False, True),
-        "lean_preparation": (False, True),
-        "gradient_checkpointing": (False, True),
-        "activation_offload": (False, True),
-        "chunked_loss": (False, True),
-        "optimizer": ("adamw", "adamw_8bit"),
-        "paged_optimizer": (False, True),
-    }
-
-
-def _all_sets(recipe: Recipe, device: Device) -> Iterator[dict[str, Any]]:
-    """Combine the choices of all fields, without the sets in which a toggle would have no effect."""
-    choices = _choices(recipe, device)
-    for values in itertools.product(*choices.values()):
-        tricks = dict(zip(choices, values, strict=True))
-        if tricks["expand_kv"] and tricks["attention"] != "sdpa":
-            continue  # it repeats keys and values for torch's attention only
-        if tricks["double_quantization"] and tricks["quantization"] != "nf4":
-            continue  # only NF4 has scales that are quantised again
-        if tricks["lean_preparation"] and tricks["precision"] == "fp32":
-            continue  # without 16-bit arithmetic it has nothing to save
-        yield tricks

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cria_tricks.bill.bill import Bill
+    from cria_tricks.data.lengths import Lengths
 
 
 def train(
@@ -125,14 +126,11 @@ def plan(
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
     # They import numpy and torch, which takes seconds; a wrong name was told before.
     from cria_tricks.data import lengths
-    from cria_tricks.kwanzaa import augment
     from cria_tricks.predict import plan_data, toggles
 
     target = toggles.Target(shape, device, nproc)
     target.resolve(wanted)  # a setting that cannot work is told before the data is read
-    found_lengths = lengths.full(wanted, "--rows-full")
-    if not rows_full:
-        found_lengths = lengths.read(wanted, augment.of(wanted))
+    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else _read_lengths(wanted)
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
     found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
     return PlanAnswer.model_validate(found)
@@ -187,6 +185,15 @@ def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device |
         here = this_device()
         card = here if here.kind == "cuda" else find_card("t4").device
     return with_settings(recipes.get(recipe, card), changes), shape, card
+
+
+def _read_lengths(recipe: Recipe) -> "Lengths":
+    """Read the lengths of the recipe's rows, with those that it makes of them."""
+    # The first imports numpy, and the package should be quick to import; the second is only of use beside it.
+    from cria_tricks.data import lengths
+    from cria_tricks.kwanzaa import augment
+
+    return lengths.read(recipe, augment.of(recipe))
 
 
 def _several(settings: Iterable[str]) -> list[str]:

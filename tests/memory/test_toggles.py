@@ -158,10 +158,10 @@ def costs(target: Target, start) -> set[tuple[int, float]]:
 
 def test_the_front_is_what_brute_force_leaves(monkeypatch):
     """64 sets: those of which no other is as small and as fast, and better in one of the two."""
-    monkeypatch.setattr(toggles, "_choices", lambda recipe, device: dict(SMALL))
+    monkeypatch.setattr(toggles, "choices", lambda recipe, device: dict(SMALL))
     monkeypatch.setattr(
         toggles,
-        "_all_sets",
+        "all_sets",
         lambda recipe, device: (dict(zip(SMALL, v, strict=True)) for v in itertools.product(*SMALL.values())),
     )
     every = costs(TARGET, recipe("lora"))
