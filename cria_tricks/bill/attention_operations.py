@@ -42,7 +42,8 @@ def attention(memory: StepFacts, residual: int) -> list[Operation]:
 
 
 def _operands(memory: StepFacts) -> _Operands:
-    shape, n = memory.shape, memory.all_tokens
+    shape = memory.shape
+    n = memory.all_tokens
     a = memory.compute_itemsize
     queries = n * shape.query_width * a
     keys = n * shape.kv_width * a
@@ -62,7 +63,8 @@ def _math(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
     back: the gradients of both.
     """
     a = memory.compute_itemsize
-    shape, scores = memory.shape, operands.scores
+    shape = memory.shape
+    scores = operands.scores
     kept = {name: size // a * FP32 for name, size in operands.by_name.items()}
     kept["probabilities"] = scores * FP32
     ways = a
@@ -79,7 +81,9 @@ def _math(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
 def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operation]:
     """Scores, scaled and masked, then the softmax in fp32; back: the gradients of both, beside that of the values."""
     a = memory.compute_itemsize
-    queries, keys, scores = operands.queries, operands.keys, operands.scores
+    queries = operands.queries
+    keys = operands.keys
+    scores = operands.scores
     kept = {"queries": queries, "keys": keys, "probabilities": scores * FP32}
     multiplied = {"values": operands.values}
     if a < FP32:
@@ -87,8 +91,9 @@ def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operat
     if memory.shape.caps_scores:
         kept["capped scores"] = scores * a
     # A mask in fp32 makes the scores so, and else the softmax does.
-    in_fp32 = max(a, memory.hidden_itemsize) == FP32
-    forward = scores * (FP32 if in_fp32 else a + FP32)
+    forward = scores * FP32
+    if max(a, memory.hidden_itemsize) < FP32:
+        forward += scores * a
     # The values' gradient waits, as wide as their product gave them.
     of_values = keys // a * memory.product_itemsize
     if memory.keeps_nothing:  # not the 16 bits that are multiplied are alive then, but what they were made from
@@ -104,7 +109,8 @@ def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operat
 
 def _fused(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
     """A kernel that keeps no score: flash, or memory-efficient."""
-    n, queries = memory.all_tokens, operands.queries
+    n = memory.all_tokens
+    queries = operands.queries
     kept = operands.by_name
     if not memory.maskless:
         kept["mask"] = n * memory.tokens * memory.compute_itemsize  # for each row, and all heads

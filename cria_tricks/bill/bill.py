@@ -64,7 +64,7 @@ class Bill:
     @property
     def workspaces(self) -> Row:
         """What products on a card work in: no tensor, but of the same allocator."""
-        needed = WORKSPACES if self.facts.device.kind == "cuda" else 0
+        needed = WORKSPACES * (self.facts.device.kind == "cuda")
         return Row("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
 
     @property

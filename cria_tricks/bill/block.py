@@ -82,8 +82,9 @@ def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
     A product keeps a factor for the gradient of the other one, so those of matrices without an adapter need none.
     """
     scores = {"q_proj", "k_proj"}
-    needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, "probabilities in 16 bits": {"v_proj"}}
-    needed["probabilities"] = scores if "probabilities in 16 bits" in above else scores | {"v_proj"}
+    needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, "probabilities": scores | {"v_proj"}}
+    if "probabilities in 16 bits" in above:  # these are what the values are multiplied with
+        needed |= {"probabilities": scores, "probabilities in 16 bits": {"v_proj"}}
     adapted = set(memory.adapted)
     if "qkv_proj" in adapted:
         adapted |= {"q_proj", "k_proj", "v_proj"}
@@ -104,7 +105,8 @@ class _Beside:
 
 
 def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
-    n, width = memory.all_tokens, memory.shape.width
+    n = memory.all_tokens
+    width = memory.shape.width
     again = memory.checkpointed and not memory.keeps_nothing
     # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
     # block is made again, up to the one before, while the gradient of what that one gave waits.
@@ -115,7 +117,7 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
     # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
     if again:
-        many = (memory.hidden_itemsize < FP32) + (1 if late or magnitudes else 2)
+        many = (memory.hidden_itemsize < FP32) + 2 - (late or magnitudes)
     elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
         many = 3
     else:
@@ -141,7 +143,7 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
     beside = around.bytes
     hidden = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
     pinned = _pinned(operations)
-    learnt = sum(operation.learns for operation in operations) if learns else 0
+    learnt = learns * sum(operation.learns for operation in operations)
     found: list[Point] = []
     tensors: dict[str, int] = {}
     pins: dict[str, int] = {}

@@ -18,27 +18,38 @@ def walk(memory: StepFacts) -> list[Operation]:
     shape = memory.shape
     # The residual stream's gradient waits while that of the branch beside it is computed.
     residual = memory.all_tokens * shape.width * memory.hidden_itemsize
-    behind = shape.norms_behind
-    found = [] if behind else [_norm(memory, "first norm")]
-    found += _queries_keys_values(memory, INPUT if behind else "first norm's output", residual)
+    # Norms stand in front of attention and MLP, or behind both, or there are four, on both sides.
+    in_front = not shape.norms_behind
+    behind = shape.norms_behind or shape.norms == 4
+    given = INPUT
+    then = "attention's sum"
+    found = []
+    if in_front:
+        given = "first norm's output"
+        then = "second norm's output"
+        found.append(_norm(memory, "first norm"))
+    found += _queries_keys_values(memory, given, residual)
     found += _query_and_key_norms(memory)
     found += _attend(memory, residual)
-    if shape.norms == 4 or behind:
+    if behind:
         found.append(_norm(memory, "norm of what was attended"))
-    if not behind:
+    if in_front:
         found.append(_norm(memory, "second norm"))
     if shape.experts > 1:
         return found + _experts(memory, residual)
-    gate_and_up = _gate_and_up_joined if shape.joined else _gate_and_up
-    found += gate_and_up(memory, "attention's sum" if behind else "second norm's output", residual)
+    if shape.joined:
+        found += _gate_and_up_joined(memory, then, residual)
+    else:
+        found += _gate_and_up(memory, then, residual)
     found.append(linear(memory, "down_proj", GATED, memory.product_itemsize, residual))
-    if shape.norms == 4 or behind:
+    if behind:
         found.append(_norm(memory, "norm of the MLP's output"))
     return found
 
 
 def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[Operation]:
-    shape, x = memory.shape, memory.hidden_itemsize
+    shape = memory.shape
+    x = memory.hidden_itemsize
     if not shape.joined:
         return [linear(memory, name, source, x, residual) for name in ("q_proj", "k_proj", "v_proj")]
     whole = memory.all_tokens * (shape.query_width + 2 * shape.kv_width) * memory.product_itemsize
@@ -51,7 +62,9 @@ def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[
 
 def _attend(memory: StepFacts, residual: int) -> list[Operation]:
     """Rotary positions, the attention itself, and the product with its result."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
+    shape = memory.shape
+    n = memory.all_tokens
+    a = memory.compute_itemsize
     # Cosines have the dtype of the hidden states, so what is turned by them is as wide as the wider of both.
     turned = n * (shape.query_width + shape.kv_width) * memory.widest_itemsize
     # While the attention's output is multiplied, queries, keys and values are still there as they were before they were
@@ -106,7 +119,8 @@ def _norm(memory: StepFacts, name: str) -> Operation:
 
 def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
     """RMS norms of each head's queries and keys, where a model has them."""
-    shape, n = memory.shape, memory.all_tokens
+    shape = memory.shape
+    n = memory.all_tokens
     if not shape.qk_norm:
         return []
     elements = n * (shape.query_width + shape.kv_width)
@@ -121,7 +135,8 @@ def _experts(memory: StepFacts, residual: int) -> list[Operation]:
 
     They compute in the dtype of their weights, whatever autocast says.
     """
-    shape, size = memory.shape, memory.other_weight_itemsize
+    shape = memory.shape
+    size = memory.other_weight_itemsize
     pairs = memory.all_tokens * shape.experts_per_token
     given = pairs * shape.width * size
     inner = pairs * shape.inner * size
@@ -130,10 +145,11 @@ def _experts(memory: StepFacts, residual: int) -> list[Operation]:
     # of all experts' weights, frozen or not.
     card = memory.device
     at_once = memory.bf16 and size < FP32 and (card.kind == "cpu" or card.capability >= (8, 0))
-    opened = 0 if memory.trains_all or at_once else matrix * size
+    opened = matrix * size * (not memory.trains_all and not at_once)
     learns = matrix * FP32 * memory.trains_all
     inputs_read = {"experts' inputs": given}
-    inputs, product = dict[str, int](), dict[str, int]()
+    inputs = dict[str, int]()
+    product = dict[str, int]()
     unkept = inner
     if memory.trains_all or not at_once:  # it keeps also what frozen weights are multiplied with
         inputs = {"experts' inputs": given}

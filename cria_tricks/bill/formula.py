@@ -61,7 +61,8 @@ class Formula:
                 products[-1][name] = products[-1].get(name, 0) + x * y
         return Formula(products, self.sample * other.sample)
 
-    __radd__, __rmul__ = __add__, __mul__
+    __radd__ = __add__
+    __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> "Formula":
         return self + -1 * _single(other)  # less the largest of two is not the largest of less

@@ -93,7 +93,10 @@ def _sizes(memory: StepFacts, processes: int) -> _Sizes:
 def _tensors(memory: StepFacts) -> tuple[list[_Cut], list[_Cut], list[_Cut], list[_Cut]]:
     """The blocks' matrices, their other tensors, those of no block, and those that are added."""
     shape = memory.shape
-    width, inner, layers, experts = shape.width, shape.inner, shape.layers, shape.experts
+    width = shape.width
+    inner = shape.inner
+    layers = shape.layers
+    experts = shape.experts
     matrices = [_Cut(layers, d_out, d_in * d_out) for d_in, d_out in shape.packable.values()]
     small = [_Cut(layers * shape.norms, width, width)]
     small += [_Cut(layers, shape.linears[name][1], shape.linears[name][1]) for name in shape.biased]
@@ -106,7 +109,8 @@ def _tensors(memory: StepFacts) -> tuple[list[_Cut], list[_Cut], list[_Cut], lis
         return matrices, small, root, [_Cut(many, elements, elements) for many, elements in memory.added]
     added = []
     for name in memory.adapted:
-        (d_in, d_out), many = shape.linears[name], layers * shape.copies(name)
+        (d_in, d_out) = shape.linears[name]
+        many = layers * shape.copies(name)
         added += [_Cut(many, memory.rank, memory.rank * d_in), _Cut(many, d_out, memory.rank * d_out)]
         added += [_Cut(many, d_out, d_out)] * memory.dora
     return matrices, small, root, added
@@ -119,13 +123,18 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
         memory: of what a process computes.
         processes: N.
     """
-    sizes, steps = _sizes(memory, processes), moments(memory)
-    gradients = {} if memory.accumulates else {"gradients": sizes.sent_gradients}
+    sizes = _sizes(memory, processes)
+    steps = moments(memory)
+    gradients = dict[str, int]()
+    if not memory.accumulates:
+        gradients["gradients"] = sizes.sent_gradients
     state = {name: size for name, size in sizes.pieces.items() if name != "gradients"}
     found = _arrivals(sizes, steps, state)
     for moment in steps[:-1]:
         blocks, sent, whole = _WHOLE[moment.name]
-        made = min(whole, 1) if memory.accumulates else whole
+        made = whole
+        if memory.accumulates:
+            made = min(whole, 1)
         # The step of one card has the first part of a tied embedding's new gradient already, where others wait.
         waits = moment.name.endswith("block") and not (memory.accumulates and memory.trains_all and memory.shape.tied)
         at_the_top = waits or (moment.name == "embedding" and not memory.accumulates)
@@ -138,7 +147,10 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
 def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list[Moment]:
     """The forward pass, when the weights of a block have just come: nothing of it is kept yet."""
     always = smaller(Moment("", steps[0].rows[:6]), state).rows  # what lives through the step, accumulated gradients
-    kept = [row for step in steps if step.name == "last block" for row in step.rows if row.name == "blocks: waiting"]
+    kept: list[Row] = []
+    for step in steps:
+        if step.name == "last block":
+            kept += [row for row in step.rows if row.name == "blocks: waiting"]
     return [
         Moment("first block arrives", (*always, *_whole(2, 2, sizes, 0))),
         Moment("last block arrives", (*always, *kept, *_whole(1, 3, sizes, 0))),
@@ -176,7 +188,9 @@ def gathered(memory: StepFacts, processes: int) -> Gathered:
         return round(size * processes * sum(cut.piece(processes) for cut in cuts))
 
     def learning(loaded: list[_Cut], beside: list[_Cut]) -> int:
-        return padded([*(loaded if memory.trains_all else []), *beside], FP32)
+        if memory.trains_all:
+            return padded([*loaded, *beside], FP32)
+        return padded(beside, FP32)
 
     return Gathered(
         padded(packed, each) + padded(small, memory.other_weight_itemsize) + padded(in_blocks, FP32),

@@ -13,12 +13,15 @@ def full_loss(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
 
 def cast_copies(memory: StepFacts, *, kept: bool) -> Row:
     """Autocast's copies of what trains in blocks, which autocast holds until the forward pass ends."""
-    copied, matrices = memory.trained_weights, sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
+    copied = memory.trained_weights
+    matrices = sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
     if memory.trains_all:
         copied = memory.shape.layers * matrices
     elif memory.learns_beside:
         copied = memory.learning_blocks * (matrices + memory.shape.width**2)
-    size = copied * memory.compute_itemsize if memory.compute_itemsize < FP32 and memory.learning_blocks and kept else 0
+    size = 0
+    if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
+        size = copied * memory.compute_itemsize
     return Row("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
 
 
@@ -37,7 +40,9 @@ def head_copy(memory: StepFacts) -> int:
 
 def _loss(memory: StepFacts) -> tuple[Row, ...]:
     """The end of the forward pass and the beginning of the backward pass, where all logits are made at once."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
+    shape = memory.shape
+    n = memory.all_tokens
+    a = memory.compute_itemsize
     norm = normalised(memory)
     if memory.trains_head:
         norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.hidden_itemsize * memory.trains_all)
@@ -54,9 +59,11 @@ def _loss(memory: StepFacts) -> tuple[Row, ...]:
 
 def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
     """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
+    shape = memory.shape
+    n = memory.all_tokens
+    a = memory.compute_itemsize
     head = shape.embedding_weights * a * (a < FP32 and (a != memory.other_weight_itemsize or memory.trains_head))
-    logits = n * shape.vocabulary * (2 * FP32 + (a if a < FP32 else 0))
+    logits = n * shape.vocabulary * (2 * FP32 + a * (a < FP32))
     if memory.offloaded and not memory.trains_head:  # then its copy has gone to the host when the next operation runs
         head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
@@ -69,21 +76,27 @@ def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
 
 def _final_norm(memory: StepFacts) -> int:
     """Bytes around the last norm when the head has just run."""
-    a, stream = memory.compute_itemsize, memory.hidden_itemsize
-    kept = (FP32 + stream * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
-    return memory.all_tokens * memory.shape.width * (kept + stream + (a if a != stream else 0))
+    a = memory.compute_itemsize
+    hidden = memory.hidden_itemsize
+    kept = (FP32 + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
+    return memory.all_tokens * memory.shape.width * (kept + hidden + a * (a != hidden))
 
 
 def head_gradient(memory: StepFacts) -> tuple[Row, ...]:
     """Backward through a trained head: its gradient comes in the operand's dtype, then in fp32."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
-    weights, logits = shape.embedding_weights, n * shape.vocabulary
+    shape = memory.shape
+    n = memory.all_tokens
+    a = memory.compute_itemsize
+    weights = shape.embedding_weights
+    logits = n * shape.vocabulary
     given = n * shape.width * a
-    opened = weights * a + logits * a + given * (2 if memory.learning_blocks else 1)
+    opened = weights * a + logits * a + given * (1 + bool(memory.learning_blocks))
     if a < FP32:
         opened = largest(opened + weights * a, weights * (a + FP32) + given)
-    kept = n * shape.width * (FP32 + (memory.hidden_itemsize if memory.trains_all else 0)) + n * FP32
+    kept = n * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + n * FP32
+    if memory.offloaded or not memory.learning_blocks:
+        kept = 0
     return (
-        Row("final norm", 0 if memory.offloaded or not memory.learning_blocks else kept, "its input and output"),
+        Row("final norm", kept, "its input and output"),
         Row("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
     )

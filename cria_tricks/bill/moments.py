@@ -168,7 +168,8 @@ def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tup
 
 def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
     """What lives through the whole step, and the mask, if it is still there."""
-    shape, n = memory.shape, memory.all_tokens
+    shape = memory.shape
+    n = memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
     added = sum(many * elements for many, elements in memory.added)
     mask = 0
@@ -217,6 +218,7 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
     blocks = memory.learning_blocks
     each = waits.each + frozen.each
     below = frozen.below
+    # A prompt is what trains where nothing else does; its vectors and the embedded tokens together are a new tensor.
     prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
         below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here

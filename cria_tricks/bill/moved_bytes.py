@@ -10,9 +10,12 @@ from cria_tricks.bill.products import Blocks, passes_of_a_token
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 
-HALF, MIXED, FULL = (2, 2), (4, 2), (4, 4)
-"""Bytes of a hidden state and of what products multiply. Mixed is fp32 with 16-bit products: trained weights and the
-usual 4-bit preparation keep norms and embeddings in fp32, and everything that is added to them becomes fp32."""
+# Bytes of a hidden state and of what products multiply.
+HALF = (2, 2)
+MIXED = (4, 2)
+"""Mixed is fp32 with 16-bit products: trained weights and the usual 4-bit preparation keep norms and embeddings in
+fp32, and everything that is added to them becomes fp32."""
+FULL = (4, 4)
 
 Each = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 """Forward and backward, for one element of: the hidden states D wide, the MLP's inside F wide, queries and keys."""
@@ -63,7 +66,7 @@ def head_weights(work: Work) -> float:
 
 def _cast(stored: float, wide: int) -> float:
     """Bytes to read a number as it is stored and to write it as it is computed with."""
-    return 0 if stored == wide else stored + wide
+    return (stored + wide) * (stored != wide)
 
 
 def one_by_one(work: Work) -> tuple[int, int]:

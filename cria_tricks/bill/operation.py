@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FIRST_NORM, INPUT = "first norm's input", "block's input"
+FIRST_NORM = "first norm's input"
+INPUT = "block's input"
 """What keeps the block's input: a norm in front of it, or else the matrices."""
-GATED, ATTENDED, JOINED_DOCUMENTS = "gated product", "attention's output", "documents' outputs, joined"
+GATED = "gated product"
+ATTENDED = "attention's output"
+JOINED_DOCUMENTS = "documents' outputs, joined"
 JOINED = ("join's input", "join in 16 bits")
 """What the matrix keeps that joins a trained copy to its block."""
 

@@ -86,8 +86,7 @@ def _backward(memory: StepFacts, name: str, size: _Sizes, x: int) -> int:
     found = of_result + of_weight + size.given * max(a, x)
     if memory.trains_all and memory.accumulates and a < FP32:
         # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
-        read_by_others = x == a and name not in ("o_proj", "down_proj")
-        own = 0 if read_by_others else size.given * a
+        own = size.given * a * (x != a or name in ("o_proj", "down_proj"))
         found = largest(found - size.weight * (FP32 - a), found - of_result - own)
     return found
 
@@ -101,7 +100,8 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
         source: what its input is called.
         x: bytes of an element of the input.
     """
-    name, n = base.name, memory.all_tokens
+    name = base.name
+    n = memory.all_tokens
     a = memory.compute_itemsize
     o = memory.product_itemsize
     size = _sizes(memory, name)
@@ -117,22 +117,22 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
         masked = size.given * _mask_itemsize(memory, x, raised=bool(raised))
         keeps[f"{name}'s dropout"] = masked
         # Before and after; what is multiplied is counted.
-        raised = 2 * raised if raised else size.given * x * (x != a)
+        raised = 2 * raised or size.given * x * (x != a)
     keeps[f"{name}'s A x"] = n * memory.rank * a
     if a < FP32:
         keeps[f"{name}'s A and B in 16 bits"] = thin * a
     # The base's product, before the adapter's input is there; then its result beside the raised input, B A x in the
     # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
     ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
-    beside = 0 if ends else 2 * size.made * max(a, o)
-    copied = size.given * a if x != a or raised else 0
+    beside = 2 * size.made * max(a, o) * (not ends)
+    copied = size.given * a * (x != a or bool(raised))
     # Where blocks keep nothing on the device, what nobody but autograd holds is gone at once.
     masked_away = masked * memory.keeps_nothing
     sent = copied * memory.keeps_nothing + masked_away
-    product = base.forward - masked - (0 if shared else size.given * a)
+    product = base.forward - masked - size.given * a * (not shared)
     forward = largest(product, size.made * o + raised - masked_away, size.made * o + raised + beside - sent)
     # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
-    gone = 0 if shared and source != GATED else size.given * a
+    gone = size.given * a * (not shared or source == GATED)
     of_input = size.given * x
     backward = largest(size.made * o + of_input + raised, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)
@@ -174,7 +174,8 @@ class _Inside:
 
 def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Operation:
     """A DoRA product: LoRA's, and the norms of W + B A, whose magnitudes learn."""
-    name, x = lora.name, inside.x
+    name = lora.name
+    x = inside.x
     a = memory.compute_itemsize
     o = memory.product_itemsize
     size = _sizes(memory, name)
@@ -189,7 +190,7 @@ def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Ope
     first += beside - own * memory.dropout - size.made * a - whole - inside.masked_away
     if not inside.shared and not (memory.dropout and wide == a):
         first -= size.given * a
-    scaled = size.made * FP32 * (1 if inside.ends else 3)
+    scaled = size.made * FP32 * (3 - 2 * inside.ends)
     then += beside - inside.sent - whole * (wide == a)  # which is W
     scaled -= whole * (wide != a) * memory.keeps_nothing
     forward = largest(lora.forward, first, then + inside.copied * memory.dropout, then + scaled)
@@ -215,6 +216,7 @@ def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
     on_device = not memory.offloaded or memory.checkpointed
     cast = identity * a * (a < FP32)
     made = largest(cast + thin * a, cast * on_device + (thin + weight) * a)
-    weights = 2 if memory.quantised or x != a else 1
-    stays = (identity + thin) * a * on_device + weight * x * weights
+    stays = (identity + thin) * a * on_device + weight * x
+    if memory.quantised or x != a:  # W is another than the stored one
+        stays += weight * x
     return largest(identity * FP32 + made, stays + 2 * weight * x), stays

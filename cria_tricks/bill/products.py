@@ -61,7 +61,8 @@ class Blocks:
 
 def blocks(work: Work) -> Blocks:
     """Walk through the blocks, once forward, and see what each owes the way back."""
-    shape, found = work.shape, Blocks()
+    shape = work.shape
+    found = Blocks()
     found.learns = work.gradient_reaches_embedding
     for number in range(shape.layers):
         before = found.learns
@@ -83,8 +84,10 @@ def passes_of_a_token(shape: Shape, name: str) -> int:
 
 def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
     """Add one block; returns whether what it hands on needs a gradient, given whether what it was handed does."""
-    own, thin = Products(), Products()
-    r, norms = work.rank, 0
+    own = Products()
+    thin = Products()
+    r = work.rank
+    norms = 0
     for number, stage in enumerate(work.shape.stages):
         input_learns = learns or trained  # the norm in front trains too
         if number == 0:
@@ -147,7 +150,8 @@ def head(work: Work, learns: bool) -> Products:
         learns: whether anything below the head does.
     """
     found = Products()
-    d_in, d_out = work.shape.width, work.shape.vocabulary
+    d_in = work.shape.width
+    d_out = work.shape.vocabulary
     found.add(d_in, d_out, 1 + learns + work.trains_head)
     if work.head_rank:
         found.add(d_in, work.head_rank, 2 + learns)

@@ -132,14 +132,16 @@ def counts(work: Work, cards: int = 1) -> list[PartCounts]:
 
 
 def _part(counted: PartCounts, card: Card, precision: str) -> Part:
-    of_products, of_memory = counted.flops / card.flops(precision), counted.bytes / card.memory_rate
+    of_products = counted.flops / card.flops(precision)
+    of_memory = counted.bytes / card.memory_rate
     ideal = max(of_products, of_memory) + counted.link / card.link_rate
     flops, moved, link = (round(number) for number in counted[1:4])
     return Part(counted.name, flops, moved, link, ideal / EFFICIENCY, counted.why)
 
 
 def _micro_batch(work: Work) -> Iterator[PartCounts]:
-    n, wide = work.positions, work.compute_itemsize
+    n = work.positions
+    wide = work.compute_itemsize
     blocks = products.blocks(work)
     read = moved_bytes.weights(work, blocks)
     for name, counted, weights, why in (
@@ -165,7 +167,8 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
 
 
 def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
-    trained, each = work.trained_weights, work.optimizer_bytes + work.gradient_bytes
+    trained = work.trained_weights
+    each = work.optimizer_bytes + work.gradient_bytes
     yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
     ring = 2 * (cards - 1) / cards * 4 * trained
     yield PartCounts("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
@@ -174,7 +177,8 @@ def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
 def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
     fused = work.kernel in ("flash", "memory-efficient")
     flops = products.attention(work, blocks, fused=fused)
-    forward, backward = blocks.passes["forward"] + blocks.passes["again"], blocks.attended_back
+    forward = blocks.passes["forward"] + blocks.passes["again"]
+    backward = blocks.attended_back
     if not fused:
         scores = work.batch * work.shape.heads * work.row_positions**2
         moved = scores * (forward * moved_bytes.SCORE[0] + backward * moved_bytes.SCORE[1])

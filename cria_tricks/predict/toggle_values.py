@@ -10,12 +10,11 @@ from cria_tricks.recipe import Recipe
 
 def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
     """List the values to try, for each field that changes no more than how a step is computed."""
-    half = "bf16" if device.real_bf16 else "fp16"
     quantizations: tuple[str, ...] = ("none",)
     if recipe.tricks.peft != "none":  # only frozen weights can be quantised
         quantizations = ("none", "int8", "nf4")
     return {
-        "precision": ("fp32", half),
+        "precision": ("fp32", device.half_precision),
         "attention": ("eager", "sdpa"),
         "expand_kv": (False, True),
         "quantization": quantizations,

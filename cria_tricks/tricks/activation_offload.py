@@ -71,7 +71,10 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         # The storages themselves: bitsandbytes casts a bias in the forward pass, and an address that were free again
         # would be given to an activation, which then stayed as well.
-        self._stay = {storage._cdata: storage for storage in (weight.untyped_storage() for weight in weights)}
+        self._stay = {}
+        for weight in weights:
+            storage = weight.untyped_storage()
+            self._stay[storage._cdata] = storage
         self.bytes_to_host = self.bytes_to_device = 0
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -129,4 +132,4 @@ def on_the_host(waits: Callable[[BlockTensors], Waiting], block: BlockTensors) -
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     """All that autograd saves goes over the link, to the host and back."""
-    return replace(work, link_trips=2 if recipe.tricks.activation_offload else 0)
+    return replace(work, link_trips=2 * recipe.tricks.activation_offload)

@@ -60,7 +60,9 @@ def dynamic_levels(signed: bool) -> torch.Tensor:
     for exponent in range(7):  # 10^-6 with no bits of fraction, or one, up to 10^0 with six or seven
         bounds = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
         size = 10 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
-        levels += size.tolist() + ((-size).tolist() if signed else [])
+        levels += size.tolist()
+        if signed:
+            levels += (-size).tolist()
     return torch.tensor(sorted(levels))
 
 
@@ -123,13 +125,18 @@ class AdamW8bit:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        self.weights, self.steps = list(weights), 0
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.weights = list(weights)
+        self.steps = 0
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
         self.levels = (dynamic_levels(signed=True), dynamic_levels(signed=False))
         # For each weight both moments' codes and scales: all that stays between two steps.
-        self.states = [
-            [quantize_blocks(torch.zeros(weight.numel()), levels) for levels in self.levels] for weight in self.weights
-        ]
+        self.states = []
+        for weight in self.weights:
+            zeros = torch.zeros(weight.numel())
+            self.states.append([quantize_blocks(zeros, levels) for levels in self.levels])
 
     @torch.no_grad()
     def step(self) -> None:

@@ -111,7 +111,8 @@ def chunked_cross_entropy(
         hidden_ND = hidden_ND.detach()  # evaluation: no gradient is made
     if torch.is_autocast_enabled(device):  # cast once, not once a chunk
         dtype = torch.get_autocast_dtype(device)
-        hidden_ND, head_VD = hidden_ND.to(dtype), head_VD.to(dtype)
+        hidden_ND = hidden_ND.to(dtype)
+        head_VD = head_VD.to(dtype)
     else:
         hidden_ND = hidden_ND.to(head_VD.dtype)
     with torch.autocast(device, enabled=False):
@@ -150,10 +151,14 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
     """Rows at the moments around the loss: logits of c tokens, c V, whatever the number of tokens."""
-    shape, n, a = memory.shape, memory.all_tokens, memory.compute_itemsize
+    shape = memory.shape
+    n = memory.all_tokens
+    a = memory.compute_itemsize
     logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
     normed = n * shape.width * memory.hidden_itemsize
-    norm = normed if memory.offloaded else loss.normalised(memory) + normed
+    norm = normed
+    if not memory.offloaded:
+        norm += loss.normalised(memory)
     hidden = 2 * a  # each of a trained token's hidden states, and its gradient
     if memory.hidden_itemsize != a:
         hidden += memory.hidden_itemsize  # as they were picked, before they were cast

@@ -52,7 +52,8 @@ POINTWISE = ("add", "sub", "mul", "truediv", "neg", "exp", "tanh", "sigmoid", "s
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph, tile, *inputs):
-        ctx.graph, ctx.tile = graph, tile
+        ctx.graph = graph
+        ctx.tile = tile
         ctx.save_for_backward(*inputs)  # and nothing of what lies between them and the output
         out = torch.empty_like(inputs[0])
         for out_I, *pieces in zip(*(x.view(-1).split(tile) for x in (out, *inputs)), strict=True):

@@ -69,7 +69,8 @@ def expand_kv(heads_BKSD: torch.Tensor, groups: int) -> torch.Tensor:
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Name the attention function that repeats first; it stands for the sdpa that the recipe must ask for."""
-    tricks, device = recipe.tricks, plan.device
+    tricks = recipe.tricks
+    device = plan.device
     if not tricks.expand_kv:
         return plan
     if tricks.attention != "sdpa":

@@ -66,40 +66,53 @@ def _scores(q_rows, k_BKJD, i, j, groups, causal):
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BKGTD, k_BKSD, v_BKSD, causal, tile):
-        groups, tokens, keys = q_BKGTD.shape[2], q_BKGTD.shape[3], k_BKSD.shape[2]
+        groups = q_BKGTD.shape[2]
+        tokens = q_BKGTD.shape[3]
+        keys = k_BKSD.shape[2]
         out_BKGTD = torch.empty_like(q_BKGTD)
         lse_BKGT = torch.empty_like(q_BKGTD[..., 0], dtype=torch.promote_types(q_BKGTD.dtype, torch.float32))
         for i in range(0, tokens, tile):
             q = _rows(q_BKGTD, i, tile)
             out = torch.zeros_like(q)
-            peak, total = torch.full_like(q[..., :1], float("-inf")), torch.zeros_like(q[..., :1])
+            peak = torch.full_like(q[..., :1], float("-inf"))
+            total = torch.zeros_like(q[..., :1])
             for j in range(0, i + 1 if causal else keys, tile):
-                k, v = _wide(k_BKSD[:, :, j : j + tile]), _wide(v_BKSD[:, :, j : j + tile])
+                k = _wide(k_BKSD[:, :, j : j + tile])
+                v = _wide(v_BKSD[:, :, j : j + tile])
                 scores = _scores(q, k, i, j, groups, causal)
                 higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
                 shrink = (peak - higher).exp()  # what was summed so far was divided by a smaller exp(max)
                 weights = (scores - higher).exp()
-                out, total, peak = out * shrink + weights @ v, total * shrink + weights.sum(-1, keepdim=True), higher
+                out = out * shrink + weights @ v
+                total = total * shrink + weights.sum(-1, keepdim=True)
+                peak = higher
             here = slice(i, i + tile)
             out_BKGTD[:, :, :, here] = (out / total).unflatten(2, (groups, -1))
             lse_BKGT[:, :, :, here] = (peak + total.log()).squeeze(-1).unflatten(2, (groups, -1))
         ctx.save_for_backward(q_BKGTD, k_BKSD, v_BKSD, out_BKGTD, lse_BKGT)  # and no T x S matrix
-        ctx.causal, ctx.tile = causal, tile
+        ctx.causal = causal
+        ctx.tile = tile
         return out_BKGTD
 
     @staticmethod
     def backward(ctx, grad_BKGTD):
         q_BKGTD, k_BKSD, v_BKSD, out_BKGTD, lse_BKGT = ctx.saved_tensors
-        causal, tile, groups = ctx.causal, ctx.tile, q_BKGTD.shape[2]
-        tokens, keys, scale = q_BKGTD.shape[3], k_BKSD.shape[2], q_BKGTD.shape[-1] ** -0.5
+        causal = ctx.causal
+        tile = ctx.tile
+        groups = q_BKGTD.shape[2]
+        tokens = q_BKGTD.shape[3]
+        keys = k_BKSD.shape[2]
+        scale = q_BKGTD.shape[-1] ** -0.5
         dq_BKGTD, dk_BKSD, dv_BKSD = torch.empty_like(q_BKGTD), *(_wide(torch.zeros_like(x)) for x in (k_BKSD, v_BKSD))
         for i in range(0, tokens, tile):
             q, out, grad = (_rows(x, i, tile) for x in (q_BKGTD, out_BKGTD, grad_BKGTD))
             lse = _rows(lse_BKGT[..., None], i, tile)
-            dq, inner = torch.zeros_like(q), (grad * out).sum(-1, keepdim=True)
+            dq = torch.zeros_like(q)
+            inner = (grad * out).sum(-1, keepdim=True)
             for j in range(0, i + 1 if causal else keys, tile):
                 here = slice(j, j + tile)
-                k, v = _wide(k_BKSD[:, :, here]), _wide(v_BKSD[:, :, here])
+                k = _wide(k_BKSD[:, :, here])
+                v = _wide(v_BKSD[:, :, here])
                 weights = (_scores(q, k, i, j, groups, causal) - lse).exp()  # the softmax again, from its log-sum-exp
                 dscores = weights * (grad @ v.mT - inner) * scale
                 dv_BKSD[:, :, here] += weights.mT @ grad  # a group's queries are rows, so this sums over the group
@@ -139,7 +152,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
-    device, instead = plan.device, "use tricks.attention=sdpa"
+    device = plan.device
+    instead = "use tricks.attention=sdpa"
     if device.kind != "cuda":
         raise BadInput(f"tricks.attention=flash_attention_2: it runs on CUDA cards only; {instead}")
     if device.capability < (8, 0):

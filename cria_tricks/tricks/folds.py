@@ -28,13 +28,16 @@ def facts(
         tokens: of a row; ``data.max_length`` when left out.
         trained_tokens: of a micro-batch; all that can be when left out.
     """
-    batch, tokens = recipe.train.batch_size, tokens or recipe.data.max_length
+    batch = recipe.train.batch_size
+    tokens = tokens or recipe.data.max_length
+    if trained_tokens is None:
+        trained_tokens = batch * (tokens - 1)  # no row's first token has one before it to be told from
     found = StepFacts(
         shape=shape,
         device=device,
         batch=batch,
         tokens=tokens,
-        trained_tokens=batch * (tokens - 1) if trained_tokens is None else trained_tokens,
+        trained_tokens=trained_tokens,
         block_weight_bytes=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
         learning_operations=walk,
         block_waits=everything,

@@ -80,7 +80,9 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """From the second micro-batch on the gradients of the first ones wait."""
+    """From the second micro-batch on the gradients of the first ones wait: 4 bytes for each trained weight."""
+    # That they wait also means that a new gradient is added to an old one. Where that opens something is said beside
+    # each product and at the embedding (`accumulates` of the facts), because it is another tensor every time.
     if recipe.tricks.gradient_accumulation > 1:
         return replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
     return memory

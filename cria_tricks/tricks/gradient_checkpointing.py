@@ -57,7 +57,8 @@ class _Recompute(torch.autograd.Function):
     # computed again when the backward pass comes to it. The weights are arguments so that they get their gradients.
     @staticmethod
     def forward(ctx, block, x_BTD, *weights):
-        ctx.block, ctx.weights = block, weights
+        ctx.block = block
+        ctx.weights = weights
         ctx.generators = generators_of(x_BTD)
         ctx.random_states = _states(ctx.generators)  # before the block draws its dropout mask
         ctx.save_for_backward(x_BTD)  # the only activation that is kept
@@ -119,7 +120,9 @@ def inputs_wait(block: BlockTensors) -> Waiting:
     again = block.pinned
     if not block.keeps_input:
         again += block.input
-    why = "their inputs and their joins'" if block.joined else "their inputs"
+    why = "their inputs"
+    if block.joined:
+        why += " and their joins'"
     return Waiting(block.input + block.pinned + block.joined, again, why)
 
 

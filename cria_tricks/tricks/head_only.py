@@ -66,6 +66,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """An fp32 copy of the head; no gradient reaches the blocks, so they keep nothing."""
     if recipe.tricks.peft != "head":
         return memory
+    # No block learns: that alone empties the lines of the blocks.
     return replace(memory, trains_all=False, added=((1, shape.embedding_weights),), learning_blocks=0)
 
 

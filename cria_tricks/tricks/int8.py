@@ -97,7 +97,9 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return memory
     a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
     # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
-    product = 4 if memory.device.kind == "cuda" else memory.product_itemsize
+    product = memory.product_itemsize
+    if memory.device.kind == "cuda":
+        product = 4
     return replace(
         memory,
         block_weight_bytes=shape.layers * a_block,

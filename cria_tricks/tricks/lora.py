@@ -153,7 +153,9 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
             raise BadInput(f"lora.target_modules: no estimate for {name}; there are {', '.join(shape.linears)}")
         d_in, d_out = shape.linears[name]
         many = shape.layers * shape.copies(name)
-        added += [(many, lora.r * d_in), (many, lora.r * d_out), *([(many, d_out)] if lora.dora else [])]
+        added += [(many, lora.r * d_in), (many, lora.r * d_out)]
+        if lora.dora:
+            added.append((many, d_out))
     return replace(
         memory,
         trains_all=False,
@@ -173,8 +175,9 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     lora = recipe.lora
     names = {target.rsplit(".", 1)[-1] for target in lora.target_modules}
     adapted = tuple(name for name in shape.linears if name in names or ALL_LINEAR in names)
-    widths = [shape.linears[name] for name in adapted for _ in range(shape.copies(name))]
-    trained = shape.layers * trained_weights(widths, lora.r, lora.dora)
+    trained = 0
+    for name in adapted:
+        trained += shape.layers * shape.copies(name) * trained_weights([shape.linears[name]], lora.r, lora.dora)
     head_rank = 0
     if "lm_head" in names:
         head_rank = lora.r

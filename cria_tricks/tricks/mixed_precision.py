@@ -71,7 +71,8 @@ class LossScale:
     """
 
     def __init__(self, scale: float = 65536.0, growth_interval: int = 2000):
-        self.scale, self.growth_interval = scale, growth_interval
+        self.scale = scale
+        self.growth_interval = growth_interval
         self.skipped = self.good = 0
 
     def step(self, optimizer: torch.optim.Optimizer, weights: Iterable[torch.Tensor]) -> bool:
@@ -93,12 +94,15 @@ class LossScale:
         for gradient in gradients:
             gradient.div_(self.scale)
         if not all(torch.isfinite(gradient).all() for gradient in gradients):
-            self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+            self.scale = self.scale / 2
+            self.good = 0
+            self.skipped = self.skipped + 1
             return False
         optimizer.step()
         self.good += 1
         if self.good == self.growth_interval:
-            self.scale, self.good = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self.good = 0
         return True
 
 
@@ -126,6 +130,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
     if recipe.tricks.precision == "fp32":
         return memory
+    # Two kernels ask whether these are bf16: int8 products cast it to fp16, and only it has a kernel for all experts.
     memory = replace(memory, compute_itemsize=2, product_itemsize=2, bf16=recipe.tricks.precision == "bf16")
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory
@@ -143,10 +148,11 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     precision = recipe.tricks.precision
     if precision == "fp32":
         return work
-    unscaling = UNSCALE if precision == "fp16" else 0
+    unscaling = UNSCALE * (precision == "fp16")
     work = replace(work, precision=precision, compute_itemsize=2, gradient_bytes=work.gradient_bytes + unscaling)
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return work
     # A head that trains alone is an fp32 copy of the stored one.
-    head_itemsize = 4 if recipe.tricks.peft == "head" else 2
-    return replace(work, stored_itemsize=2, hidden_itemsize=2, head_itemsize=head_itemsize)
+    if recipe.tricks.peft == "head":
+        return replace(work, stored_itemsize=2, hidden_itemsize=2)
+    return replace(work, stored_itemsize=2, hidden_itemsize=2, head_itemsize=2)

@@ -165,7 +165,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Name the length of a packed row; ``trainer/shared.py`` packs the training rows only."""
     if not recipe.tricks.packing:
         return plan
-    attention, batch = recipe.tricks.attention, recipe.train.batch_size
+    attention = recipe.tricks.attention
+    batch = recipe.train.batch_size
     if attention == "flash_attention_2" and batch > 1:
         raise BadInput(
             f"tricks.packing=true with tricks.attention=flash_attention_2 and train.batch_size={batch}: transformers "

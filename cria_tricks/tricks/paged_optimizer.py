@@ -111,8 +111,13 @@ class PagedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
-        self.weights, self.pager, self.steps = list(weights), pager, 0
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.weights = list(weights)
+        self.pager = pager
+        self.steps = 0
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
 
     @torch.no_grad()
     def step(self) -> None:

@@ -135,7 +135,7 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
                 keeps[name] = keeps[name] * memory.hidden_itemsize // FP32
         copied.append(replace(operation, keeps=keeps, backward=operation.backward + waits))
     joined = memory.all_tokens * width * a
-    in_16_bits = width * width * a if a < FP32 else 0
+    in_16_bits = width * width * a * (a < FP32)
     join = dict(zip(JOINED, (joined, in_16_bits), strict=True))
     return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
