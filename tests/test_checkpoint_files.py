@@ -8,7 +8,7 @@ import pytest
 
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, Unwritten
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, field_names, with_settings
 from cria_tricks.store import checkpoints
 from cria_tricks.store.checkpoints import LENGTH, Checkpoint, Checkpoints, describe, other_versions, refuse_another_run
@@ -241,9 +241,9 @@ def test_a_library_that_was_not_there_is_another_version():
 
 
 def test_a_description_names_device_processes_and_rows():
-    found = describe(Recipe(name="x"), {"train": Source([], "")}, "Tesla T4")
+    found = describe(Recipe(name="x"), {"train": DataSource([], "")}, "Tesla T4")
     assert list(found) == ["recipe", "rows", "versions"]
-    assert found["rows"] == {"train": Source([], "other").sha256}
+    assert found["rows"] == {"train": DataSource([], "other").sha256}
     assert list(found["versions"]) == ["device", "processes", "torch", "transformers", "peft", "bitsandbytes"]
     assert (found["versions"]["device"], found["versions"]["processes"]) == ("Tesla T4", 1)
     assert describe(Recipe(), {}, "cpu", 3)["versions"]["processes"] == 3

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, Unwritten
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.trainer.fit import fit
@@ -422,8 +422,8 @@ def test_out_of_memory_in_the_optimizer_step_saves_nothing_half_done(tiny_model,
 
 
 def test_another_recipe_is_refused_with_the_fields_that_differ():
-    source = Source([Chat((), "a", "b", "x:1")], "")
-    other = Source([Chat((), "a", "c", "x:1")], "")
+    source = DataSource([Chat((), "a", "b", "x:1")], "")
+    other = DataSource([Chat((), "a", "c", "x:1")], "")
     before = describe(with_settings(Recipe(), ["lora.r=4"]), {"train": source, "eval": source}, "cpu")
     before = json.loads(json.dumps(before))
     free = ["lora.r=4", "name=x", "train.save_steps=3", "train.save_minutes=1", "train.mirror=x", "data.train=moved"]

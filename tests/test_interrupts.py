@@ -156,8 +156,8 @@ def test_what_libraries_make_of_the_exception_does_not_matter(lines):
     wrapped = ("from cria_tricks.common import interrupts; from cria_tricks.processes import exit as last_words",)
     wrapped += (
         "def interrupted():",
-        "    honest = last_words.numbers.may_speak",
-        "    last_words.numbers.may_speak = lambda: press(2) or honest()",
+        "    honest = last_words.numbers.is_elected_to_speak",
+        "    last_words.numbers.is_elected_to_speak = lambda: press(2) or honest()",
         "    return interrupts.words()",
     )
     assert run_command(*wrapped, *lines) == (130, NOTHING)

@@ -98,7 +98,7 @@ def test_a_hub_that_refuses_connections_is_asked_again_and_then_given_up(hub_at,
     assert capsys.readouterr().err == "127.0.0.1 does not answer; asking again, for 3 s at most\n"
 
 
-@pytest.mark.parametrize("read", [lambda name: sources.find(name, "train"), shards.Hub], ids=["read", "streamed"])
+@pytest.mark.parametrize("read", [lambda name: sources.find(name, "train"), shards.HubStream], ids=["read", "streamed"])
 def test_a_data_set_of_a_hub_that_never_answers_is_given_up_too(read, hub_at, monkeypatch, tmp_path):
     import datasets
 

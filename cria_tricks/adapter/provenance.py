@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from cria_tricks.data.shards import Streamed
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.models import Weights, identity
 
 PACKAGE = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ METRICS = (
 def describe(
     report: Mapping[str, Any],
     weights: Weights,
-    found: Mapping[str, Source | Streamed],
+    found: Mapping[str, DataSource | Streamed],
     other_base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Collect what made an adapter.
@@ -73,10 +73,10 @@ def describe(
     }
 
 
-def _rows(source: Source | Streamed, kinds: Mapping[str, int]) -> dict[str, Any]:
+def _rows(source: DataSource | Streamed, kinds: Mapping[str, int]) -> dict[str, Any]:
     return {
         "description": source.description,
-        "rows": len(source.rows) if isinstance(source, Source) else None,
+        "rows": len(source.rows) if isinstance(source, DataSource) else None,
         "sha256": source.sha256,
         "kinds": kinds,
     }

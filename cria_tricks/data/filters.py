@@ -13,7 +13,7 @@ LOOKED_AT = 4000
 """Characters of a row that tell its language: the first ones."""
 
 
-class Sieve:
+class RowFilter:
     """Filter rows by the recipe's ``data`` fields, and by whether they are evaluation rows.
 
     Args:

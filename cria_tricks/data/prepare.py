@@ -6,10 +6,10 @@ from typing import Any
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import ADDED, KEPT, Tally
 from cria_tricks.data.duplicates import Repeats
-from cria_tricks.data.filters import Sieve
+from cria_tricks.data.filters import RowFilter
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.rules import refuse_missing_libraries
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.data.tokens import TokenRows, tokenize
 from cria_tricks.recipe import Recipe
 
@@ -37,7 +37,7 @@ class Prepare:
         augment: Copies | None = None,
     ):
         refuse_missing_libraries(recipe.data)
-        self.sieve = Sieve(recipe.data, held_out, say)
+        self.row_filter = RowFilter(recipe.data, held_out, say)
         self.augment = augment
         assert augment or not any(getattr(recipe.data, field) for field in ADDED), "nothing makes the copies"
 
@@ -52,7 +52,7 @@ class Prepare:
             repeated: says why a row came before, or ``None``; asked of rows that nothing else speaks against.
         """
         for row in rows:
-            if not self.sieve.keeps(row, tally):
+            if not self.row_filter.keeps(row, tally):
                 continue
             reason = repeated(row) if repeated else None
             if reason:
@@ -63,15 +63,15 @@ class Prepare:
             if not self.augment:
                 continue
             for kind, copy in self.augment(row):
-                if self.sieve.may_be_trained(copy, tally):
+                if self.row_filter.may_be_trained(copy, tally):
                     tally.count(ADDED[kind], copy)
                     yield copy
 
 
 def train_rows(
     recipe: Recipe,
-    train: Source,
-    held_out: Source,
+    train: DataSource,
+    held_out: DataSource,
     tokenizer: Any,
     say: Callable[[str], None],
     augment: Copies | None = None,
@@ -103,7 +103,7 @@ def train_rows(
     return tokenize(rows, tokenizer, data.max_length, data.overflow, data.overlap, tally)
 
 
-def eval_rows(recipe: Recipe, held_out: Source, tokenizer: Any) -> TokenRows:
+def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows:
     """Tokenise the evaluation's rows, all of them as they are.
 
     Raises:

@@ -55,7 +55,7 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-class Lines:
+class LineStream:
     """Stream the rows of a .jsonl file; a shard is a range of bytes, and has the lines that begin in it.
 
     Args:
@@ -156,7 +156,7 @@ class Lines:
         return f"{self.path}:{number}"
 
 
-class Texts:
+class TextStream:
     """Stream text files; a shard is as many pieces of them as make about one ``texts.PIECE``, and is one item.
 
     Args:
@@ -211,7 +211,7 @@ class Texts:
         return message
 
 
-class Hub:
+class HubStream:
     """Stream a data set of the hub over the network, in its own order.
 
     Args:
@@ -251,7 +251,7 @@ class Hub:
         return message
 
 
-Streamed = Lines | Texts | Hub
+Streamed = LineStream | TextStream | HubStream
 
 
 def open_stream(name: str, lanes: int) -> Streamed:
@@ -266,7 +266,7 @@ def open_stream(name: str, lanes: int) -> Streamed:
     """
     found = sources.place(name, "train")
     if isinstance(found, str):
-        return Hub(found, lanes)
+        return HubStream(found, lanes)
     if found.is_dir() or found.suffix == ".txt":
-        return Texts(found, lanes)
-    return Lines(found, lanes)
+        return TextStream(found, lanes)
+    return LineStream(found, lanes)

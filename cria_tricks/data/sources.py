@@ -31,7 +31,7 @@ _SHA256 = {
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Rows, and their description for the model card."""
 
     rows: list[Chat]
@@ -49,7 +49,7 @@ class Source:
         return digest.hexdigest()
 
 
-def find(name: str, part: Part) -> Source:
+def find(name: str, part: Part) -> DataSource:
     """Read one part of a data set.
 
     Args:
@@ -68,10 +68,10 @@ def find(name: str, part: Part) -> Source:
         return _from_texts(found, part)
     rows = read_jsonl(found)
     if name == "nguzo_saba":
-        return Source(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
+        return DataSource(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
     if name == "kwanzaa":
-        return Source(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
-    return Source(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
+        return DataSource(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
+    return DataSource(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
 
 
 def glance(name: str, part: Part) -> None:
@@ -110,7 +110,7 @@ def place(name: str, part: Part) -> Path | str:
     )
 
 
-def _from_texts(path: Path, part: Part) -> Source:
+def _from_texts(path: Path, part: Part) -> DataSource:
     files = texts.files(path)
     rows = []
     for file in files:
@@ -118,7 +118,7 @@ def _from_texts(path: Path, part: Part) -> Source:
         rows += [row for row in read if row]
     if not rows:
         raise BadInput(f"data.{part}={path}: there is no text in it")
-    return Source(rows, f"{path.name}, {len(files)} text files")
+    return DataSource(rows, f"{path.name}, {len(files)} text files")
 
 
 def _download_kwanzaa(part: Part) -> Path:
@@ -140,7 +140,7 @@ def _download_kwanzaa(part: Part) -> Path:
     return path
 
 
-def _from_hub(name: str, part: Part) -> Source:
+def _from_hub(name: str, part: Part) -> DataSource:
     # It takes a second to import, and only rows of the hub need it.
     from datasets import get_dataset_split_names, load_dataset
 
@@ -162,7 +162,7 @@ def _from_hub(name: str, part: Part) -> Source:
         raise BadInput(f"data.{part}={name}: cannot be loaded from the hub: {network.why(error)}") from None
     places = ((dict(row), f"{hub_id}:{split} row {index}") for index, row in enumerate(rows))
     checked = list(check_rows(places))
-    return Source(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")
+    return DataSource(checked, f"{hub_id} ({split}), {len(checked)} rows, from the Hugging Face hub")
 
 
 def _sha256(content: bytes) -> str:

@@ -20,8 +20,8 @@ from cria_tricks.data import stream_duplicates
 from cria_tricks.data.counts import CUT, DROPPED, Tally
 from cria_tricks.data.prepare import Copies, Prepare
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.shards import Hub, Streamed
-from cria_tricks.data.sources import Source
+from cria_tricks.data.shards import HubStream, Streamed
+from cria_tricks.data.sources import DataSource
 from cria_tricks.data.stream_lanes import Lane, datasets_of
 from cria_tricks.data.tokens import TokenRow, chunks, document, token_row
 from cria_tricks.processes.world import World
@@ -47,7 +47,7 @@ class Stream(torch.utils.data.IterableDataset):
         self,
         recipe: Recipe,
         source: Streamed,
-        held_out: Source,
+        held_out: DataSource,
         tokenizer: Any,
         world: World,
         say: Callable[[str], None],
@@ -101,7 +101,7 @@ class Stream(torch.utils.data.IterableDataset):
             stream_duplicates.write(file, found, about)
             return found
 
-        self.duplicates = world.first(look)
+        self.duplicates = world.on_rank_zero(look)
 
     def __iter__(self) -> Iterator[TokenRow]:
         lanes = [iter(lane) for lane in self.lanes.values()]
@@ -119,7 +119,7 @@ class Stream(torch.utils.data.IterableDataset):
                 rows += self._tokens(chat, tally)
         except BadInput as error:
             raise BadInput(self.source.in_lines(str(error))) from None
-        if len(rows) > 1 and not isinstance(self.source, Hub):
+        if len(rows) > 1 and not isinstance(self.source, HubStream):
             order = np.random.default_rng([self.recipe.train.seed, item["number"]]).permutation(len(rows))
             rows = [rows[index] for index in order]
         return rows

@@ -55,7 +55,7 @@ def find_duplicates(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Dupli
     repeats = Repeats(near)
     found: dict[int, int] = {}
     for row in rows:
-        if not prepare.sieve.keeps(row, Tally()):
+        if not prepare.row_filter.keeps(row, Tally()):
             continue
         reason = repeats.reason(row)
         if reason:

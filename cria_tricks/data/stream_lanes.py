@@ -11,7 +11,7 @@ import numpy as np
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import Tally
-from cria_tricks.data.shards import Hub, Streamed
+from cria_tricks.data.shards import HubStream, Streamed
 from cria_tricks.data.tokens import TokenRow, trained
 
 
@@ -92,7 +92,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
     from datasets import IterableDataset
     from datasets.distributed import split_dataset_by_node
 
-    if isinstance(source, Hub):
+    if isinstance(source, HubStream):
         return [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
     shards: list[Any] = source.shards()
     if len(shards) < source.lanes:

@@ -22,7 +22,7 @@ from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.kwanzaa.answers import Answers, Written
 from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
@@ -148,7 +148,7 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
     return place
 
 
-def _find(data: str) -> Source:
+def _find(data: str) -> DataSource:
     if not data:
         raise BadInput("--data: is empty; name a file, a folder or a data set")
     try:
@@ -176,7 +176,7 @@ def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Score
 
 
 def _answers(
-    folder: Path, base: bool, source: Source, rows: int, place: Path, settings: Settings, console: Console
+    folder: Path, base: bool, source: DataSource, rows: int, place: Path, settings: Settings, console: Console
 ) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
     """Answer the rows with the adapter, and with its base if asked for.
 

@@ -46,7 +46,7 @@ def weights(model: torch.nn.Module, world: World) -> dict[str, torch.Tensor] | N
         return _of_all_stages(mine, world)
     state = model.state_dict()
     in_pieces = any(isinstance(value, DTensor) for value in state.values())
-    return whole(state, keep=world.is_first) if in_pieces else None
+    return whole(state, keep=world.is_main) if in_pieces else None
 
 
 def states(optimizer: Any, model: torch.nn.Module, world: World) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def states(optimizer: Any, model: torch.nn.Module, world: World) -> dict[str, An
     own = optimizer.state_dict()
     names = _names(optimizer, model)
     mine = {names[number]: values for number, values in own["state"].items()}
-    together = _of_all_stages(mine, world) if world.stages > 1 else whole(mine, keep=world.is_first)
+    together = _of_all_stages(mine, world) if world.stages > 1 else whole(mine, keep=world.is_main)
     return {"lr": own["param_groups"][0]["lr"], "state": together}
 
 

@@ -30,7 +30,7 @@ def _say(text: str) -> None:
     if numbers.processes() > 1 and threading.current_thread() is threading.main_thread():
         for number in interrupts.heard():
             signal.signal(number, signal.SIG_IGN)  # a launcher ends the others as soon as one has died
-    if numbers.may_speak():  # else another process of the run has said it
+    if numbers.is_elected_to_speak():  # else another process of the run has said it
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
             print(text, file=sys.stderr, end="", flush=True)
 

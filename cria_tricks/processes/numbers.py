@@ -68,7 +68,7 @@ def see_one_card() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[here]
 
 
-def may_speak() -> bool:
+def is_elected_to_speak() -> bool:
     """Tell whether this process is the first to ask: of processes that end together, only that one says why."""
     if _store is None and processes() == 1:
         return True
@@ -104,7 +104,7 @@ def _launchers_store() -> Any:
 
 
 def keep(store: Any) -> None:
-    """Remember the store of the processes that join, for :func:`may_speak`."""
+    """Remember the store of the processes that join, for :func:`is_elected_to_speak`."""
     global _store
     _store = store
 

@@ -97,7 +97,7 @@ class World:
         return self.mesh[axis].size()
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the main process, which alone writes files and speaks to the user."""
         return self.rank == 0
 
@@ -110,7 +110,7 @@ class World:
             dist.all_reduce(value, group=self.mesh["data"].get_group())
         return value
 
-    def highest(self, *values: float) -> list[float]:
+    def max_over_ranks(self, *values: float) -> list[float]:
         """All-reduce each value to its maximum over all ranks; so a flag that one process raises is raised for all."""
         if self.size == 1:
             return list(values)
@@ -121,14 +121,14 @@ class World:
         dist.all_reduce(together, dist.ReduceOp.MAX)
         return together.tolist()
 
-    def first(self, function: Callable[[], T]) -> T:
+    def on_rank_zero(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 only, and broadcast what it returns, or what it raises, to all ranks."""
         if self.size == 1:
             return function()
         import torch.distributed as dist
 
         done: list[Any] = [None, None]
-        if self.is_first:
+        if self.is_main:
             try:
                 done[0] = function()
             except Exception as error:
@@ -139,14 +139,14 @@ class World:
         return done[0]
 
     @contextlib.contextmanager
-    def within(self, context: "contextlib.AbstractContextManager[Any]") -> Iterator[None]:
+    def entered_on_rank_zero(self, context: "contextlib.AbstractContextManager[Any]") -> Iterator[None]:
         """Enter a context on rank 0 only; if that raises, all ranks raise the same."""
         with contextlib.ExitStack() as stack:
 
             def enter() -> None:  # what a context yields need not be picklable, so it is not broadcast
                 stack.enter_context(context)
 
-            self.first(enter)
+            self.on_rank_zero(enter)
             yield
 
     def gather(self, value: T) -> list[T]:
@@ -155,7 +155,7 @@ class World:
             return [value]
         import torch.distributed as dist
 
-        if not self.is_first:
+        if not self.is_main:
             dist.gather_object(value)
             return []
         found: list[Any] = [None] * self.size

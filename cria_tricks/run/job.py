@@ -61,7 +61,7 @@ def checked(
     began: float,
 ) -> Job:
     """Find what can be wrong with the rows and the folders."""
-    console.quiet = console.quiet or not world.is_first
+    console.quiet = console.quiet or not world.is_main
     lanes = plan.training["gradient_accumulation_steps"]
     with doing("reading the rows"):
         train_rows = (
@@ -69,7 +69,7 @@ def checked(
         )
         found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
-    folders = world.first(lambda: Folders(recipe, out, resume, about, Voice(console)))
+    folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
     job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
     return job

@@ -85,7 +85,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     job.warn(report.data_warnings(rows, recipe, context_of(weights.path)))
     highest_id = max(part.highest_id for part in rows.values())
     numbers = count_trainable(plan, weights, highest_id)
-    with world.within(job.folders.claimed(numbers, plan.optimizer["bits"])):
+    with world.entered_on_rank_zero(job.folders.claimed(numbers, plan.optimizer["bits"])):
         console.print(f"loading {weights.name} on {plan.device.name}, writing to {job.folders.folder}")
         if weights.note:
             console.print(f"note: {weights.note}")
@@ -101,7 +101,7 @@ def carry_out(job: Job) -> dict[str, Any]:
         job.warn(report.step_warnings(trained.run))
         with doing("writing the result"):
             summary = _written(job, weights, tokenizer, rows, trained, began_over)
-    return world.first(lambda: summary)
+    return world.on_rank_zero(lambda: summary)
 
 
 def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _written(
         page.write(job.folders.folder, summary)
         job.folders.mirror_results()
 
-    world.first(write)
+    world.on_rank_zero(write)
     return summary
 
 
@@ -205,7 +205,7 @@ def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[l
     recipe, folders = job.recipe, job.folders
     found: list[Any] = [monitor]
     with contextlib.ExitStack() as stack:
-        if job.world.is_first:
+        if job.world.is_main:
             if recipe.train.profile:
                 found.append(stack.enter_context(Profile(folders.folder / "profile", cuda=monitor.cuda)))
             step = folders.start.step if folders.start else 0

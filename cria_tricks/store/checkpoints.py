@@ -26,7 +26,7 @@ from cria_tricks.common.errors import BadInput, Unwritten
 from cria_tricks.common.fields import flat
 from cria_tricks.common.version import ARITHMETIC, installed
 from cria_tricks.data.shards import Streamed
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe
 
 KEPT = 2
@@ -159,7 +159,9 @@ class Checkpoints:
         return sorted(found, key=_step, reverse=True)
 
 
-def describe(recipe: Recipe, found: Mapping[str, Source | Streamed], device: str, processes: int = 1) -> dict[str, Any]:
+def describe(
+    recipe: Recipe, found: Mapping[str, DataSource | Streamed], device: str, processes: int = 1
+) -> dict[str, Any]:
     """Describe a run by all that decides its result: recipe, rows, library versions, device and number of processes."""
     return {
         "recipe": recipe.model_dump(mode="json"),

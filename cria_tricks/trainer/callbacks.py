@@ -68,14 +68,14 @@ class StepMeter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         world = self.trainer.world
         tokens, trained = world.sum(torch.stack(self.tokens).sum(0)).tolist()  # waits for the GPU
-        seconds, watched = world.highest(time.perf_counter() - self.began, self.watched)
+        seconds, watched = world.max_over_ranks(time.perf_counter() - self.began, self.watched)
         self.measured = {
             "step_seconds": seconds,
             "tokens": tokens,
             "trained_tokens": trained,
             "skipped": int(self.trainer.accelerator.optimizer_step_was_skipped),
         }
-        [peak] = map(int, world.highest(self.trainer.meter.lap()))
+        [peak] = map(int, world.max_over_ranks(self.trainer.meter.lap()))
         if watched or not self.trainer.meter.counts:
             self.measured["peak_bytes"] = peak
         self.close()
@@ -105,7 +105,7 @@ class Agree(TrainerCallback):
         self.world = world
 
     def on_step_end(self, args, state, control, **kwargs):
-        save, stop = self.world.highest(control.should_save, control.should_training_stop)
+        save, stop = self.world.max_over_ranks(control.should_save, control.should_training_stop)
         control.should_save, control.should_training_stop = bool(save), bool(stop)
 
 
@@ -143,7 +143,7 @@ class StopOnSignal(TrainerCallback):
         if self.requested:
             signal.raise_signal(number)
         self.requested, self.since = True, time.monotonic()
-        if not self.world.is_first:
+        if not self.world.is_main:
             return
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it

@@ -109,7 +109,7 @@ class ResumableTrainer(Trainer):
                     (aside / POSITION).write_text(json.dumps(lanes) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(aside / "trainer_state.json"))
 
-        self.world.first(write)
+        self.world.on_rank_zero(write)
 
     def _saved_after_all(self) -> str:
         """After the last whole step, if the weights are still those."""

@@ -185,7 +185,7 @@ class SharedTrainer(ResumableTrainer):
         tokens = 0
         with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for batch in loader:
-                if any(self.world.highest(self.stop.requested)):  # the resumed run evaluates here first
+                if any(self.world.max_over_ranks(self.stop.requested)):  # the resumed run evaluates here first
                     self.control.should_training_stop = True
                     self.control.should_evaluate = False
                     self.control.should_save = self.state.global_step > 0
@@ -225,7 +225,7 @@ class SharedTrainer(ResumableTrainer):
         Of a stream: how often all of its rows were given.
         """
         if self.stream:
-            return -self.world.highest(-self.stream.passes)[0]
+            return -self.world.max_over_ranks(-self.stream.passes)[0]
         micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
         window = micro_batches_of_a_step(self.plan)
         epochs, steps = divmod(self.state.global_step, math.ceil(micro_batches / window))
@@ -265,7 +265,7 @@ class SharedTrainer(ResumableTrainer):
         eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
         with torch.no_grad(), self.drawing_nothing(), eager, LargestActivation(self.model) as found:
             self.loss_sum(self.model, self._prepare_inputs(inputs))
-        (found.value,) = self.world.highest(found.value)  # all processes go on, or none
+        (found.value,) = self.world.max_over_ranks(found.value)  # all processes go on, or none
         if said := too_little_room(found):
             self.warnings.append(said)
             self.checkpoints.say(f"warning: {said}")

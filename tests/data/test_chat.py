@@ -6,7 +6,7 @@ import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.rows import check_rows, read_jsonl
-from cria_tricks.data.shards import Lines
+from cria_tricks.data.shards import LineStream
 
 NO_KIND = (
     "a row needs the field messages, the fields prompt and completion, or text; or those of ShareGPT (conversations) "
@@ -278,7 +278,7 @@ def test_a_key_that_is_there_twice_is_refused(line, key, tmp_path):
     with pytest.raises(BadInput) as caught:
         read_jsonl(path)
     assert str(caught.value) == said
-    stream = Lines(path)
+    stream = LineStream(path)
     with pytest.raises(BadInput) as caught:
         list(stream.whole())
     assert stream.in_lines(str(caught.value)) == said

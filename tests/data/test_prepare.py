@@ -9,10 +9,10 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import prepare
 from cria_tricks.data.counts import Tally, warnings
 from cria_tricks.data.duplicates import Repeats
-from cria_tricks.data.filters import Sieve
+from cria_tricks.data.filters import RowFilter
 from cria_tricks.data.prepare import Prepare, eval_rows, train_rows
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
@@ -84,8 +84,8 @@ def test_leakage_as_an_error_names_both_rows():
 
 def test_the_first_row_that_leaks_is_said_at_once():
     said = []
-    sieve, tally = Sieve(Recipe().data, [HELD_OUT], said.append), Tally()
-    assert all(sieve.keeps(row, tally) for row in LEAKING)
+    row_filter, tally = RowFilter(Recipe().data, [HELD_OUT], said.append), Tally()
+    assert all(row_filter.keeps(row, tally) for row in LEAKING)
     assert said == ["train.jsonl:1 is eval.jsonl:1"]
     assert "3 training rows ask what an evaluation row asks" in warnings(tally, Recipe().data)[0]
 
@@ -120,7 +120,7 @@ def test_settings_that_cannot_work_are_refused_by_every_command(settings, said):
 
 def test_a_language_that_cannot_be_told_is_refused():
     with pytest.raises(BadInput, match=r"data.language=xx: cannot be told from others; there are .*\ben\b"):
-        Sieve(with_settings(Recipe(), ["data.language=xx"]).data, [])
+        RowFilter(with_settings(Recipe(), ["data.language=xx"]).data, [])
 
 
 def test_a_run_on_texts_reports_what_it_left_out(tmp_path, run_cria):
@@ -163,34 +163,34 @@ def test_a_run_on_texts_reports_what_it_left_out(tmp_path, run_cria):
     (["data.min_words=2", "data.max_words=3"], [2, 3]), (["data.min_words=1", "data.max_words=1"], [1]),
 ])  # fmt: skip
 def test_a_row_of_just_the_words_is_kept(settings, kept):
-    sieve, tally = Sieve(with_settings(Recipe(), settings).data, []), Tally()
+    row_filter, tally = RowFilter(with_settings(Recipe(), settings).data, []), Tally()
     rows = [text("word " * number) for number in (1, 2, 3, 4)]
-    assert [len(row.content.split()) for row in rows if sieve.keeps(row, tally)] == kept
+    assert [len(row.content.split()) for row in rows if row_filter.keeps(row, tally)] == kept
     assert tally.rows["read"] == 4
     assert tally.rows["shorter than data.min_words"] == min(kept) - 1
     assert tally.rows["longer than data.max_words"] == 4 - max(kept)
 
 
 def test_a_language_is_told_from_the_first_4000_characters():
-    sieve, asked = Sieve(with_settings(Recipe(), ["data.language=en"]).data, []), []
-    sieve.language.identifier = SimpleNamespace(classify=lambda said: asked.append(said) or ("fr", 0.5))
-    assert not sieve.keeps(text("x" * 3999 + "yz"), Tally())
+    row_filter, asked = RowFilter(with_settings(Recipe(), ["data.language=en"]).data, []), []
+    row_filter.language.identifier = SimpleNamespace(classify=lambda said: asked.append(said) or ("fr", 0.5))
+    assert not row_filter.keeps(text("x" * 3999 + "yz"), Tally())
     assert asked == ["x" * 3999 + "y"]
 
 
 def test_a_leak_is_said_once_and_by_its_nearness():
     said, tally = [], Tally()
-    sieve = Sieve(Recipe().data, [HELD_OUT], said.append)
-    assert [sieve.may_be_trained(row, tally) for row in (LEAKING[1], LEAKING[0], LEAKING[2])] == [True] * 3
+    row_filter = RowFilter(Recipe().data, [HELD_OUT], said.append)
+    assert [row_filter.may_be_trained(row, tally) for row in (LEAKING[1], LEAKING[0], LEAKING[2])] == [True] * 3
     assert said == ["train.jsonl:2 is nearly eval.jsonl:1 (similarity 0.71)"]
     assert tally.to_dict() == {"in the evaluation set, and kept": {"rows": 3, "words": 3 * 8}}
-    drops = Sieve(with_settings(Recipe(), ["data.leakage=drop"]).data, [HELD_OUT], said.append)
+    drops = RowFilter(with_settings(Recipe(), ["data.leakage=drop"]).data, [HELD_OUT], said.append)
     assert [drops.keeps(row, tally) for row in (LEAKING[0], text("another row"))] == [False, True]
     assert len(said) == 1, "what is dropped is only counted"
     for settings, held_out in ((["data.leakage=ignore"], [HELD_OUT]), ([], [])):
-        assert Sieve(with_settings(Recipe(), settings).data, held_out).guard is None
+        assert RowFilter(with_settings(Recipe(), settings).data, held_out).guard is None
     with pytest.raises(BadInput) as caught:
-        Sieve(with_settings(Recipe(), ["data.leakage=error"]).data, [HELD_OUT]).keeps(LEAKING[0], tally)
+        RowFilter(with_settings(Recipe(), ["data.leakage=error"]).data, [HELD_OUT]).keeps(LEAKING[0], tally)
     assert str(caught.value) == (
         "data.leakage=error: train.jsonl:1 is eval.jsonl:1; take it out of one of the two, or set data.leakage=drop"
     )
@@ -206,18 +206,20 @@ def test_rows_are_prepared_in_their_order_and_become_tokens():
     rows = [text("a bb ccc"), text("a bb CCC!"), text("dddd"), text("a bb ccc")]
     recipe = with_settings(Recipe(), ["data.duplicates=exact", "data.max_length=8", "data.min_words=2"])
     said = []
-    found = train_rows(recipe, Source(rows, ""), Source([HELD_OUT], ""), Words(), said.append)
+    found = train_rows(recipe, DataSource(rows, ""), DataSource([HELD_OUT], ""), Words(), said.append)
     assert found.rows == [{"input_ids": [1, 2, 3, 0], "labels": [-100, 2, 3, 0]}]
     assert said == ["data.train: 4 rows read: 2 duplicate, 1 shorter than data.min_words; 1 kept"]
     assert found.tally.rows["duplicate"] == 2
-    kept = train_rows(Recipe(), Source(rows, ""), Source([], ""), Words(), said.append)
+    kept = train_rows(Recipe(), DataSource(rows, ""), DataSource([], ""), Words(), said.append)
     assert [row["input_ids"] for row in kept.rows] == [[1, 2, 3, 0], [1, 2, 4, 0], [4, 0], [1, 2, 3, 0]]
     assert len(said) == 1, "nothing was left out"
     overlapping = with_settings(recipe, ["data.overlap=2", "data.max_length=8"])
-    nine = eval_rows(overlapping, Source([text("x " * 9), text("x " * 9)], ""), Words())
+    nine = eval_rows(overlapping, DataSource([text("x " * 9), text("x " * 9)], ""), Words())
     assert [len(row["input_ids"]) for row in nine.rows] == [8, 4, 8, 4], "all of them, as they are"
     with pytest.raises(BadInput) as caught:
-        train_rows(with_settings(recipe, ["data.min_words=9"]), Source(rows, ""), Source([], ""), Words(), said.append)
+        train_rows(
+            with_settings(recipe, ["data.min_words=9"]), DataSource(rows, ""), DataSource([], ""), Words(), said.append
+        )
     assert str(caught.value) == (
         "data.train=nguzo_saba: 4 rows read: 4 shorter than data.min_words; 0 kept, so there is nothing to train on"
     )
@@ -229,5 +231,5 @@ def test_nearly_the_same_is_left_out_only_when_asked(monkeypatch):
     for wanted in ("keep", "exact", "near"):
         recipe = with_settings(Recipe(), [f"data.duplicates={wanted}"])
         with pytest.raises(BadInput):
-            train_rows(recipe, Source([], ""), Source([], ""), None, print)
+            train_rows(recipe, DataSource([], ""), DataSource([], ""), None, print)
     assert asked == [False, True]

@@ -119,8 +119,8 @@ def test_rows_have_a_fingerprint_of_their_own():
     known = [
         json.dumps(row) for row in ([[{"role": "user", "content": "a"}], "", ""], [[], "p", "c"], [[], "", "", "t"])
     ]
-    assert sources.Source(rows, "").sha256 == hashlib.sha256("".join(known).encode()).hexdigest()
-    assert sources.Source(rows[1:], "").sha256 != sources.Source(rows[:0:-1], "").sha256
+    assert sources.DataSource(rows, "").sha256 == hashlib.sha256("".join(known).encode()).hexdigest()
+    assert sources.DataSource(rows[1:], "").sha256 != sources.DataSource(rows[:0:-1], "").sha256
 
 
 @pytest.mark.parametrize("name", ["owner/name", "owner/name:train", "o.w-n_1/n.a-m_2:train[:10%]"])
@@ -196,4 +196,4 @@ def test_a_download_that_breaks_off_says_how_to_go_on(public_repository, monkeyp
 
 
 def test_what_was_made_cannot_be_changed():
-    assert is_frozen(sources.Source)
+    assert is_frozen(sources.DataSource)

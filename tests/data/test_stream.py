@@ -13,7 +13,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import shards, texts
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.shards import open_stream
-from cria_tricks.data.sources import Source
+from cria_tricks.data.sources import DataSource
 from cria_tricks.data.stream import Stream
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
@@ -76,7 +76,7 @@ def stream(path, *settings: str, lanes: int = 4, world: World | None = None, hel
          f"data.train={path}", f"tricks.gradient_accumulation={lanes}", *settings],
     )  # fmt: skip
     source = open_stream(str(path), lanes)
-    return Stream(recipe, source, Source(list(held_out), ""), TOKENIZER, world or World(), say)
+    return Stream(recipe, source, DataSource(list(held_out), ""), TOKENIZER, world or World(), say)
 
 
 def key(row) -> str:

@@ -168,7 +168,7 @@ def test_no_copy_is_an_evaluation_row():
     tally = Tally()
     # The row itself asks the same, so it is let through here by hand, to see that its copy is not.
     prepare = Prepare(recipe, [held_out], augment=of(recipe))
-    prepare.sieve.keeps = lambda row, tally: True
+    prepare.row_filter.keeps = lambda row, tally: True
     kept = list(prepare([made_chat("Ujima is collective work [2].")], tally))
     assert len(kept) == 1
     assert tally.rows["in the evaluation set"] == 1

@@ -23,10 +23,10 @@ def test_alone_nothing_is_exchanged():
     import torch
 
     alone = World()
-    assert (alone.is_first, alone.tensor, alone.data_rank) == (True, 1, 0)
+    assert (alone.is_main, alone.tensor, alone.data_rank) == (True, 1, 0)
     assert alone.sum(torch.ones(2)).tolist() == [1, 1]
-    assert alone.highest(1, 2.5) == [1, 2.5]
-    assert alone.first(lambda: 3) == 3
+    assert alone.max_over_ranks(1, 2.5) == [1, 2.5]
+    assert alone.on_rank_zero(lambda: 3) == 3
     assert alone.gather("a") == ["a"]
     with world.joined(timeout=1):
         assert numbers.processes() == 1
@@ -40,8 +40,8 @@ def agreed() -> dict:
     return {
         "place": (here.rank, here.data_rank, here.tensor),
         "sum": here.sum(torch.tensor([here.rank])).item(),
-        "highest": here.highest(here.rank, -here.rank),
-        "first": here.first(lambda: f"from {here.rank}"),
+        "highest": here.max_over_ranks(here.rank, -here.rank),
+        "first": here.on_rank_zero(lambda: f"from {here.rank}"),
         "gathered": here.gather(here.rank * 10),
         "hidden": [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ],
     }
@@ -64,7 +64,7 @@ def refused() -> str:
         raise BadInput(f"said by {here.rank}")
 
     try:
-        here.first(refuse)
+        here.on_rank_zero(refuse)
     except BadInput as error:
         return str(error)
     return "nothing was raised"
@@ -111,7 +111,7 @@ def test_a_launchers_signal_does_not_cut_off_the_last_words(handlers, monkeypatc
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     monkeypatch.setattr(numbers, "processes", lambda: 2)
-    monkeypatch.setattr(numbers, "may_speak", asked)
+    monkeypatch.setattr(numbers, "is_elected_to_speak", asked)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
         exit.leave("error: another died", 1)
