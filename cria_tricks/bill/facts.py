@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.operation import Operation
 from cria_tricks.bill.rows import Row
-from cria_tricks.bill.waiting import BlockTensors, Waiting
+from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 
@@ -64,7 +64,7 @@ class StepFacts:
     trained_tokens: int
     block_weight_bytes: int
     learning_operations: Callable[["StepFacts"], list[Operation]]
-    block_waits: Callable[[BlockTensors], Waiting]
+    block_waits: Callable[[BlockTensors], WaitingBytes]
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]]
     state_bytes: Callable[[int], int]
     embedding_state_bytes: Callable[[int], int]

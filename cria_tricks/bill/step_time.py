@@ -34,7 +34,7 @@ an L4, which holds them under their peak in a long run. We have measured on neit
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One part of an optimizer step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step:
         tokens: of all its micro-batches.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     tokens: int
 
     @property
@@ -131,12 +131,12 @@ def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     return [*found, *_once_a_step(work, cards)]
 
 
-def _part(counted: PartCounts, card: Card, precision: str) -> Part:
+def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
     of_products = counted.flops / card.flops(precision)
     of_memory = counted.bytes / card.memory_rate
     ideal = max(of_products, of_memory) + counted.link / card.link_rate
     flops, moved, link = (round(number) for number in counted[1:4])
-    return Part(counted.name, flops, moved, link, ideal / EFFICIENCY, counted.why)
+    return StepPart(counted.name, flops, moved, link, ideal / EFFICIENCY, counted.why)
 
 
 def _micro_batch(work: Work) -> Iterator[PartCounts]:

@@ -23,7 +23,7 @@ class BlockTensors:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingBytes:
     """What waits in blocks [bytes].
 
     Attributes:
@@ -37,6 +37,6 @@ class Waiting:
     why: str
 
 
-def everything(block: BlockTensors) -> Waiting:
+def everything(block: BlockTensors) -> WaitingBytes:
     """All that a block's operations keep waits, for each block from its forward to its backward pass."""
-    return Waiting(block.kept, 0, "all that their operations keep")
+    return WaitingBytes(block.kept, 0, "all that their operations keep")

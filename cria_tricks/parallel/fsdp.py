@@ -82,7 +82,8 @@ class Sharded(torch.nn.Module):
         super().__init__()
         self.shapes = {name: p.shape for name, p in block.named_parameters()}
         flat = torch.cat([p.detach().flatten() for p in block.parameters()])
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        rank = dist.get_rank()
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % size))
         self.piece = torch.nn.Parameter(padded.chunk(size)[rank].clone())
         self.block = [block.to("meta")]  # in a list: what it computes is wanted, not its parameters
@@ -95,7 +96,9 @@ class Sharded(torch.nn.Module):
         def keep(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
             if tensor.untyped_storage().data_ptr() != address:
                 return tensor
-            size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+            size = tensor.size()
+            stride = tensor.stride()
+            offset = tensor.storage_offset()
             return lambda: gathered_again().as_strided(size, stride, offset)
 
         def gathered_again() -> torch.Tensor:  # once for all matrices of the block
@@ -159,7 +162,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends: weights to each micro-batch's two passes, gradients of what trains once."""
     memory = facts(recipe, shape, T4)  # the same bytes on any card
     whole = gathered(memory, processes)
-    mine, each = recipe.tricks.gradient_accumulation // processes, whole.blocks // shape.layers
+    mine = recipe.tricks.gradient_accumulation // processes
+    each = whole.blocks // shape.layers
     # Those that the gradient reaches, and one more, which is fetched ahead whether it is needed or not.
     reached = min(memory.learning_blocks + 1, shape.layers)
     gradients = whole.blocks_gradients // shape.layers

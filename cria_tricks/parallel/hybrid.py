@@ -53,7 +53,8 @@ def lines(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
         >>> lines(5, {"data": 2, "stage": 2, "tensor": 2})
         {'data': [1, 5], 'stage': [5, 7], 'tensor': [4, 5]}
     """
-    found, step = dict[str, list[int]](), 1
+    found = dict[str, list[int]]()
+    step = 1
     for axis, size in reversed(list(sizes.items())):
         first = rank - rank // step % size * step
         found[axis] = [first + place * step for place in range(size)]
@@ -73,9 +74,11 @@ def traffic(
         stage: which one.
         tokens: of a row; ``data.max_length`` when left out.
     """
-    k, tokens = recipe.tricks.gradient_accumulation // sizes["data"], tokens or recipe.data.max_length
+    k = recipe.tricks.gradient_accumulation // sizes["data"]
+    tokens = tokens or recipe.data.max_length
     here = with_settings(recipe, [f"tricks.gradient_accumulation={k}", f"data.max_length={tokens}"])
-    part, group = replace(shape, layers=shape.layers // sizes["stage"]), sizes["tensor"]
+    part = replace(shape, layers=shape.layers // sizes["stage"])
+    group = sizes["tensor"]
     calls = [*tensor.traffic(here, part, group), *pipeline.traffic(here, shape, sizes["stage"], stage)]
     if stage > 0 and not recipe.tricks.gradient_checkpointing:
         why = "the gradient of the first q, k and v's input, for the stage before"

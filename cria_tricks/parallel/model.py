@@ -53,7 +53,8 @@ def one_after_the_other(
     Returns:
         The loss in the last process, a zero in the others.
     """
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank = dist.get_rank()
+    last = dist.get_world_size() - 1
     if rank > 0:
         dist.recv(x, src=rank - 1)
         x.requires_grad_()

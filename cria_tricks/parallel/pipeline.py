@@ -101,7 +101,8 @@ def step(
     Returns:
         The most micro-batches that were under way at once. Gradients are in ``.grad``, added up.
     """
-    first, last = stage == 0, stage == stages - 1
+    first = stage == 0
+    last = stage == stages - 1
     kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
     sent: list[tuple[Any, torch.Tensor]] = []
     most = 0

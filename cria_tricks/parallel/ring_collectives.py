@@ -21,9 +21,11 @@ def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
 
     The sum of a piece goes round and grows. At the end piece r + 1 of process r is complete, of N, in place.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for step in range(size - 1):
-        mine, growing = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
+        mine = pieces[(rank - step) % size]
+        growing = pieces[(rank - step - 1) % size]
         received = torch.empty_like(growing)
         _exchange(mine, received)
         growing += received
@@ -31,13 +33,15 @@ def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
 
 def ring_all_gather(pieces: Sequence[torch.Tensor]) -> None:
     """N - 1 times: send on the complete piece that came last; the first is one's own, r + 1."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for step in range(size - 1):
         _exchange(pieces[(rank + 1 - step) % size], pieces[(rank - step) % size])
 
 
 def _exchange(to_the_right: torch.Tensor, from_the_left: torch.Tensor) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     # Both at once: if all processes first sent and then received, none would ever receive.
     send = dist.P2POp(dist.isend, to_the_right, (rank + 1) % size)
     receive = dist.P2POp(dist.irecv, from_the_left, (rank - 1) % size)

@@ -24,7 +24,8 @@ def share_window(plan: Plan, recipe: Recipe, shares: int) -> Plan:
     Raises:
         BadInput: if the window cannot be divided evenly.
     """
-    window, rows = recipe.tricks.gradient_accumulation, recipe.train.batch_size
+    window = recipe.tricks.gradient_accumulation
+    rows = recipe.train.batch_size
     if window % shares:
         raise BadInput(
             f"parallel.strategy={recipe.parallel.strategy}: {shares} processes cannot share the "

@@ -96,8 +96,10 @@ def mlp(x_BTD: torch.Tensor, up_FD: torch.Tensor, down_DF: torch.Tensor) -> torc
         up_FD: the whole matrix; this process uses F / N of its rows, which are outputs.
         down_DF: the whole; F / N of its columns, which are inputs.
     """
-    size, rank = dist.get_world_size(), dist.get_rank()
-    mine_up, mine_down = up_FD.chunk(size, 0)[rank], down_DF.chunk(size, 1)[rank]
+    size = dist.get_world_size()
+    rank = dist.get_rank()
+    mine_up = up_FD.chunk(size, 0)[rank]
+    mine_down = down_DF.chunk(size, 1)[rank]
     inside = torch.nn.functional.gelu(Copied.apply(x_BTD) @ mine_up.T)
     return Summed.apply(inside @ mine_down.T)
 
@@ -173,7 +175,8 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
-    tricks, n = recipe.tricks, recipe.train.batch_size * recipe.data.max_length
+    tricks = recipe.tricks
+    n = recipe.train.batch_size * recipe.data.max_length
     memory = facts(recipe, shape, T4)  # the same bytes an element on any card
     adapted = work(recipe, shape, T4).adapted
     thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
@@ -183,8 +186,16 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     back = len(COLUMNS) * shape.layers
     if adapted and not tricks.gradient_checkpointing:
         back -= 3  # nobody asks for the gradient of the embedding, which is the first block's q, k and v's input
+<<<<<<< HEAD
     steps, r = tricks.gradient_accumulation, recipe.lora.r
     product, stream, width = memory.product_itemsize, memory.hidden_itemsize, shape.width
+=======
+    steps = tricks.gradient_accumulation
+    r = recipe.lora.r
+    product = memory.product
+    stream = memory.stream
+    width = shape.width
+>>>>>>> h-pipeline
     calls = (
         (n * width * product, wide * shape.layers, "what o and down make, summed"),
         (n * r * product, again * thin_rows * shape.layers, "what LoRA's A beside them make"),

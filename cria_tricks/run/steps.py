@@ -75,7 +75,10 @@ def carry_out(job: Job) -> dict[str, Any]:
         The report, in every process.
     """
     quiet_libraries()
-    recipe, plan, world, console = job.recipe, job.plan, job.world, job.console
+    recipe = job.recipe
+    plan = job.plan
+    world = job.world
+    console = job.console
     weights = models.fetch(models.find(recipe.model), job.folders.revision)
     refuse_unfit(plan, weights)
     began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
@@ -106,7 +109,9 @@ def carry_out(job: Job) -> dict[str, Any]:
 
 def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The rows as tokens, or a stream that makes them as they are needed."""
-    recipe, found, say = job.recipe, job.sources, job.console.print
+    recipe = job.recipe
+    found = job.sources
+    say = job.console.print
     rows: Any
     if recipe.data.stream:
         rows = Stream(recipe, found["train"], found["eval"], tokenizer, job.world, say, augment.of(recipe))
@@ -117,7 +122,10 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Trained:
     """Load the model and take the steps, watched."""
-    recipe, plan, world, folders = job.recipe, job.plan, job.world, job.folders
+    recipe = job.recipe
+    plan = job.plan
+    world = job.world
+    folders = job.folders
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
     shape = _shape(recipe, weights.path)
@@ -171,8 +179,15 @@ def _written(
     began_over: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
+<<<<<<< HEAD
     recipe, world, model = job.recipe, job.world, trained.loaded.model
     folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
+=======
+    recipe = job.recipe
+    world = job.world
+    model = trained.loaded.model
+    folder = job.folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
+>>>>>>> h-pipeline
     descriptions = {part: source.description for part, source in job.sources.items()}
     context = context_of(weights.path)
     summary = report.summarise(
@@ -202,7 +217,8 @@ def _written(
 @contextlib.contextmanager
 def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[list[Any]]:
     """The callbacks that change nothing: every process takes samples, the first one traces, reports and shows."""
-    recipe, folders = job.recipe, job.folders
+    recipe = job.recipe
+    folders = job.folders
     found: list[Any] = [monitor]
     with contextlib.ExitStack() as stack:
         if job.world.is_main:

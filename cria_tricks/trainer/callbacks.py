@@ -53,7 +53,8 @@ class StepMeter(TrainerCallback):
     @contextlib.contextmanager
     def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
         """Count a micro-batch's bytes if it can set a new peak."""
-        trainer, meter = self.trainer, self.trainer.meter
+        trainer = self.trainer
+        meter = self.trainer.meter
         later = bool(self.tokens)  # in the window: then gradients are alive
         if self.first or not meter.counts or not meter.may_set_a_peak("train", *sizes(inputs), later):
             yield
@@ -105,8 +106,14 @@ class Agree(TrainerCallback):
         self.world = world
 
     def on_step_end(self, args, state, control, **kwargs):
+<<<<<<< HEAD
         save, stop = self.world.max_over_ranks(control.should_save, control.should_training_stop)
         control.should_save, control.should_training_stop = bool(save), bool(stop)
+=======
+        save, stop = self.world.highest(control.should_save, control.should_training_stop)
+        control.should_save = bool(save)
+        control.should_training_stop = bool(stop)
+>>>>>>> h-pipeline
 
 
 class StopOnSignal(TrainerCallback):
@@ -122,7 +129,8 @@ class StopOnSignal(TrainerCallback):
     LAUNCHERS = 10.0
     """Seconds within which a launcher repeats a signal that the terminal has sent to every process already."""
 
-    requested, since = False, 0.0
+    requested = False
+    since = 0.0
 
     def __init__(self, world: World):
         self.world = world
@@ -142,8 +150,14 @@ class StopOnSignal(TrainerCallback):
             self.__exit__()
         if self.requested:
             signal.raise_signal(number)
+<<<<<<< HEAD
         self.requested, self.since = True, time.monotonic()
         if not self.world.is_main:
+=======
+        self.requested = True
+        self.since = time.monotonic()
+        if not self.world.is_first:
+>>>>>>> h-pipeline
             return
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
@@ -188,7 +202,9 @@ class StopOnBudget(TrainerCallback):
     """
 
     def __init__(self, budget: float, elapsed: Callable[[], float], save_seconds: Callable[[], float]):
-        self.budget, self.elapsed, self.save_seconds = budget, elapsed, save_seconds
+        self.budget = budget
+        self.elapsed = elapsed
+        self.save_seconds = save_seconds
         self.last = 0.0
         self.longest_step = 0.0
 

@@ -29,7 +29,9 @@ class LargestActivation:
     """
 
     def __init__(self, model: torch.nn.Module):
-        self.model, self.value, self.name = model, 0.0, ""
+        self.model = model
+        self.value = 0.0
+        self.name = ""
         self.by_module: dict[str, float] = {}
         self._hooks = contextlib.ExitStack()
         self._found: list[tuple[str, torch.Tensor]] = []
@@ -47,7 +49,8 @@ class LargestActivation:
             value = value if math.isfinite(value) else math.inf
             self.by_module[name] = max(value, self.by_module.get(name, 0.0))
             if value > self.value:
-                self.value, self.name = value, name
+                self.value = value
+                self.name = name
         self._found.clear()
 
     def _look(self, name: str, result: Any) -> None:

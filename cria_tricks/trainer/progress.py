@@ -26,7 +26,8 @@ def curve(values: list[float]) -> str:
         >>> curve([3.0, 2.0, 1.0])
         '█▅▁'
     """
-    low, high = min(values, default=0), max(values, default=0)
+    low = min(values, default=0)
+    high = max(values, default=0)
     step = (high - low) / (len(HEIGHTS) - 1) or 1
     return "".join(HEIGHTS[round((value - low) / step)] for value in values)
 
@@ -48,7 +49,10 @@ class ShowProgress(TrainerCallback):
         predicted: int | None = None,
         sample: Callable[[], Mapping[str, Any]] = dict,
     ):
-        self.console, self.eval_batches, self.predicted, self.sample = console, eval_batches, predicted, sample
+        self.console = console
+        self.eval_batches = eval_batches
+        self.predicted = predicted
+        self.sample = sample
         self.bar = new_bar(console)
         self.evaluating: Any = None
         self.losses: list[float] = []
@@ -91,7 +95,8 @@ class ShowProgress(TrainerCallback):
 
     def numbers(self) -> dict[str, str]:
         """What is shown below the bars, in words."""
-        sample, rows = self.sample(), {}
+        sample = self.sample()
+        rows = {}
         if self.losses:
             rows["loss"] = f"{self.losses[-1]:.3f}  {curve(self.losses[-SHOWN:])}"
             rows["speed"] = f"{self.speed:,.0f} tokens/s"

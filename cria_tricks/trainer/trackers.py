@@ -34,7 +34,8 @@ class Tracker(TrainerCallback):
     """
 
     def __init__(self, write: Write, sample: Callable[[], Mapping[str, Any]]):
-        self.write, self.sample = write, sample
+        self.write = write
+        self.sample = sample
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" not in logs and "eval_loss" not in logs:
@@ -121,7 +122,8 @@ def _kept_here(folder: Path) -> Iterator[None]:
 
     outside = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TRACKIO_")}
     os.environ["TRACKIO_DIR"] = str(folder.absolute())
-    was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
+    was_offline = hub.HF_HUB_OFFLINE
+    hub.HF_HUB_OFFLINE = True
     for module in [module for module in sys.modules if module.partition(".")[0] == "trackio"]:
         del sys.modules[module]
     try:

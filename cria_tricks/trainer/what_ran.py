@@ -53,7 +53,8 @@ def lengthened(entry: Mapping[str, int]) -> str:
 
 def tags(recipe: Recipe) -> list[str]:
     """The hub's tags of how it was trained; QLoRA is LoRA over a base in 4 bits and nothing else."""
-    peft, lora = recipe.tricks.peft, recipe.lora
+    peft = recipe.tricks.peft
+    lora = recipe.lora
     if peft != "lora":
         return [{"none": "full-fine-tuning", "head": "head-only"}.get(peft, peft.replace("_", "-"))]
     variants = [name for name in ("dora", "rslora") if getattr(lora, name)]

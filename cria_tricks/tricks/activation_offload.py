@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.waiting import BlockTensors, Waiting
+from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -125,9 +125,9 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     return replace(memory, offloaded=True, block_waits=rule)
 
 
-def on_the_host(waits: Callable[[BlockTensors], Waiting], block: BlockTensors) -> Waiting:
+def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
     """Of each block nothing waits on the card but what int8 products pin there; the open one is as without."""
-    return Waiting(block.pinned, waits(block).open_too, "what int8 keeps; the rest is on the host")
+    return WaitingBytes(block.pinned, waits(block).open_too, "what int8 keeps; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

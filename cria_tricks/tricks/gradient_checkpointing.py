@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.waiting import BlockTensors, Waiting
+from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
@@ -111,7 +111,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     return replace(memory, checkpointed=True, block_waits=inputs_wait)
 
 
-def inputs_wait(block: BlockTensors) -> Waiting:
+def inputs_wait(block: BlockTensors) -> WaitingBytes:
     """The input of each block waits, s bytes; the insides of one, a, are counted where the open block is walked.
 
     What no hook can take away waits as well: what int8 pins, and the join of a trained copy, which is not made again.
@@ -123,7 +123,7 @@ def inputs_wait(block: BlockTensors) -> Waiting:
     why = "their inputs"
     if block.joined:
         why += " and their joins'"
-    return Waiting(block.input + block.pinned + block.joined, again, why)
+    return WaitingBytes(block.input + block.pinned + block.joined, again, why)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -154,7 +154,7 @@ USUAL = ["expand_kv=false", "lean_preparation=false"]
 """As a model is usually prepared; on a T4 the recipe asks for both."""
 
 
-def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.Part:
+def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.StepPart:
     recipe = with_settings(kwanzaa(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
     found = folds.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
     return next(part for part in found.parts if part.name == name)
