@@ -186,16 +186,11 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     back = len(COLUMNS) * shape.layers
     if adapted and not tricks.gradient_checkpointing:
         back -= 3  # nobody asks for the gradient of the embedding, which is the first block's q, k and v's input
-<<<<<<< HEAD
-    steps, r = tricks.gradient_accumulation, recipe.lora.r
-    product, stream, width = memory.product_itemsize, memory.hidden_itemsize, shape.width
-=======
     steps = tricks.gradient_accumulation
     r = recipe.lora.r
-    product = memory.product
-    stream = memory.stream
+    product = memory.product_itemsize
+    stream = memory.hidden_itemsize
     width = shape.width
->>>>>>> h-pipeline
     calls = (
         (n * width * product, wide * shape.layers, "what o and down make, summed"),
         (n * r * product, again * thin_rows * shape.layers, "what LoRA's A beside them make"),

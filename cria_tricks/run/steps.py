@@ -179,15 +179,10 @@ def _written(
     began_over: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
-<<<<<<< HEAD
-    recipe, world, model = job.recipe, job.world, trained.loaded.model
-    folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
-=======
     recipe = job.recipe
     world = job.world
     model = trained.loaded.model
-    folder = job.folders.folder / ("model" if recipe.tricks.peft == "none" else "adapter")
->>>>>>> h-pipeline
+    folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
     descriptions = {part: source.description for part, source in job.sources.items()}
     context = context_of(weights.path)
     summary = report.summarise(

@@ -106,14 +106,9 @@ class Agree(TrainerCallback):
         self.world = world
 
     def on_step_end(self, args, state, control, **kwargs):
-<<<<<<< HEAD
         save, stop = self.world.max_over_ranks(control.should_save, control.should_training_stop)
-        control.should_save, control.should_training_stop = bool(save), bool(stop)
-=======
-        save, stop = self.world.highest(control.should_save, control.should_training_stop)
         control.should_save = bool(save)
         control.should_training_stop = bool(stop)
->>>>>>> h-pipeline
 
 
 class StopOnSignal(TrainerCallback):
@@ -150,14 +145,9 @@ class StopOnSignal(TrainerCallback):
             self.__exit__()
         if self.requested:
             signal.raise_signal(number)
-<<<<<<< HEAD
-        self.requested, self.since = True, time.monotonic()
-        if not self.world.is_main:
-=======
         self.requested = True
         self.since = time.monotonic()
         if not self.world.is_first:
->>>>>>> h-pipeline
             return
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
