@@ -147,7 +147,7 @@ class StopOnSignal(TrainerCallback):
             signal.raise_signal(number)
         self.requested = True
         self.since = time.monotonic()
-        if not self.world.is_first:
+        if not self.world.is_main:
             return
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
