@@ -332,7 +332,7 @@ assert 1 / 8 < 1 - sum(spent["l4"].values()) / sum(spent["t4"].values()) < 1 / 6
 # passes over memory (lean preparation, compile) are worth as much as faster products.
 #
 # **What is the 0.5 worth?** Peaks are a data sheet's: dense products, nothing else running, the card cool. The package
-# says where it assumes half of them: `EFFICIENCY` in `hardware/cost.py`. It is a round number, chosen between two
+# says where it assumes half of them: `EFFICIENCY` in `bill/step_time.py`. It is a round number, chosen between two
 # public runs and fitted to neither, on no measurement of ours. What did those runs reach?
 
 # %%
@@ -636,4 +636,5 @@ course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job),
 #   peft's `method_comparison/MetaMathQA` (2,147 s and 942 s, L40S). Prices: huggingface/hub-docs,
 #   `docs/hub/jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - torch 2.13: `is_bf16_supported` in `torch/cuda/__init__.py`, `torch/utils/flop_counter.py`.
-# - Ours: `cria_tricks/hardware/` (`cost.py`, `products.py`, `traffic.py`, `advice.py`), `docs/guide/where_to_train.md`.
+# - Ours: `cria_tricks/bill/` (`step_time.py`, `products.py`, `moved_bytes.py`), `cria_tricks/predict/machines.py`,
+#   `docs/guide/where_to_train.md`.

@@ -564,4 +564,5 @@ course.check(3, numbers_in_a_band, of_bands, "one of the numbers 4, 8, 16 and 32
 # - karpathy/nanoGPT, `train.py`: tokens in a mapped file. numpy, `memmap`. Linux, `madvise(2)`.
 # - huggingface/datatrove, `src/datatrove/pipeline/dedup/minhash.py` at commit 03a9d9a9: 14 bands, each of 8 numbers of
 #   32 bits and the text's, in four stages on files; the third keeps the pairs in memory.
-# - Ours: `cria_tricks/data/duplicates.py`, `stream.py`, `shards.py`, `survey.py`; `tests/data/test_stream.py`.
+# - Ours: in `cria_tricks/data/`, `duplicates.py`, `stream.py`, `shards.py`, `stream_duplicates.py`;
+#   `tests/data/test_stream.py`.

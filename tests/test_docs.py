@@ -136,3 +136,32 @@ def _messages() -> list[str]:
             elif isinstance(node, ast.JoinedStr):
                 found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
     return found
+
+
+def ours() -> list[tuple[str, str]]:
+    """Every file of ours that a docstring of the package, CONTRIBUTING or a lesson's sources name, with where it is."""
+    found = []
+    for path in [*(ROOT / "cria_tricks").rglob("*.py"), ROOT / "CONTRIBUTING.md", *(ROOT / "lessons").glob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        if path.parent.name == "lessons":
+            text = text.partition("# - Ours:")[2]
+        named = re.findall(r"`([\w./-]+\.py)\b", text)
+        found += [(path.relative_to(ROOT).as_posix(), name) for name in named]
+    return found
+
+
+def test_files_that_are_named_are_there():
+    """A move leaves no old name behind. Capital words stand for a name to be chosen."""
+    folders = ("cria_tricks", "tests", "tools", "lessons", "benchmarks", "notebooks")
+    files = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    files.add("conftest.py")
+    of_libraries = ("torch/", "bitsandbytes/")
+    gone = [
+        (where, name)
+        for where, name in ours()
+        if not name.startswith(of_libraries)
+        and not re.search(r"[A-Z]{2}", name)
+        and not any(file == name or file.endswith(f"/{name}") for file in files)
+    ]
+    assert len(ours()) > 150
+    assert gone == []

@@ -2,7 +2,7 @@
 
 Peak rates are the vendor's: dense (the larger figures of a datasheet are with half of the weights left out), with
 sums in fp32, and one way over PCIe, which datasheets give both ways at once. No training step reaches them: how much
-of them it gets is one number in ``cost.py``.
+of them it gets is one number in ``bill/step_time.py``.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ TIME = (
     "estimated with one constant for all cards and right within a factor of two, so do not rank cards that are closer "
     "than that"
 )
-"""What is said where minutes are printed; the constant is ``EFFICIENCY`` in ``cost.py``."""
+"""What is said where minutes are printed; the constant is ``EFFICIENCY`` in ``bill/step_time.py``."""
 
 FITS = (
     "this counts allocated bytes and CUDA's own; PyTorch reserved 3 to 17 % more than was allocated when we replayed "
