@@ -18,7 +18,6 @@ from cria_tricks.parallel.data_pipeline import add_up
 from cria_tricks.parallel.timetable import Slot
 from cria_tricks.processes.world import World
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer import random_state
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Window = dict[str, torch.Tensor]
@@ -76,19 +75,14 @@ class ClockedStage(PipelineStage):
 
     Attributes:
         slots: the passes since they were last cleared, in seconds of ``time.perf_counter``.
-        before: the random state in which the next forward pass begins, where it is not the present one.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.slots: list[Slot] = []
-        self.before: dict[str, torch.Tensor] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         """One micro-batch forward."""
-        if self.before:
-            random_state.put_back(self.before)
-            self.before = {}
         with self._clock("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
 
@@ -157,8 +151,6 @@ class Stage:
         """
         self.evaluation = None  # its buffers for what comes in are not needed now
         self.stage.slots.clear()
-        # Before its first step torch sends ones through the model, to see shapes; dropout then draws, too.
-        self.stage.before = random_state.read()
         self.divisor = divisor
         began = time.perf_counter()
         loss = self._through(self.schedule.step, window)
