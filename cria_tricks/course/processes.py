@@ -6,7 +6,8 @@
         ranks.run(lambda: torch.distributed.get_rank())  # [0, 1]
 
 Training is started by ``torchrun``; see ``launch/torchrun.py``. Torch and transformers take seconds to import, so the
-first process does it and forks the others, and all of them stay. They have one core each, no card, and gloo between them.
+first process does it and forks the others, and all of them stay. They have one core each, no GPU, and
+gloo between them.
 """
 
 import contextlib
