@@ -429,7 +429,7 @@ for name, attention, card in (
     recipes = [with_settings(one, f"tricks.attention={attention}".split()) for one in (before, after)]
     fp32, fp16 = (estimate(one, course.bill(before).facts.shape, CARDS[card].device) for one in recipes)
     changes.append(round((fp16.peak_bytes - fp32.peak_bytes) / MIB))
-    print(f"{name:38} fp32 {fp32.kernel:16} -> fp16 {fp16.kernel:16} {changes[-1]:+6,} MiB")
+    print(f"{name:38} fp32 {fp32.facts.kernel:16} -> fp16 {fp16.facts.kernel:16} {changes[-1]:+6,} MiB")
 assert changes == [4013, 301, -83, -8463]
 
 # %% [markdown]

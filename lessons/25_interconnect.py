@@ -233,7 +233,7 @@ def line_through(timings):
 
 
 made_up = [Timing("all_reduce", size, 4, 3e-4 + 1.5 * size / 2e9) for size in (10**3, 10**5, 10**7)]
-for found in (line_through(made_up), links.fit(made_up)):
+for found in (line_through(made_up), links.fit_line(made_up)):
     assert all(abs(one / right - 1) < 1e-6 for one, right in zip(found, (3e-4, 2e9), strict=True))
 
 # %% [markdown]

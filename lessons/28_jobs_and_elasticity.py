@@ -144,7 +144,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from cria_tricks.parallel import world
+from cria_tricks.processes import world
 
 
 def gradient(w, rank, size):

@@ -1,7 +1,7 @@
 """What is known about a step of training before its bytes are added up: the tricks change it one after the other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.operation import Operation
@@ -16,7 +16,8 @@ class StepFacts:
     """What is known about a step, in bytes an element; the tricks change it one after the other.
 
     What a trick does to lines of its own is a number or a rule that it sets here. A flag is left where a trick changes
-    the course of a step, so that many lines of a block change.
+    the course of a step, so that many lines of a block change. Two bills are compared without their rules, because two
+    equal functions made at different times are not equal; what the rules give stands in the bill's moments.
 
     Attributes:
         shape: of the model.
@@ -63,11 +64,11 @@ class StepFacts:
     tokens: int
     trained_tokens: int
     block_weight_bytes: int
-    learning_operations: Callable[["StepFacts"], list[Operation]]
-    block_waits: Callable[[BlockTensors], WaitingBytes]
-    loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]]
-    state_bytes: Callable[[int], int]
-    embedding_state_bytes: Callable[[int], int]
+    learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
+    block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
+    loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]] = field(compare=False)
+    state_bytes: Callable[[int], int] = field(compare=False)
+    embedding_state_bytes: Callable[[int], int] = field(compare=False)
     other_weight_itemsize: int = FP32
     compute_itemsize: int = FP32
     bf16: bool = False

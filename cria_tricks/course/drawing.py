@@ -59,6 +59,7 @@ def show(drawing: Drawing, says: str) -> None:
     """
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     try:
+        # A plain script may run where there are no notebooks.
         from IPython.core.getipython import get_ipython
         from IPython.display import display
     except ImportError:  # a plain script on a machine without notebooks

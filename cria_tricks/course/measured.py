@@ -17,6 +17,7 @@ def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
         shorter: a part of 2,048 tokens, where that file takes shorter rows.
     """
     if torch.cuda.is_available():
+        # It brings transformers and peft, and only a machine with a GPU measures.
         from cria_tricks.bench import case as cases
 
         setup = cases.default_setup()

@@ -91,10 +91,10 @@ def train_rows(
     """
     data = recipe.data
     tally = Tally()
+    prepare = Prepare(recipe, held_out.rows, augment=augment)
     repeated = None
     if data.duplicates != "keep":
         repeated = Repeats(near=data.duplicates == "near").reason
-    prepare = Prepare(recipe, held_out.rows, augment=augment)
     rows = list(prepare(train.rows, tally, repeated))
     if tally.in_words():
         say(f"data.train: {tally.in_words()}")

@@ -140,6 +140,7 @@ def command(
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
+    # These import torch, which takes seconds; a wrong name was told before.
     from cria_tricks.load import refusals
     from cria_tricks.resolve import resolve
 

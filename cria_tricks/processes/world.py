@@ -4,6 +4,8 @@ A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command 
 environment. The processes join here, and the ranks are taken out of the environment: from then on every library
 believes that its process is alone on one card. Only this package's strategies connect the processes, so whatever holds
 for a run of one process (losses, order of the rows, checkpoints) is decided in one place for any number.
+
+torch is imported by the functions that need it, because the light checks before a run should not wait for it.
 """
 
 import contextlib

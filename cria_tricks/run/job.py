@@ -62,7 +62,7 @@ def checked(
 ) -> Job:
     """Find what can be wrong with the rows and the folders."""
     console.quiet = console.quiet or not world.is_main
-    lanes = plan.training["gradient_accumulation_steps"]
+    lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]  # of a step, in all processes
     with doing("reading the rows"):
         train_rows = (
             open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")

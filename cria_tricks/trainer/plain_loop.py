@@ -165,6 +165,7 @@ def make_optimizer(model: torch.nn.Module, arguments: TrainingArguments) -> torc
     others = [parameter for name, parameter in trained.items() if name not in matrices]
     groups = [{"params": decaying, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if keywords.get("optim_bits") == 8:
+        # Only its own optimizers need it.
         from bitsandbytes.optim import GlobalOptimManager
 
         manager = GlobalOptimManager.get_instance()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import TrainerCallback
 
-import cria_tricks.trainer.shared
+import cria_tricks.trainer.fit
 from cria_tricks.data import sources
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED, tokenize
@@ -108,7 +108,7 @@ def test_math_in_production(tiny_model, tmp_path, monkeypatch):
             watch.taken.extend(rows)
             return super().__call__(rows)
 
-    monkeypatch.setattr(cria_tricks.trainer.shared, "PadToLongest", Watched)
+    monkeypatch.setattr(cria_tricks.trainer.fit, "PadToLongest", Watched)
     sets = (f"tricks.gradient_accumulation={A_STEP}", "train.max_grad_norm=1e9")  # clipping would scale it first
     train(tiny_model, ragged(12, 512), tmp_path, *sets, callbacks=[watch])
     assert watch.sizes == [A_STEP] * 13 + [3]
