@@ -168,6 +168,7 @@ def test_the_command_installs_trains_and_publishes_and_ends_where_something_fail
     assert (tmp_path / "whole" / "recipe.toml").read_text() == job.environment["CRIA_RECIPE"]
     assert len(ran(job.script, tmp_path / "failed", dict(job.environment), fails="train")) == 3
     assert "cria publish run/model me/mine" in prepare("baseline").script
+    assert "'cria_tricks[data] @ git+" in prepare("baseline", "data.duplicates=near").script
 
 
 @pytest.fixture

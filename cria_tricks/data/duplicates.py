@@ -174,11 +174,6 @@ def _asked(row: Chat) -> _Asked:
     return _Asked(words("\n".join(questions)), words("\n".join(turns)), is_text=False)
 
 
-def _question(turn: str) -> str:
-    question = marked_question(turn)
-    return question[1] if question else turn
-
-
 class _Table:
     """The shingles of N rows in one sorted array, and beside each the row that it is of."""
 

@@ -16,6 +16,7 @@ from cria_tricks import models
 from cria_tricks.common.errors import usable_path
 from cria_tricks.data import sources
 from cria_tricks.data.prepare import Copies, train_rows
+from cria_tricks.data.rules import refuse_missing_libraries
 from cria_tricks.recipe import Recipe
 
 LARGEST = 1_000_000
@@ -74,6 +75,7 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
         BadInput: for a row that training would refuse.
     """
     data = recipe.data
+    refuse_missing_libraries(data)
     try:
         if data.stream:
             raise _Unread("data.stream=true")

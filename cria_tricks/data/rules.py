@@ -41,11 +41,16 @@ def refuse_missing_libraries(data: Data) -> None:
     Raises:
         BadInput: naming the setting, the library and the extra that brings it.
     """
+    for setting, library in needed_libraries(data).items():
+        if importlib.util.find_spec(library) is None:
+            raise BadInput(f"{setting} needs {library}: pip install 'cria_tricks[data]', or leave it out")
+
+
+def needed_libraries(data: Data) -> dict[str, str]:
+    """Return the libraries of the extra ``data`` that settings need, by the setting."""
     needed = {}
     if data.duplicates == "near":
         needed["data.duplicates=near"] = "datasketch"
     if data.language:
         needed[f"data.language={data.language}"] = "py3langid"
-    for setting, library in needed.items():
-        if importlib.util.find_spec(library) is None:
-            raise BadInput(f"{setting} needs {library}: pip install 'cria_tricks[data]', or leave it out")
+    return needed

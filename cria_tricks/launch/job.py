@@ -17,6 +17,7 @@ from cria_tricks import models, recipes
 from cria_tricks.adapter.publish import TAG
 from cria_tricks.common.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.common.units import duration, human, money
+from cria_tricks.data.rules import needed_libraries
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor, find_flavor
 from cria_tricks.hardware.trust import may_not_fit
 from cria_tricks.models.shape import find_shape
@@ -188,7 +189,10 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     if recipe.endswith(".toml"):
         environment["CRIA_RECIPE"] = recipes.get(recipe).to_toml()
     result = "model" if wanted.tricks.peft == "none" else "adapter"
-    script = _script(recipe, repo, settings, flavor.cards, limit, result)
+    package = "cria_tricks"
+    if needed_libraries(wanted.data):
+        package = "cria_tricks[data]"
+    script = _script(package, recipe, repo, settings, flavor.cards, limit, result)
     public = script + str(environment)
     if redacted(public) != public:
         raise BadInput(f"recipe {recipe}: holds a token, and a job's command can be read by others; take it out")
@@ -196,7 +200,7 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     return HubJob(wanted.name, flavor, price, needed, training, timeout, limit, repo, result, script, environment)
 
 
-def _script(recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:
+def _script(package: str, recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:
     """Write what the container does; the first line that fails ends the job."""
     name = recipe
     write_recipe = []
@@ -213,7 +217,7 @@ def _script(recipe: str, repo: str, settings: list[str], cards: int, limit: int,
         'cd "$(mktemp -d)"',
         "uv venv --quiet",
         ". .venv/bin/activate",
-        shlex.join(["uv", "pip", "install", "--quiet", "--torch-backend=auto", f"cria_tricks @ git+{repository()}"]),
+        shlex.join(["uv", "pip", "install", "--quiet", "--torch-backend=auto", f"{package} @ git+{repository()}"]),
         *write_recipe,
         shlex.join(["cria", *start, "--out", "run"]),
         shlex.join(["cria", "publish", f"run/{result}", repo, "--tag", TAG, "--private", "--yes"]),
