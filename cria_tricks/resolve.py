@@ -30,11 +30,11 @@ def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) ->
     return strategies.switch_on(plan, recipe, processes)
 
 
-def still_off(recipe: Recipe, device: Device) -> list[str]:
+def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
     """Toggles that are off and would work here: ``["tricks.quantization=int8 or nf4 or fp4", ...]``."""
     default = Tricks()
     found: dict[str, list[str]] = {}
-    warned = resolve(recipe, device).warnings
+    warned = resolve(recipe, device, processes).warnings
     for trick in TRICKS:
         for switch in trick.SWITCHES:
             field, _, value = switch.partition("=")
@@ -43,6 +43,7 @@ def still_off(recipe: Recipe, device: Device) -> list[str]:
             if trick is gradient_accumulation and recipe.train.batch_size == 1:
                 continue  # it takes the place of a larger micro-batch, and there is none
             with contextlib.suppress(BadInput):  # cannot work here
-                if resolve(with_settings(recipe, [f"tricks.{switch}"]), device).warnings == warned:
+                changed = with_settings(recipe, [f"tricks.{switch}"])
+                if resolve(changed, device, processes).warnings == warned:
                     found.setdefault(field, []).append(value)
     return [f"tricks.{field}={' or '.join(values)}" for field, values in found.items()]

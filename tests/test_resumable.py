@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from cria_tricks.common.errors import BadInput, OutOfMemory, Unwritten
 from cria_tricks.store.checkpoints import Checkpoint
+from cria_tricks.trainer import random_state
 from cria_tricks.trainer.fit import Run
 from cria_tricks.trainer.resumable import KeepRandomState, ResumableTrainer, loading, position
 from cria_tricks.trainer.shared import SharedTrainer
@@ -141,3 +142,13 @@ def test_nobody_counts_the_trainers_flops():
 
 def test_what_was_made_cannot_be_changed():
     assert is_frozen(Run)
+
+
+@pytest.mark.parametrize(("rank", "draw", "tensor", "of"), [(2, 1, 2, 2), (3, 1, 2, 2), (3, 3, 1, 3)])
+def test_processes_that_share_a_matrix_go_on_with_the_same_draws(rank, draw, tensor, of, tmp_path):
+    """Whatever strategy wrote the states: ranks 2 and 3 of two times two both take those of rank 2."""
+    states = [{"cpu": torch.Generator().manual_seed(number).get_state()} for number in range(4)]
+    save_file(random_state.by_rank(states), tmp_path / "states")
+    stand_in = SimpleNamespace(world=SimpleNamespace(rank=rank, draw=draw, tensor=tensor))
+    ResumableTrainer._load_own_random_state(stand_in, tmp_path / "states")
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(of)))

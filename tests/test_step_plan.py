@@ -313,6 +313,11 @@ def test_what_is_still_off_and_would_work():
     assert several == [*found[:behind], "tricks.gradient_accumulation=8", *found[behind:]]
 
 
+def test_what_is_still_off_is_asked_of_as_many_processes():
+    recipe = with_settings(Recipe(), ["tricks.peft=lora", "tricks.gradient_accumulation=2", "parallel.strategy=ddp"])
+    assert "tricks.attention=sdpa" in still_off(recipe, T4, 2)
+
+
 def test_full_fine_tuning_in_16_bits_keeps_fp32_master_weights():
     assert plan(T4, "precision=fp16").model["dtype"] == "float32"
     assert plan(T4, "precision=fp16", "peft=lora").model["dtype"] == "float16"

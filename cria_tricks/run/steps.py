@@ -237,7 +237,8 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         if shape:
             advice = in_words(Target(shape, job.plan.device, job.world.size), longest)
         else:  # of a kind that cannot be estimated
-            advice = f"still off: {', '.join(still_off(longest, job.plan.device)) or 'no toggle that works here'}"
+            off = still_off(longest, job.plan.device, job.world.size)
+            advice = f"still off: {', '.join(off) or 'no toggle that works here'}"
         raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
 
 

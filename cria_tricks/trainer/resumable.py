@@ -181,13 +181,17 @@ class ResumableTrainer(Trainer):
     def _load_rng_state(self, checkpoint):
         with loading(checkpoint):
             super()._load_rng_state(checkpoint)
-            if self.world.rank and checkpoint:
+            if self.world.draw and checkpoint:  # draw 0 has what the first process had
                 self._load_own_random_state(Path(checkpoint) / RANDOM)
 
     def _load_own_random_state(self, file: Path) -> None:
-        """This process's generators; new ones where the run had fewer processes before."""
+        """Restore this process's generators; new ones where the run had fewer processes before.
+
+        Processes that share a block's matrices must draw the same, so all of them take the state of the first one.
+        """
         states = load_file(file) if file.is_file() else {}
-        if mine := random_state.of_rank(states, self.world.rank):
+        mine = random_state.of_rank(states, self.world.draw * self.world.tensor)
+        if mine:
             random_state.put_back(mine)
         else:
             torch.manual_seed(self.args.seed + self.world.draw + self.state.global_step)

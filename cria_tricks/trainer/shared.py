@@ -84,14 +84,20 @@ class SharedTrainer(ResumableTrainer):
         the parameter's place, (0, 0), so the next run's first matrix gets 32 bits too; and it keeps the earlier
         model's embedding alive.
         """
+        manager: Any = None
         if self.plan.optimizer != {"bits": 32, "paged": False}:
             # Only its own optimizers need it.
             from bitsandbytes.optim import GlobalOptimManager
 
-            GlobalOptimManager.get_instance().initialize()
+            manager = GlobalOptimManager.get_instance()
+            manager.initialize()
         self.spread.over_processes()  # the checkpoint's weights are in the model by now, and the optimizer asks for it
         self.meter.track(every_tensor(self.model))
         optimizer = super().create_optimizer(*arguments)
+        if manager:  # a stage of a pipeline has not every embedding, and bitsandbytes would ask each for its weight
+            manager.module_weight_config_triple = [
+                entry for entry in manager.module_weight_config_triple if getattr(entry[0], entry[1]) is not None
+            ]
         dtensor.group_apart(optimizer)
         leave_skipping_to_the_scaler(optimizer)
         return optimizer

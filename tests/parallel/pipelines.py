@@ -47,13 +47,13 @@ def ragged(many: int = 11) -> list[dict[str, list[int]]]:
     return made
 
 
-def make_four_blocks(folder: Path) -> Path:
-    """Fill a folder with a narrow Llama of four blocks, whose head is tied to its embedding."""
+def make_four_blocks(folder: Path, tied: bool = True) -> Path:
+    """Fill a folder with a narrow Llama of four blocks, whose head may be tied to its embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     widths = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**widths, num_hidden_layers=4, vocab_size=512, tie_word_embeddings=True)
+    config = LlamaConfig(**widths, num_hidden_layers=4, vocab_size=512, tie_word_embeddings=tied)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

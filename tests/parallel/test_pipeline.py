@@ -210,6 +210,16 @@ def test_switch(name, four_blocks, two, tmp_path):
         assert difference(weight, expected[key]) < WEIGHTS.get(precision, WEIGHTS["fp32"])
 
 
+def test_a_stage_without_an_embedding_steps_in_8_bits(two, tmp_path):
+    """transformers registers every embedding with bitsandbytes, and the last stage has none to show."""
+    untied = make_four_blocks(tmp_path / "untied", tied=False)
+    settings = ("train.max_steps=2", "lora.r=16", "tricks.optimizer=adamw_8bit")
+    run, _ = train(untied, ragged(), tmp_path / "run", *LORA, *settings, eval_rows=ragged(5))
+    (first, _), (last, _) = two.run(trained, untied, *settings)
+    same_run(first, run.history, LOSS["fp32"])
+    assert [entry.get("loss") for entry in first] == [entry.get("loss") for entry in last]
+
+
 class OverflowOnce(TrainerCallback):
     """In the first step a matrix of the last stage alone has an infinite gradient; it sees which steps move weights."""
 
