@@ -1,7 +1,8 @@
-"""Publish an adapter on the hub under a version tag; first say what would be sent, and send it only when asked.
+"""Publish an adapter on the Hugging Face hub under a version tag.
 
-The token is the hub's own login (``hf auth login``) or HF_TOKEN. It is never an argument. It is read here only to
-make sure that no file holds it.
+:func:`prepare` checks the folder and describes what would be sent. :func:`push` sends it; ``cria publish`` calls
+:func:`push` only with ``--yes``. The access token comes from ``hf auth login`` or from HF_TOKEN, and is never an
+argument. This module reads it for two checks: that somebody is logged in, and that no file contains the token.
 """
 
 import json
@@ -16,26 +17,34 @@ from cria_tricks.common.errors import BadInput, cure, first_line, in_one_line, u
 from cria_tricks.models import identity, is_hub_id, network
 
 TAG = "v0.1.0"
-"""The version when none is named."""
+"""The version tag if the user names none."""
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}\b")
-"""The form of the hub's tokens."""
+"""What an access token of the hub looks like."""
 
 
 def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = False) -> dict[str, Any]:
-    """Check an adapter and say what would be published; asks no network.
+    """Check an adapter's folder and describe what would be published, without using the network.
 
     Args:
-        adapter: a folder of ``cria train`` or ``cria merge``.
-        repo: OWNER/NAME on the hub.
+        adapter: a folder that ``cria train`` or ``cria merge`` wrote.
+        repo: the repository on the hub, OWNER/NAME.
         tag: the version, ``vX.Y.Z``.
-        private: whether only the owner may see it.
+        private: whether a new repository is private.
 
     Returns:
-        ``repo``, ``tag``, ``private``, ``files`` (``path``, ``bytes``, ``sha256``), ``bytes``, ``card``, ``notes``
-        and ``commands``, which do the same by hand.
+        - ``folder``: the adapter's folder;
+        - ``repo``, ``tag``, ``private``: the arguments;
+        - ``files``: what would be sent, each with ``path`` in the folder, size (``bytes``) and ``sha256``: the files
+          that the manifest lists, and the manifest itself;
+        - ``bytes``: the sum of their sizes;
+        - ``card``: the text of the model card, README.md;
+        - ``notes``: sentences on what the user should look at before sending;
+        - ``commands``: shell commands that publish the folder without this program. ``hf upload`` sends every file in
+          the folder, also those that the manifest does not list; ``notes`` names those.
 
     Raises:
-        BadInput: if the folder is damaged or not safe, holds a token, or the hub would refuse a name.
+        BadInput: if the folder is damaged or not safe, a file contains a token, or the repository or the tag is not
+            named as described.
     """
     folder = usable_path("adapter", adapter)
     if not is_hub_id(repo) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
@@ -68,23 +77,25 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
 
 
 def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence: None) -> dict[str, Any]:
-    """Send what was prepared, and tag it.
+    """Send the prepared files to the hub in one commit, and tag the commit.
 
-    Only what the manifest lists is sent, in one commit, so the hub shows all of it or nothing. After a stop before the
-    tag the same command goes on, and does not send again what is there already.
+    Because it is one commit, the hub shows all files or none. If the program stops before the tag is set, the same
+    command continues: it does not upload again what the hub has already.
 
     Args:
         prepared: what :func:`prepare` returned.
-        say: takes a sentence on each step.
+        say: called with one sentence for each step, for the terminal.
 
     Returns:
-        ``url`` and ``commit``.
+        ``url``, the page of the published version, and ``commit``, the hash of the commit.
 
     Raises:
-        BadInput: if nobody is logged in, the tag is taken, the base is no model of the hub, the repository holds files
-            that would be read together with these, or the hub refuses.
+        BadInput: if the network is switched off, nobody is logged in, the tag exists already, the base is not on the
+            hub, a repository that must be private is public, the repository holds other files that a loader might read
+            together with these, or the hub refuses.
     """
-    import huggingface_hub  # here and below, because it starts slowly, and a wrong name is refused without it
+    # Imported in the functions that need it: it starts slowly, and a wrong name is refused without it.
+    import huggingface_hub
     from huggingface_hub import CommitOperationAdd, HfApi
 
     folder = Path(prepared["folder"])
@@ -106,6 +117,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
             say(f"warning: {warning}")
         api.create_repo(repo, private=prepared["private"], exist_ok=True)
         say(f"sending {len(names)} files to {repo}")
+        # If Ctrl-C stops the program from here on, it prints this sentence.
         interrupts.now_saved(f"nothing is tagged in {repo}; the same command goes on")
         sent = api.create_commit(
             repo,
@@ -115,7 +127,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
         api.create_tag(repo, tag=tag, revision=sent.oid)
     except BadInput:
         raise
-    except Exception as error:  # httpx's, the hub's, and what an upload's thread raised
+    except Exception as error:  # from httpx, from the hub's library, or from the thread of an upload
         raise BadInput(f"publish: {repo}: {_in_one_line(error)}") from None
     interrupts.now_saved(f"{repo} is published as {tag}")
     say(f"tagged {tag}")
@@ -123,8 +135,8 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
 
 
 def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
-    """Look at a repository that exists already, before anything is changed in it."""
-    # As in push: a while to import.
+    """Refuse a repository that has this tag already, is public despite ``--private``, or holds other readable files."""
+    # Imported here because it starts slowly, as in push.
     from huggingface_hub.errors import RepositoryNotFoundError
 
     repo = prepared["repo"]
@@ -149,15 +161,16 @@ def _refuse_what_is_there(api: Any, prepared: dict[str, Any]) -> None:
 
 
 def _refuse_tokens(folder: Path, names: list[str]) -> None:
-    # As in push: a while to import.
+    """Refuse files that contain an access token: the user's own, or anything that looks like one."""
+    # Imported here because it starts slowly, as in push.
     from huggingface_hub import get_token
 
     own = (get_token() or "").encode()
     for name in names:
-        if name.endswith(".safetensors"):  # numbers, and large
+        if name.endswith(".safetensors"):  # large, and holds tensors only
             continue
         content = (folder / name).read_bytes()
-        # A token of a few letters, as tests set, would be found in any file.
+        # The user's own token may have another form. Tests set very short ones, which occur in any file by chance.
         if _TOKEN.search(content) or (len(own) >= 8 and own in content):
             raise BadInput(f"{folder}: {name} holds a token of the hub; revoke it there, and train again without it")
 
@@ -171,17 +184,22 @@ def _notes(folder: Path) -> list[str]:
     recipe = folder / artifact.RECIPE
     if not recipe.is_file():
         return notes
+    # Quoted strings that begin like a path: ~, /, ./, ../ or C:\
     paths = re.findall(r'"((?:~|\.{0,2}/|[A-Za-z]:\\)[^"]*)"', recipe.read_text(encoding="utf-8"))
     return notes + [f"{artifact.RECIPE} shows a path of this machine: {path}" for path in dict.fromkeys(paths)]
 
 
 def _unusable_base(folder: Path) -> str:
-    """Say why others could not get an adapter's base; empty if they can, and for a whole model, which needs none."""
+    """Say why other people could not download the adapter's base.
+
+    Returns:
+        The reason; empty if they can, and for a whole model, which needs no base.
+    """
     config = artifact.adapter_config(folder)
     if config is None:
         return ""
     base = str(json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path"))
-    # A folder may be called OWNER/NAME, too: then a model of that name on the hub is another one.
+    # A local folder may be called OWNER/NAME, too. A model of that name on the hub would be a different one.
     is_folder = artifact.trained_over(folder).get("kind") == "folder" or Path(base).is_dir()
     if is_hub_id(base) and not is_folder:
         return ""
@@ -189,13 +207,19 @@ def _unusable_base(folder: Path) -> str:
 
 
 def _another_base_there(api: Any, folder: Path) -> str:
-    """Warn if the base has changed on the hub since the adapter was trained; the card names the right commit."""
+    """Say how the base on the hub differs from the base of training, or that it could not be compared.
+
+    This is only a warning, because the model card names the commit that is right.
+
+    Returns:
+        One sentence; empty if the two are the same, or the base is not from the hub.
+    """
     base = artifact.trained_over(folder)
     if base.get("kind") != "hub" or not base.get("weights"):
         return ""
     try:
         files = {file.rfilename: file.lfs for file in api.model_info(base["name"], files_metadata=True).siblings}
-    except Exception as error:  # gone, gated, or the network; the adapter itself may be sent all the same
+    except Exception as error:  # gone, gated, or no network; the adapter itself can still be sent
         return f"{base['name']} cannot be compared with the base that this was trained over: {first_line(error)}"
     there = {name: files[name].sha256 for name in base["weights"] if files.get(name)}
     differ = identity.other(base, {"weights": there}, "weights")
@@ -205,8 +229,9 @@ def _another_base_there(api: Any, folder: Path) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
+    """Say in one line what went wrong with the hub, and what to do about it."""
     cures = {401: "is the token right? hf auth whoami tells", 403: "may this login write there?"}
     words = in_one_line(error)
-    if type(error) is RuntimeError and error.__cause__:  # an upload's thread: only the cause says what went wrong
+    if type(error) is RuntimeError and error.__cause__:  # from an upload's thread: only the cause is informative
         words += f": {in_one_line(error.__cause__)}"
     return f"{words}{cure(error, cures)}; nothing was tagged"

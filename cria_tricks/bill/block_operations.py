@@ -1,7 +1,11 @@
-r"""The operations of one block on paper: what each keeps for the backward pass, and what is open around it, in bytes.
+r"""List the operations of one transformer block for the memory bill [bytes].
 
-Letters: n tokens of a micro-batch, D width, Q = H C of the queries, K of the keys and values each, F inside the MLP,
-T tokens of a row; a bytes of an operand, x of an input, o of a product's result.
+For each operation the list says which tensors autograd keeps for the backward pass, and which temporary tensors are
+alive while the operation runs. :class:`Operation` explains the columns: ``keeps``, ``forward``, ``backward`` and so on.
+
+Short names here, in ``product_operations.py`` and in ``attention_operations.py``: n is the number of tokens of a
+micro-batch. One element takes a bytes in the compute dtype (what products multiply), x bytes in an operation's input,
+and o bytes in the result of a product.
 """
 
 from dataclasses import replace
@@ -14,21 +18,22 @@ from cria_tricks.bill.product_operations import linear
 
 
 def walk(memory: StepFacts) -> list[Operation]:
-    """The operations of a block, in the order of the forward pass."""
+    """List the operations of a block, in the order of the forward pass."""
     shape = memory.shape
-    # The residual stream's gradient waits while that of the branch beside it is computed.
+    # While backpropagation goes through attention or the MLP, the gradient of the residual stream beside it waits.
     residual = memory.all_tokens * shape.width * memory.hidden_itemsize
-    # Norms stand in front of attention and MLP, or behind both, or there are four, on both sides.
+    # Most models have a norm before attention and one before the MLP. OLMo 2 has them behind instead, and models with
+    # four norms have them on both sides.
     in_front = not shape.norms_behind
     behind = shape.norms_behind or shape.norms == 4
-    given = INPUT
-    then = "attention's sum"
+    attention_input = INPUT
+    mlp_input = "attention's sum"
     found = []
     if in_front:
-        given = "first norm's output"
-        then = "second norm's output"
+        attention_input = "first norm's output"
+        mlp_input = "second norm's output"
         found.append(_norm(memory, "first norm"))
-    found += _queries_keys_values(memory, given, residual)
+    found += _queries_keys_values(memory, attention_input, residual)
     found += _query_and_key_norms(memory)
     found += _attend(memory, residual)
     if behind:
@@ -38,9 +43,9 @@ def walk(memory: StepFacts) -> list[Operation]:
     if shape.experts > 1:
         return found + _experts(memory, residual)
     if shape.joined:
-        found += _gate_and_up_joined(memory, then, residual)
+        found += _gate_and_up_joined(memory, mlp_input, residual)
     else:
-        found += _gate_and_up(memory, then, residual)
+        found += _gate_and_up(memory, mlp_input, residual)
     found.append(linear(memory, "down_proj", GATED, memory.product_itemsize, residual))
     if behind:
         found.append(_norm(memory, "norm of the MLP's output"))
@@ -48,12 +53,14 @@ def walk(memory: StepFacts) -> list[Operation]:
 
 
 def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[Operation]:
+    """Project the input to queries, keys and values: three products, or one that is sliced (Phi-3)."""
     shape = memory.shape
     x = memory.hidden_itemsize
     if not shape.joined:
         return [linear(memory, name, source, x, residual) for name in ("q_proj", "k_proj", "v_proj")]
     whole = memory.all_tokens * (shape.query_width + 2 * shape.kv_width) * memory.product_itemsize
-    # Each part's gradient is put into one of the whole's size.
+    # The three parts are slices of the whole. The backward pass of a slice writes its gradient into zeros of the size
+    # of the whole, so three tensors of that size are open.
     return [
         linear(memory, "qkv_proj", source, x, residual),
         Operation("queries, keys and values apart", backward=residual + 3 * whole),
@@ -61,60 +68,86 @@ def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[
 
 
 def _attend(memory: StepFacts, residual: int) -> list[Operation]:
-    """Rotary positions, the attention itself, and the product with its result."""
+    """Rotary embeddings, the attention itself, and the output projection."""
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize
-    # Cosines have the dtype of the hidden states, so what is turned by them is as wide as the wider of both.
-    turned = n * (shape.query_width + shape.kv_width) * memory.widest_itemsize
-    # While the attention's output is multiplied, queries, keys and values are still there as they were before they were
+    # The cosines have the dtype of the hidden states. The rotated queries and keys get the wider of that dtype and the
+    # dtype of the products.
+    rotated = n * (shape.query_width + shape.kv_width) * memory.widest_itemsize
+    # During the output projection queries, keys and values are still alive in the dtype that they had before they were
     # cast for the kernel.
-    uncast = turned * (memory.widest_itemsize != a)
+    uncast = rotated * (memory.widest_itemsize != a)
     uncast += n * shape.kv_width * memory.product_itemsize * (memory.product_itemsize != a)
     attended = JOINED_DOCUMENTS if memory.joins_documents else ATTENDED
     o_proj = linear(memory, "o_proj", attended, a, residual)
     return [
-        Operation("rotary positions", forward=2 * turned, backward=residual + 3 * turned),
+        Operation("rotary positions", forward=2 * rotated, backward=residual + 3 * rotated),
         *attention(memory, residual),
         replace(o_proj, forward=o_proj.forward + uncast),
     ]
 
 
 def _gate_and_up(memory: StepFacts, source: str, residual: int) -> list[Operation]:
+    """The first half of a gated MLP, activation(gate(x)) * up(x), with two matrices."""
     inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
     gate, up = (linear(memory, name, source, memory.hidden_itemsize, residual) for name in ("gate_proj", "up_proj"))
-    activated = {"gate": inner, "activated gate": inner}
-    read = {"activated gate": inner}
+    activated_gate = {"activated gate": inner}
     fetched = sum(up.keeps.values())
-    if not memory.dora:  # of what DoRA keeps not all is back at once, which is more than the activated gate's gradient
+    # During up_proj's backward pass the gradient of the activated gate waits beside it. With DoRA it is not added: not
+    # all that DoRA keeps is back at once, and what is missing is larger than this gradient.
+    if not memory.dora:
         fetched += inner
-    return [
-        gate,
-        Operation("gate's activation", activated, {}, inner, residual + 3 * inner, fetched=inner),
-        replace(up, reads=read, fetched=fetched),
-        Operation(GATED, {"up": inner}, {}, inner, residual + 3 * inner, reads=read, fetched=2 * inner),
-    ]
+    activation = Operation(
+        "gate's activation",
+        keeps={"gate": inner, **activated_gate},
+        forward=inner,
+        backward=residual + 3 * inner,
+        fetched=inner,
+    )
+    gated = Operation(
+        GATED,
+        keeps={"up": inner},
+        forward=inner,
+        backward=residual + 3 * inner,
+        reads=activated_gate,
+        fetched=2 * inner,
+    )
+    return [gate, activation, replace(up, reads=activated_gate, fetched=fetched), gated]
 
 
 def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[Operation]:
+    """The first half of a gated MLP where one matrix gives gate and up together (Phi-3)."""
     inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
-    both = {"gate and up": 2 * inner}
+    gate_and_up = {"gate and up": 2 * inner}
+    activated_gate = {"activated gate": inner}
     return [
         linear(memory, "gate_up_proj", source, memory.hidden_itemsize, residual),
         Operation("gate and up apart", backward=residual + 4 * inner),
-        Operation("gate's activation", {**both, "activated gate": inner}, {}, inner, residual + 3 * inner, 0, both),
-        Operation(GATED, {}, {}, inner, residual + 3 * inner, reads={"activated gate": inner, **both}),
+        Operation(
+            "gate's activation",
+            keeps={**gate_and_up, **activated_gate},
+            forward=inner,
+            backward=residual + 3 * inner,
+            reads=gate_and_up,
+        ),
+        Operation(
+            GATED,
+            forward=inner,
+            backward=residual + 3 * inner,
+            reads={**activated_gate, **gate_and_up},
+        ),
     ]
 
 
 def _norm(memory: StepFacts, name: str) -> Operation:
-    """RMS norms compute in fp32: of a 16-bit input they keep a copy, an fp32 one as it is."""
+    """An RMS norm. It computes in fp32, so it keeps an fp32 copy of a 16-bit input; an fp32 input needs no copy."""
     elements = memory.all_tokens * memory.shape.width
     x = memory.hidden_itemsize
     keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * x
-    return Operation(name, keeps, {}, elements * (FP32 + x), elements * (4 * FP32 + x))
+    return Operation(name, keeps=keeps, forward=elements * (FP32 + x), backward=elements * (4 * FP32 + x))
 
 
 def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
@@ -127,42 +160,60 @@ def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
     keeps = {"queries and keys before their norms": elements * FP32, "roots": n * (shape.heads + shape.kv_heads) * FP32}
     if memory.trains_all:
         keeps["queries and keys normalised"] = elements * memory.hidden_itemsize
-    return [Operation("query and key norms", keeps, {}, elements * FP32, elements * 4 * FP32)]
+    return [Operation("query and key norms", keeps=keeps, forward=elements * FP32, backward=elements * 4 * FP32)]
 
 
 def _experts(memory: StepFacts, residual: int) -> list[Operation]:
-    """All experts of a block: each token goes through a few of them, in products of all that go through one.
+    """The MLP of a mixture of experts: each token goes through a few experts; each expert multiplies all its tokens.
 
-    They compute in the dtype of their weights, whatever autocast says.
+    Experts compute in the dtype of their weights, even under autocast to another one.
     """
     shape = memory.shape
-    size = memory.other_weight_itemsize
-    pairs = memory.all_tokens * shape.experts_per_token
-    given = pairs * shape.width * size
-    inner = pairs * shape.inner * size
+    itemsize = memory.other_weight_itemsize
+    pairs = memory.all_tokens * shape.experts_per_token  # of a token and one of its experts
+    outer = pairs * shape.width * itemsize  # an expert's input, and its output
+    inner = pairs * shape.inner * itemsize  # gate, up, and their product
     matrix = shape.experts * shape.width * shape.inner
-    # Without torch's kernel for many products at once, which is for bf16 weights only, transformers makes the gradient
-    # of all experts' weights, frozen or not.
+    # torch has a kernel that multiplies all experts at once (grouped_mm), for bf16 weights only. Without it,
+    # transformers also makes the gradients of frozen experts' weights.
     card = memory.device
-    at_once = memory.bf16 and size < FP32 and (card.kind == "cpu" or card.capability >= (8, 0))
-    opened = matrix * size * (not memory.trains_all and not at_once)
-    learns = matrix * FP32 * memory.trains_all
-    inputs_read = {"experts' inputs": given}
-    inputs = dict[str, int]()
-    product = dict[str, int]()
-    unkept = inner
-    if memory.trains_all or not at_once:  # it keeps also what frozen weights are multiplied with
-        inputs = {"experts' inputs": given}
-        product = {GATED: inner}
-        unkept = 0
-    gates = {"gate and up": 2 * inner, "activated gate": inner}
-    routed = dict[str, int]()
+    at_once = memory.bf16 and itemsize < FP32 and (card.kind == "cpu" or card.capability >= (8, 0))
+    unused_gradient = matrix * itemsize * (not memory.trains_all and not at_once)
+    gradient = matrix * FP32 * memory.trains_all
+    inputs = {"experts' inputs": outer}
+    kept_inputs = dict[str, int]()
+    kept_product = dict[str, int]()
+    product_not_kept = inner
+    if memory.trains_all or not at_once:  # a gradient of the weights needs the inputs of both products
+        kept_inputs = inputs
+        kept_product = {GATED: inner}
+        product_not_kept = 0
+    router_input = dict[str, int]()
     if memory.trains_all:
-        routed = {"router's input": memory.all_tokens * shape.width * memory.compute_itemsize}
-    return [
-        Operation("router", routed),
-        Operation("experts' gate and up", inputs, {}, 2 * inner, residual + 2 * inner + given + 2 * opened, 2 * learns),
-        Operation("experts' activation", gates, {}, inner, residual + 3 * inner, 0, inputs_read, 2 * inner),
-        Operation("experts' down", product, {}, given + unkept, residual + given + inner + opened, learns),
-        Operation("experts' sum", {"experts' outputs": given}, {}, 2 * given, residual + 3 * given),
-    ]
+        router_input = {"router's input": memory.all_tokens * shape.width * memory.compute_itemsize}
+    gate_and_up = Operation(
+        "experts' gate and up",
+        keeps=kept_inputs,
+        forward=2 * inner,
+        backward=residual + 2 * inner + outer + 2 * unused_gradient,
+        learns=2 * gradient,
+    )
+    activation = Operation(
+        "experts' activation",
+        keeps={"gate and up": 2 * inner, "activated gate": inner},
+        forward=inner,
+        backward=residual + 3 * inner,
+        reads=inputs,
+        fetched=2 * inner,
+    )
+    down = Operation(
+        "experts' down",
+        keeps=kept_product,
+        forward=outer + product_not_kept,
+        backward=residual + outer + inner + unused_gradient,
+        learns=gradient,
+    )
+    total = Operation(
+        "experts' sum", keeps={"experts' outputs": outer}, forward=2 * outer, backward=residual + 3 * outer
+    )
+    return [Operation("router", keeps=router_input), gate_and_up, activation, down, total]

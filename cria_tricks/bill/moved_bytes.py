@@ -1,83 +1,121 @@
-"""The bytes that a training step moves between a card and its memory, besides the numbers that products read and write.
+"""Count the memory traffic of a training step: the bytes that the GPU reads from its memory and writes to it.
 
-Between two products lie norms, rotary embeddings, activations, residual sums and casts. Each reads whole tensors and
-writes them back, one small operation after the other, so on a card with slow memory they take as long as the products.
-The constants here are sums over the operations of transformers' Llama (5.23) under peft (0.21), in bytes for one
-element, as an operation-by-operation count gives them; ``tests/hardware/test_cost.py`` counts again.
+Between two matrix products lie norms, rotary embeddings, activation functions, residual additions and casts. Each of
+these operations reads whole tensors and writes whole tensors, so on a card with slow memory they take as long as the
+products. This module counts them, and what products read of weights; ``step_time.py`` adds the activations that
+products read and write.
+
+The constants are bytes for one element. They are sums over all operations of transformers' Llama (5.23) under peft
+(0.21), counted operation by operation; ``tests/hardware/test_cost.py`` counts them again.
 """
 
 from cria_tricks.bill.products import Blocks, passes_of_a_token
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 
-# Bytes of a hidden state and of what products multiply.
+# The keys of the tables below: bytes of one number in the hidden states, and in the compute dtype of products.
 HALF = (2, 2)
+"""Everything in 16 bits."""
 MIXED = (4, 2)
-"""Mixed is fp32 with 16-bit products: trained weights and the usual 4-bit preparation keep norms and embeddings in
-fp32, and everything that is added to them becomes fp32."""
+"""Hidden states in fp32, products in 16 bits: with trained weights, and after the usual preparation of 4-bit models,
+norms and embeddings are in fp32, and adding an fp32 tensor to a 16-bit one gives fp32."""
 FULL = (4, 4)
+"""Everything in fp32."""
 
 Each = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-"""Forward and backward, for one element of: the hidden states D wide, the MLP's inside F wide, queries and keys."""
+"""Three pairs of (forward, backward) [bytes for one element]: for the hidden states (D wide), for the inner tensors of
+the MLP (F wide), and for queries and keys together."""
 
+# Traffic of all operations between the products of a block.
 _BETWEEN: dict[tuple[int, int], Each] = {
     HALF: ((84, 206), (10, 18), (21, 34)),
     MIXED: ((106, 292), (10, 18), (38, 60)),
     FULL: ((80, 250), (20, 36), (42, 66)),
 }
-# peft casts an adapter's input to fp32 and autocast casts it back; where it is fp32 already only the second is left.
+# Traffic for one element of an adapter's input. peft casts the input to fp32, and autocast casts it back to 16 bits: 6
+# bytes each. The first cast drops out where the input is fp32 already, both where products are fp32, too.
 _ADAPTER_CAST = {HALF: 12, MIXED: 6, FULL: 0}
-# What autograd keeps, the same three, when nothing is checkpointed; each save is one, also of the same tensor.
+# Bytes that autograd saves without checkpointing, for one element of the three kinds of :data:`Each`. A tensor that two
+# operations save counts twice, because activation offload would copy it twice.
 _SAVED = {HALF: (26, 8, 6), MIXED: (30, 8, 7), FULL: (40, 16, 12)}
 
 SCORE = (32, 34)
-"""Forward and backward, for one of the B H T^2 scores, where no fused kernel keeps them on the chip."""
+"""Forward and backward [bytes for one attention score], where no fused kernel keeps the B H T^2 scores on the chip."""
 LOGIT = 36
-"""Forward and backward together, for one logit, fp32 from the loss on."""
+"""Forward and backward together [bytes for one logit]; a logit is fp32 from the loss on."""
 LOGIT_SAVED = 8
-"""For one logit of the full loss: the log-probabilities, which two operations save."""
+"""What autograd saves for the full loss [bytes for one logit]: fp32 log-probabilities, which two operations save."""
 ADAMW = 28
-"""For one trained weight, all in one kernel: read weight, gradient and two states, write all but the gradient."""
+"""AdamW in one kernel [bytes for one trained weight]: it reads weight, gradient and two states (16), and writes weight
+and states (12), all in fp32."""
 CLIP = 12
-"""For one trained weight: the norm of all gradients and the clipping."""
+"""Gradient clipping [bytes for one trained weight]: the norm reads the gradient; the scaling reads and writes it."""
 
 
 def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
-    """Bytes of the blocks' weights in one micro-batch: forward, once more, backward.
+    """Count the traffic of the blocks' weights in one micro-batch.
 
-    A product reads them in the precision it computes in. What is stored otherwise is unpacked, or cast, to that first:
-    read, and written. Autocast keeps its copy for the way back; 4-bit and int8 weights are unpacked a second time.
+    A product reads weights in the compute dtype. Weights in another format are unpacked or cast to it first, which
+    reads and writes them once. Autocast keeps its copy for the backward pass; 4-bit and int8 weights are unpacked
+    again.
+
+    Args:
+        work: what the step has to do.
+        blocks: how many blocks run each pass.
+
+    Returns:
+        Bytes of the forward pass, of the forward pass that checkpointing repeats, and of the backward pass.
     """
     wide = work.compute_itemsize
     unpack = _cast(work.stored_itemsize, wide)
-    back = wide + work.backward_unpacks * unpack
-    if work.trains_blocks:  # the gradient, and its cast to fp32
-        back += wide + _cast(wide, 4)
-    each = work.shape.block_linear_weights
-    forward, again, backward = (blocks.passes[name] * each for name in ("forward", "again", "backward"))
-    return round((unpack + wide) * forward), round((unpack + wide) * again), round(back * backward)
+    # For one weight: a forward pass, and a backward pass.
+    one_forward = unpack + wide
+    one_backward = wide + work.backward_unpacks * unpack
+    if work.trains_blocks:  # the product writes the weight's gradient, which is then cast to fp32
+        one_backward += wide + _cast(wide, 4)
+    in_a_block = work.shape.block_linear_weights
+    return (
+        round(one_forward * (blocks.passes["forward"] * in_a_block)),
+        round(one_forward * (blocks.passes["again"] * in_a_block)),
+        round(one_backward * (blocks.passes["backward"] * in_a_block)),
+    )
 
 
 def head_weights(work: Work) -> float:
-    """Bytes of the head's weights in one micro-batch: cast once if need be, and read by each product."""
+    """Count the traffic of the head's weights in one micro-batch [bytes].
+
+    They are cast once, if they are stored in another dtype than products compute in, and each product reads them.
+    """
     wide = work.compute_itemsize
     return work.shape.embedding_weights * (_cast(work.head_itemsize, wide) + wide * work.head_reads)
 
 
 def _cast(stored: float, wide: int) -> float:
-    """Bytes to read a number as it is stored and to write it as it is computed with."""
+    """Count the bytes to read a number as it is stored and to write it in the compute dtype; 0 if no cast is needed."""
     return (stored + wide) * (stored != wide)
 
 
 def one_by_one(work: Work) -> tuple[int, int]:
-    """Bytes of what lies between a block's products, for one position: forward, backward; each operation by itself."""
+    """Count the traffic between the products of a block, if each operation is a kernel of its own (no torch.compile).
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
     forward, backward = over_widths(work.shape, _BETWEEN[work.hidden_itemsize, work.compute_itemsize])
-    more_forward, more_backward = _around_lora(work)
-    return forward + more_forward, backward + more_backward
+    lora_forward, lora_backward = _around_lora(work)
+    return forward + lora_forward, backward + lora_backward
 
 
 def over_widths(shape: Shape, each: Each) -> tuple[int, int]:
-    """Sum bytes for one element over the elements of one position: forward, backward."""
+    """Turn bytes for one element into bytes for one position: multiply them by the three widths, and add up.
+
+    Args:
+        shape: gives the widths.
+        each: bytes for one element.
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
     forward = backward = 0
     for width, (one_forward, one_backward) in zip(_widths(shape), each, strict=True):
         forward += width * one_forward
@@ -86,23 +124,31 @@ def over_widths(shape: Shape, each: Each) -> tuple[int, int]:
 
 
 def _widths(shape: Shape) -> tuple[int, int, int]:
+    """Give the elements of one position, in the order of :data:`Each`; each expert of a token has inner tensors."""
     return shape.width, shape.inner * shape.experts_per_token, shape.query_width + shape.kv_width
 
 
 def _around_lora(work: Work) -> tuple[int, int]:
-    """Casts of an adapter's input, its scaling and its sum, for one position."""
+    """Count the traffic of small operations around the adapters' products: casts, the scaling, and additions.
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
     wide = work.compute_itemsize
     cast = work.adapter_casts * _ADAPTER_CAST[work.hidden_itemsize, wide]
     forward = backward = 0
     for name in work.adapted:
         d_in, d_out = work.shape.linears[name]
         times = passes_of_a_token(work.shape, name)
+        # Scaling B A x reads one tensor and writes one. Adding it to the base's result reads two and writes one.
         forward += times * (cast * d_in + 5 * wide * d_out)
+        # Backward, base and adapter each give a gradient of the input, which are added: two are read, one is written.
+        # The scaling's backward reads one tensor and writes one.
         backward += times * ((cast + 3 * wide) * d_in + 2 * wide * d_out)
     return forward, backward
 
 
 def saved_one_by_one(work: Work) -> int:
-    """Bytes that a block keeps for the way back, for one position; each operation saves what it needs."""
+    """Count the bytes that autograd saves in one block for one position, without checkpointing or torch.compile."""
     each = _SAVED[work.hidden_itemsize, work.compute_itemsize]
     return sum(width * one for width, one in zip(_widths(work.shape), each, strict=True))

@@ -1,12 +1,13 @@
-"""What a step takes, in seconds, and what a run costs: counted work against the peak rates of a card.
+"""Estimate the time of a training step and the price of a run, from counted work and a card's peak rates.
 
-Each part of a step is either held up by its products or by the bytes it moves, so it takes the longer of the two
-times; parts follow one another, so theirs are added. That sum is what the card would need at its datasheet's rates.
-Nothing reaches those, so it is divided by one number, :data:`EFFICIENCY`.
+This is a roofline model. A step is a sequence of parts. Compute and memory traffic of a part overlap, so the part
+takes the longer of the two times: operations / peak rate, or bytes / memory bandwidth. Traffic over PCIe is taken not
+to overlap with either, so its time is added. The sum over all parts is the time at the peak rates of the datasheet. No
+step reaches these, so the time of each part is divided by :data:`EFFICIENCY`.
 
-Simplified on purpose: int8 products count as 16-bit ones, and quantising their inputs does not count; of DoRA the
-products count, and not the bytes of its norms; a paged optimizer moves nothing while the card has room, and an estimate
-of time is for what fits.
+Three things are simplified on purpose. int8 products count as 16-bit ones, and the quantisation of their inputs does
+not count. DoRA's products count, but not the memory traffic of its norms. A paged optimizer moves no pages, because it
+moves none while the card has room, and the estimate is for a step that fits.
 """
 
 import math
@@ -15,34 +16,41 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cria_tricks.bill import moved_bytes, products
+from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.recipe import Recipe
 
 EFFICIENCY = 0.5
-"""How much of a card's peak rates a step gets, on every card and in every part: half.
+"""The share of a card's peak rates that a step reaches: one half, on every card and in every part.
 
-A round number, chosen between two public runs and fitted to neither: Llama-3.2-1B by QLoRA on a free T4 (1,060 tokens
-a second, evaluations and checkpoints included) comes out 1.6 times as fast as it was, Llama-2-7B by LoRA on an A100
-(2,954; LLaMA-Factory's wiki) 0.9 times. In other words, the T4 reached 0.31 of its peaks, the A100 0.55. One constant
-cannot fit both runs. So times are right only within a factor of two, and they must not rank two cards that are closer
-than that: with 0.31 and 0.55 the A100 would be cheaper for the Kwanzaa run, with 0.5 for both the T4 is cheaper.
-``trust.py`` holds the sentence that says so wherever minutes are shown. What it does not know: the launch
-of a kernel, so small models with short rows take longer than it says; and the power limit, 70 watts on a T4 and 72 on
-an L4, which holds them under their peak in a long run. We have measured on neither.
+It is a round number. We compared it with two public runs, and it fits neither exactly:
+
+- Llama-3.2-1B by QLoRA on a free T4 ran at 1,060 tokens a second, evaluations and checkpoints included. The estimate is
+  1.6 times as fast, so this run reached 0.31 of the peak rates.
+- Llama-2-7B by LoRA on an A100 ran at 2,954 tokens a second (LLaMA-Factory's wiki). The estimate is 0.9 times as fast,
+  so this run reached 0.55.
+
+One constant cannot fit both. So times are right only within a factor of two, and they must not rank two cards whose
+estimates are closer than that. For example, 0.5 for both cards makes the T4 cheaper for the Kwanzaa run, while 0.31 and
+0.55 make the A100 cheaper. ``hardware/trust.py`` holds the warning that commands print beside minutes.
+
+Two effects are missing. Launching a kernel takes time, so small models with short rows are slower than estimated. And a
+power limit, 70 watts on a T4 and 72 on an L4, keeps these cards below their peak rates in a long run. We have measured
+on neither card.
 """
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """One part of an optimizer step.
+    """One part of an optimizer step, with its estimated time.
 
     Attributes:
         name: what it does.
-        flops: operations of its products.
-        bytes: moved between the card and its memory.
-        link_bytes: moved over the card's PCIe link.
-        seconds: what it takes.
+        flops: floating-point operations of its products.
+        bytes: memory traffic: what the GPU reads from its memory and writes to it.
+        link_bytes: traffic over the card's PCIe link.
+        seconds: estimated time, :data:`EFFICIENCY` included.
         why: how the counts come about.
     """
 
@@ -56,11 +64,11 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on one card.
+    """The estimate of one optimizer step on one card.
 
     Attributes:
-        parts: in their order.
-        tokens: of all its micro-batches.
+        parts: the parts, in the order in which they are listed to the user.
+        tokens: tokens of all micro-batches of the step.
     """
 
     parts: tuple[StepPart, ...]
@@ -68,27 +76,27 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """All parts, one after the other."""
+        """Time of the step [s]: the parts run one after the other."""
         return sum(part.seconds for part in self.parts)
 
     @property
     def flops(self) -> int:
-        """All products."""
+        """Floating-point operations of the products in all parts."""
         return sum(part.flops for part in self.parts)
 
     @property
     def tokens_per_second(self) -> float:
-        """On one card."""
+        """Tokens that one card trains on in a second."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class RunPrice:
-    """A whole run on a rented machine.
+    """Time and price of a whole run on a rented machine.
 
     Attributes:
         flavor: the machine.
-        minutes: of training; loading, evaluations and checkpoints come on top.
+        minutes: training time; loading, evaluations and checkpoints come on top.
     """
 
     flavor: Flavor
@@ -96,12 +104,20 @@ class RunPrice:
 
     @property
     def cost(self) -> float:
-        """USD for these minutes."""
+        """Price of these minutes [USD]."""
         return self.minutes / 60 * self.flavor.price
 
 
 class PartCounts(NamedTuple):
-    """What one part of a step has to do: operations, and bytes over memory and link."""
+    """What one part of a step has to do, before it is turned into time.
+
+    Attributes:
+        name: what the part does.
+        flops: floating-point operations of its products.
+        bytes: memory traffic.
+        link: traffic over PCIe [bytes].
+        why: how the counts come about.
+    """
 
     name: str
     flops: float
@@ -116,40 +132,55 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
     Args:
         work: what the step has to do, as ``tricks/folds.py`` makes it from a recipe.
         card: the GPU.
-        cards: how many work side by side and add up their gradients over PCIe at the end.
+        cards: how many cards train data-parallel; at the end of a step they all-reduce their gradients over PCIe.
+
+    Returns:
+        The step of one card, without the parts that have nothing to do.
     """
-    parts = tuple(_part(each, card, work.precision) for each in counts(work, cards) if any(each[1:4]))
-    return Step(parts, work.micro_batches * work.batch * work.tokens)
+    parts = []
+    for counted in counts(work, cards):
+        if counted.flops or counted.bytes or counted.link:
+            parts.append(_part(counted, card, work.precision))
+    return Step(tuple(parts), work.micro_batches * work.batch * work.tokens)
 
 
 def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     """Count what the parts of one optimizer step have to do; arguments as for :func:`step`."""
     k = work.micro_batches
-    found = [
-        each._replace(flops=k * each.flops, bytes=k * each.bytes, link=k * each.link) for each in _micro_batch(work)
-    ]
+    found = []
+    for counted in _micro_batch(work):
+        found.append(counted._replace(flops=k * counted.flops, bytes=k * counted.bytes, link=k * counted.link))
     return [*found, *_once_a_step(work, cards)]
 
 
 def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
-    of_products = counted.flops / card.flops(precision)
-    of_memory = counted.bytes / card.memory_rate
-    ideal = max(of_products, of_memory) + counted.link / card.link_rate
-    flops, moved, link = (round(number) for number in counted[1:4])
-    return StepPart(counted.name, flops, moved, link, ideal / EFFICIENCY, counted.why)
+    """Turn counts into time."""
+    compute_seconds = counted.flops / card.flops(precision)
+    memory_seconds = counted.bytes / card.memory_rate
+    link_seconds = counted.link / card.link_rate
+    seconds_at_peak = max(compute_seconds, memory_seconds) + link_seconds
+    return StepPart(
+        name=counted.name,
+        flops=round(counted.flops),
+        bytes=round(counted.bytes),
+        link_bytes=round(counted.link),
+        seconds=seconds_at_peak / EFFICIENCY,
+        why=counted.why,
+    )
 
 
 def _micro_batch(work: Work) -> Iterator[PartCounts]:
+    """Count the parts of one micro-batch."""
     n = work.positions
-    wide = work.compute_itemsize
+    wide = work.compute_itemsize  # bytes of a number that products read or write
     blocks = products.blocks(work)
-    read = moved_bytes.weights(work, blocks)
-    for name, counted, weights, why in (
-        ("blocks forward", blocks.forward, read[0], "2 operations a weight and position"),
-        ("blocks again", blocks.again, read[1], "checkpointing repeats the forward pass"),
-        ("blocks backward", blocks.backward, read[2], "2 for a frozen weight, 4 for a trained one"),
+    weights_forward, weights_again, weights_backward = moved_bytes.weights(work, blocks)
+    for name, counted, weight_bytes, why in (
+        ("blocks forward", blocks.forward, weights_forward, "2 operations a weight and position"),
+        ("blocks again", blocks.again, weights_again, "checkpointing repeats the forward pass"),
+        ("blocks backward", blocks.backward, weights_backward, "2 for a frozen weight, 4 for a trained one"),
     ):
-        yield PartCounts(name, n * counted.flops, n * counted.elements * wide + weights, 0, why)
+        yield PartCounts(name, n * counted.flops, n * counted.elements * wide + weight_bytes, 0, why)
     thin = blocks.adapter
     why = "thin products, which mostly wait for memory"
     yield PartCounts("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
@@ -160,21 +191,24 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
     why = "norms, rotary, activation, residual sums, casts: all of it memory"
     yield PartCounts("between products", 0, n * moved, 0, why)
     yield _head(work, blocks)
-    if work.link_trips:
+    if work.link_trips:  # activation offload; the logits are saved outside the blocks
         kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
         why = "what the way back needs goes to the host and comes back"
         yield PartCounts("offload", 0, 0, work.link_trips * n * kept, why)
 
 
 def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
+    """Count the parts that run once for all micro-batches of a step."""
     trained = work.trained_weights
     each = work.optimizer_bytes + work.gradient_bytes
     yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
-    ring = 2 * (cards - 1) / cards * 4 * trained
+    # A ring all-reduce sends 2 (N - 1) / N times the fp32 gradients from each of N cards; 0 for one card.
+    ring = 2 * (cards - 1) / cards * FP32 * trained
     yield PartCounts("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
 
 
 def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
+    """Count the attention of all blocks, with a fused kernel or with all scores in memory."""
     fused = work.kernel in ("flash", "memory-efficient")
     flops = products.attention(work, blocks, fused=fused)
     forward = blocks.passes["forward"] + blocks.passes["again"]
@@ -184,44 +218,51 @@ def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
         moved = scores * (forward * moved_bytes.SCORE[0] + backward * moved_bytes.SCORE[1])
         why = f"{work.kernel} attention holds all T x T scores, and passes over them"
         return PartCounts("attention", flops, moved, 0, why)
-    wide = work.compute_itemsize * 2 * (work.shape.query_width + work.shape.kv_width)
-    moved = work.positions * wide * (forward + 2 * backward)
+    # A fused kernel reads queries, keys and values and writes an output as wide as the queries. Backward we count each
+    # of the four twice: once for itself, once for its gradient.
+    position_bytes = work.compute_itemsize * 2 * (work.shape.query_width + work.shape.kv_width)
+    moved = work.positions * position_bytes * (forward + 2 * backward)
     if work.masked:
-        return PartCounts("attention", flops * 1, moved, 0, f"the {work.kernel} kernel, with a mask")
+        return PartCounts("attention", flops, moved, 0, f"the {work.kernel} kernel, with a mask")
+    # Without a mask the kernel knows that attention is causal, and skips about half of the token pairs.
     why = f"the {work.kernel} kernel, which leaves out what a token may not see"
     return PartCounts("attention", flops * 0.5, moved, 0, why)
 
 
 def _head(work: Work, blocks: products.Blocks) -> PartCounts:
+    """Count the head's products and the loss."""
     counted = products.head(work, blocks.learns)
-    each = counted.elements * work.compute_itemsize + work.logit_bytes * work.shape.vocabulary
+    position_bytes = counted.elements * work.compute_itemsize + work.logit_bytes * work.shape.vocabulary
     n: float = work.positions
     why = "logits of every position"
     if work.logit_positions is not None:
         n = work.logit_positions
         why = "logits of trained tokens only"
-    return PartCounts("head and loss", n * counted.flops, n * each + moved_bytes.head_weights(work), 0, why)
+    moved = n * position_bytes + moved_bytes.head_weights(work)
+    return PartCounts("head and loss", n * counted.flops, moved, 0, why)
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
-    """Tokens of a whole run.
+    """Count the tokens of a whole run.
 
     Args:
-        recipe: ``train.max_steps`` full steps if it sets them, else ``train.epochs`` of the rows.
-        rows: training rows.
-        tokens: of a row, in the mean.
+        recipe: gives the length of the run: ``train.max_steps`` full steps if that is set, else ``train.epochs``.
+        rows: number of training rows.
+        tokens: mean number of tokens in a row.
     """
     train = recipe.train
-    steps_rows = train.max_steps * recipe.rows_per_step
-    return (steps_rows or math.ceil(rows * train.epochs)) * tokens
+    rows_of_run = train.max_steps * recipe.rows_per_step
+    if not rows_of_run:  # max_steps is not set
+        rows_of_run = math.ceil(rows * train.epochs)
+    return rows_of_run * tokens
 
 
 def run_cost(step: Step, tokens: float, flavor: Flavor) -> RunPrice:
-    """Minutes and price of a run.
+    """Estimate minutes and price of a run.
 
     Args:
         step: an estimate for the flavor's card and its number of cards.
-        tokens: of the whole run, every epoch counted.
-        flavor: the machine. Its cards share the rows; that each needs the whole model does not change.
+        tokens: tokens of the whole run, all epochs together.
+        flavor: the machine. Its cards are data-parallel: they share the rows, and each holds the whole model.
     """
     return RunPrice(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)

@@ -1,4 +1,4 @@
-"""The course's figures: charts, sketches of tensors, and the staircase of its bills."""
+"""Draw the course's figures: charts, sketches of tensors, and the bars of its memory bills lesson by lesson."""
 
 import re
 from typing import Any
@@ -16,28 +16,38 @@ from cria_tricks.predict import toggles
 GIB = 2**30
 LIGHT = "image/vnd.cria.light+svg"
 DARK = "image/vnd.cria.dark+svg"
-"""The MIME types of a figure for the site's two modes; a notebook shows the light one on white."""
+"""The MIME types under which the site finds a figure's light and dark version.
+
+A notebook does not know them. It shows the plain SVG, which is the light version on a white background.
+"""
 
 
 def staircase(lesson: str) -> Drawing:
-    """The bills of the course until this lesson, one toggle after the other; its own are drawn strong."""
+    """Draw the memory needed as one bar for each toggle that the course has reached, each added to those before it.
+
+    Args:
+        lesson: the name of its file, e.g. ``03_gradient_checkpointing``. The bars of its own toggles are coloured, all
+            others are grey.
+    """
     reached = so_far(lesson)
     fields = toggles.switched_on(reached)
+    # The first bar is plain fp32; bar n has the first n toggles.
     names = ["plain fp32", *(toggles.named(CAPSTONE, field) for field in fields)]
     peaks = [bill(toggles.with_only(reached, fields[:n])).needed_bytes / GIB for n in range(len(names))]
+    # A lesson's file name begins with its number; plain fp32 belongs to lesson 00.
     own = [LESSON_OF.get(name, "00")[:2] == lesson[:2] for name in names]
 
     def draw(theme: Theme) -> Figure:
         drawn, axes = figure(height=0.36 * len(names) + 1.0)
-        strong = theme.series[0]
-        colours = [strong if mine else theme.quiet for mine in own]
+        coloured = theme.series[0]
+        colours = [coloured if is_own else theme.quiet for is_own in own]
         axes.barh(range(len(names)), peaks, color=colours, height=0.66)
         for place, peak in enumerate(peaks):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink)
         figures.capacity(axes, theme)
         axes.set_yticks(range(len(names)), style.readable(names))
         axes.set(xlabel="needed for a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
-        axes.set_ylim(len(names) - 0.4, -1.2)
+        axes.set_ylim(len(names) - 0.4, -1.2)  # from the top down, with room above for the label of the T4's line
         axes.grid(axis="x")
         return drawn
 
@@ -45,24 +55,29 @@ def staircase(lesson: str) -> Drawing:
 
 
 def figure(height: float = 3.0) -> tuple[Figure, Axes]:
-    """An empty figure of the course, inches."""
+    """Make an empty figure of the course's width, with one panel.
+
+    Args:
+        height: height of the figure (inches).
+    """
     drawn, (axes,) = style.panels(1, height)
     return drawn, axes
 
 
 def show(drawing: Drawing, says: str) -> None:
-    """Show a figure, in both themes, with one sentence of what to see.
+    """Show a figure in a notebook, in both themes; outside a notebook, show nothing.
 
     Args:
         drawing: theme -> figure; called once for a light page and once for a dark one.
-        says: the sentence; it is the picture's text for those who do not see it.
+        says: one sentence on what the figure shows, for readers who cannot see it (alt text).
     """
+    # Both are drawn even where nothing is shown, so that a plain run of a lesson finds a broken figure.
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     try:
-        # A plain script may run where there are no notebooks.
+        # Imported here, because a lesson also runs as a plain script on a machine without IPython.
         from IPython.core.getipython import get_ipython
         from IPython.display import display
-    except ImportError:  # a plain script on a machine without notebooks
+    except ImportError:
         return
     if get_ipython() is not None:
         white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
@@ -70,12 +85,14 @@ def show(drawing: Drawing, says: str) -> None:
 
 
 class Sketch:
-    """A picture of tensors: boxes with names and shapes, and arrows between them.
+    """Draw a picture of tensors: boxes with names and shapes, and arrows between them.
+
+    All places and sizes are in units of the picture. The origin is at the top left, and y grows downwards.
 
     Args:
-        theme: whose colours are used.
-        width: of the picture, in units; so is everything that is drawn.
-        height: of the picture.
+        theme: gives the colours.
+        width: width of the picture [units]; it is scaled to the width of the page.
+        height: height of the picture [units].
     """
 
     def __init__(self, theme: Theme, width: float, height: float):
@@ -85,27 +102,52 @@ class Sketch:
         self.axes.axis("off")
 
     def tensor(self, x: float, y: float, w: float, h: float, name: str, *, color: int = 0, kept: bool = True) -> None:
-        """A tensor: filled while it is kept, dashed once it is gone."""
+        """Draw a tensor as a box with its name.
+
+        Args:
+            x: left edge.
+            y: upper edge.
+            w: width.
+            h: height.
+            name: the words in the middle of the box.
+            color: index of one of the theme's series colours.
+            kept: whether the tensor is still there; its box is filled if so, else empty with a dashed edge.
+        """
         edge = self.theme.series[color]
-        style: dict[str, Any] = {"facecolor": (*_rgb(edge), 0.22)}
+        fill: dict[str, Any] = {"facecolor": (*_rgb(edge), 0.22)}
         if not kept:
-            style = {"facecolor": "none", "linestyle": "--"}
-        self.axes.add_patch(Rectangle((x, y), w, h, edgecolor=edge, linewidth=1.2, **style))
+            fill = {"facecolor": "none", "linestyle": "--"}
+        self.axes.add_patch(Rectangle((x, y), w, h, edgecolor=edge, linewidth=1.2, **fill))
         self.text(x + w / 2, y + h / 2, name)
 
     def text(self, x: float, y: float, words: str, *, quiet: bool = False, align: str = "center") -> None:
-        """Words, beside where they are put; ``align`` says on which side."""
+        """Write words.
+
+        Args:
+            x: place of the words, see ``align``.
+            y: their middle.
+            words: the text.
+            quiet: whether the text is in the theme's grey.
+            align: which part of the words lies at x: ``left``, ``center`` or ``right``.
+        """
         color = self.theme.quiet if quiet else self.theme.ink
         self.axes.text(x, y, words, ha=align, va="center", color=color, fontsize=9)
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], *, color: int | None = None) -> None:
-        """An arrow between two points."""
+        """Draw an arrow between two points (x, y).
+
+        Args:
+            start: where the arrow begins.
+            end: where its head is.
+            color: index of one of the theme's series colours; the theme's grey when left out.
+        """
         ink = self.theme.quiet
         if color is not None:
             ink = self.theme.series[color]
-        style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
-        self.axes.add_patch(FancyArrowPatch(start, end, color=ink, linewidth=1.2, **style))
+        head: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 9, "shrinkA": 0, "shrinkB": 0}
+        self.axes.add_patch(FancyArrowPatch(start, end, color=ink, linewidth=1.2, **head))
 
 
 def _rgb(color: str) -> tuple[float, ...]:
+    """Turn ``#rrggbb`` into three numbers from 0 to 1."""
     return tuple(int(part, 16) / 255 for part in re.findall("..", color[1:]))

@@ -1,4 +1,4 @@
-"""Describe this machine, and say which toggles work on it; each toggle is resolved for real, and says so itself."""
+"""Describe this machine, and find out which toggles work on it by resolving a recipe with each of them."""
 
 import importlib.metadata
 import importlib.util
@@ -30,7 +30,8 @@ PACKAGES = (
     "flash-attn",
 )
 
-# A toggle is tried over LoRA, without which several have nothing to act on. These need more beside it.
+# A toggle is tried together with LoRA, because several toggles do nothing without it. These fields need further
+# settings, too; {half} stands for precision= with the device's 16-bit format.
 _OVER = {
     "double_quantization": "quantization=nf4",
     "lean_preparation": "{half}",
@@ -40,22 +41,26 @@ _OVER = {
 
 
 def examine(device: Device | None = None) -> dict[str, Any]:
-    """Look at the machine.
+    """Describe this machine, or predict what works on another device.
 
     Args:
-        device: another machine than this one, e.g. ``hardware.T4``. What can only be seen on the machine itself is
-            ``None`` then, and ``attention`` is empty.
+        device: a device other than this machine's, e.g. ``hardware.T4``. Then ``device``, ``bf16``, ``paging`` and
+            ``toggles`` are about that device, as far as its data sheet tells: ``free_bytes``, ``free``, ``torch_says``,
+            ``colab`` and ``bitsandbytes`` are ``None``, and ``attention`` is empty. ``python``, ``cuda`` and
+            ``versions`` are those of this machine all the same.
 
     Returns:
-        - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, each of
-          the last two in words as well (``memory``, ``free``);
+        - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, and
+          these two in words as well (``memory``, ``free``);
         - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
           ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
-        - ``python``; ``cuda``, of this torch (``None`` in a CPU build); ``versions``, ``None`` for a missing package;
-        - ``colab``: the release of Google Colab that this is, or ``None``;
-        - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and the ``library`` it loaded; both ``None`` if none;
-        - ``paging``: ``works``, whether paged optimizer states really move, and ``why``;
-        - ``attention``: the kernel that ran for each kind of row;
+        - ``python``: its version; ``cuda``: the CUDA version of torch (``None`` in a CPU build); ``versions``: the
+          version of each of :data:`PACKAGES`, ``None`` for a missing one;
+        - ``colab``: the release of Google Colab, or ``None`` elsewhere;
+        - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and ``library``, the name of the file that it loaded; both
+          are ``None`` if it loaded none;
+        - ``paging``: ``works``, whether paged optimizer states really move to the host, and ``why``;
+        - ``attention``: the kernel that really ran, with a mask, without one, and without one after ``expand_kv``;
         - ``toggles``: see :func:`toggles`.
     """
     here = device is None
@@ -97,7 +102,12 @@ def examine(device: Device | None = None) -> dict[str, Any]:
 
 
 def toggles(device: Device) -> list[dict[str, str]]:
-    """Try every toggle on a device: ``trick``, ``set``, ``status`` (``works``, ``warning`` or ``refused``), ``why``."""
+    """Try every toggle on a device, each by resolving a recipe; nothing is trained.
+
+    Returns:
+        For each toggle ``trick``, the name of its module; ``set``, the setting that switches it on; ``status``, which
+        is ``works``, ``warning`` or ``refused``; and ``why``, the warning or the error, empty if it works.
+    """
     found = []
     for trick in TRICKS:
         for switch in trick.SWITCHES:
@@ -106,6 +116,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
+    """Try one toggle, see :func:`toggles`."""
     field = switch.partition("=")[0]
     over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
     settings = [f"tricks.{setting}" for setting in ("peft=lora", *over.split(), switch)]
@@ -114,15 +125,16 @@ def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
         plan = resolve(with_settings(Recipe(), settings), device)
     except BadInput as error:
         return {**entry, "status": "refused", "why": str(error).partition(": ")[2]}
+    # Other toggles of the recipe may warn, too; a warning begins with the name of its field.
     own = " ".join(sentence for sentence in plan.warnings if sentence.startswith(field))
     return {**entry, "status": "warning" if own else "works", "why": own}
 
 
 def _attention(device: Device) -> dict[str, str]:
-    """Run attention with Llama-3.2-1B's heads, 32 of 64 elements over 8 of keys and values, and name the kernels.
+    """Run attention with Llama-3.2-1B's heads (32 query heads, 8 key and value heads, width 64), and name the kernels.
 
-    The calls are those of transformers 5: with a mask it repeats keys and values; without one it leaves the
-    grouping to torch (``enable_gqa``), and not every kernel takes that.
+    The calls are those of transformers 5. With a mask it repeats keys and values for all query heads. Without a mask it
+    passes the 8 heads to torch (``enable_gqa``), and not every kernel supports that.
     """
     dtype = getattr(torch, DTYPE[device.best_precision])
     tokens = 64
@@ -143,7 +155,7 @@ def _attention(device: Device) -> dict[str, str]:
 
 
 def _free_bytes(device: Device) -> int:
-    """Read how much memory is still free, under a profile's cap too."""
+    """Read how much memory is still free [bytes]; on a card never more than a hardware profile's limit leaves."""
     if device.kind == "cpu":
         return psutil.virtual_memory().available
     free, _ = torch.cuda.mem_get_info()
@@ -151,13 +163,13 @@ def _free_bytes(device: Device) -> int:
 
 
 def _bitsandbytes() -> dict[str, str | None]:
-    """Look up the library that bitsandbytes has really loaded.
+    """Look up which native library bitsandbytes has really loaded.
 
-    Where it finds none for this CUDA, it says so only when the library is called.
+    If bitsandbytes finds no library for this CUDA version, it reports that only when the library is called.
     """
     missing: dict[str, str | None] = {"backend": None, "library": None}
     try:
-        # Here, because the import itself fails where the library or one of its own is broken.
+        # Imported here, because the import fails if the library, or one that it needs, is broken.
         from bitsandbytes.cextension import lib
     except (ImportError, RuntimeError):
         return missing
@@ -169,6 +181,7 @@ def _bitsandbytes() -> dict[str, str | None]:
 
 
 def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
+    """Say whether paged optimizer states can move; ``library`` is ``None`` for a device that is not here."""
     if device.kind != "cuda":
         return {"works": False, "why": "without CUDA the optimizer's states are in host memory already"}
     if library is not None and library["backend"] != "cuda":
@@ -177,6 +190,7 @@ def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, 
 
 
 def _colab() -> str | None:
+    """Read the release of Google Colab; ``None`` if this is not Colab."""
     release = os.environ.get("COLAB_RELEASE_TAG")
     if release:
         return release
@@ -188,6 +202,7 @@ def _colab() -> str | None:
 
 
 def _version(name: str) -> str | None:
+    """Read the version of a package; ``None`` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

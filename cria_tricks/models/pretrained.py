@@ -1,12 +1,12 @@
-"""Load models with ``from_pretrained``, here and nowhere else, and refuse weights that do not fit their config.
+"""Load configs, tokenizers, models and adapters, and refuse weights that do not fit their config.
 
-transformers starts a model whose weights do not fit its config all the same: it makes up random numbers for tensors
-that are missing, leaves out those that it has no place for, and says so in a report that is easily overlooked. Here
-each of these is an error that names the tensor. So are weights that are NaN or infinite.
+No other module calls ``from_pretrained``. When weights do not fit a model's config, transformers loads the model all
+the same: it fills missing tensors with random numbers, ignores unknown ones, and only logs a report. Here each of these
+is an error that names the tensor. Weights that are NaN or infinite are an error, too.
 
-Three exceptions are right, and transformers knows them itself: a head that is tied to the embedding need not be in the
-file, buffers of positions are computed anew (``rotary_emb.inv_freq``, ``position_ids``), and a model's class may name
-tensors that its newer code has no use for.
+Three differences are no errors, and transformers does not report them: the head may be missing from the file if it is
+tied to the embedding; position buffers (``rotary_emb.inv_freq``, ``position_ids``) are computed again; and a model's
+class may list old tensors that its newer code ignores.
 """
 
 import re
@@ -27,9 +27,12 @@ EXPONENT = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float32: (torch.int32, 0x7F800000),
 }
-"""An integer as wide as the format, and the bits of its exponent: all set in NaN and infinity, and in nothing else."""
+"""For each format an integer type of the same width, and the mask of its exponent bits.
+
+All exponent bits are set in NaN and in infinity, and in no other number.
+"""
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-"""What a header calls a type of numbers that a model may be stored in."""
+"""The dtypes in which a model may be stored, by their names in a safetensors header."""
 WRAPPED = {
     "_orig_mod.": "torch.compile put it there: save model._orig_mod instead",
     "module.": "DataParallel put it there: save model.module instead",
@@ -37,9 +40,9 @@ WRAPPED = {
     "_checkpoint_wrapped_module.": "activation checkpointing put it there: save the model below it instead",
     "base_model.model.": "peft put it there: merge the adapter first, or name the base",
 }
-"""Prefixes that a wrapper puts before the names of a model's tensors, and how to save without them."""
+"""Prefixes that wrappers add to the names of a model's tensors, and how to save without them."""
 SHOWN = 3
-"""Names of tensors that an error quotes."""
+"""How many tensors an error names at most."""
 ADAPTER_AGAIN = "copy or download the adapter's folder again, or name its own base with --base"
 
 
@@ -47,11 +50,14 @@ def config(folder: str | Path, name: str) -> Any:
     """Load a model's config.
 
     Args:
-        folder: of the model; :func:`cria_tricks.models.fetch` brings a hub's here.
+        folder: the model's folder; :func:`cria_tricks.models.fetch` downloads one from the hub.
         name: what errors call the model.
 
+    Returns:
+        transformers' config object.
+
     Raises:
-        BadInput: if it cannot be had, or is of a kind that transformers does not know.
+        BadInput: if it cannot be read, or transformers does not know this kind of model.
     """
     return _loaded(AutoConfig.from_pretrained, folder, name)
 
@@ -60,11 +66,14 @@ def tokenizer(folder: str | Path, name: str) -> Any:
     """Load a tokenizer.
 
     Args:
-        folder: of a model or an adapter.
+        folder: the folder of a model or an adapter.
         name: what errors call the model.
 
+    Returns:
+        transformers' tokenizer.
+
     Raises:
-        BadInput: if there is none, or it cannot be read.
+        BadInput: if the folder has no tokenizer, or it cannot be read.
     """
     if not any((Path(folder) / file).is_file() for file in weight_files.TOKENIZER):
         raise BadInput(f"model {name}: the folder has no tokenizer; copy the tokenizer's files into it")
@@ -72,15 +81,15 @@ def tokenizer(folder: str | Path, name: str) -> Any:
 
 
 def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
-    """Refuse a tokenizer that gives a token for which the model has no embedding.
+    """Refuse a tokenizer that produces token ids for which the model has no embedding.
 
     Args:
         model: the loaded model.
-        highest_id: the largest token id that the model would be given.
+        highest_id: the largest token id that the model would get.
         what: what the error calls the model.
 
     Raises:
-        BadInput: if the tokenizer is another model's.
+        BadInput: if that id is not below the model's vocabulary size.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     if highest_id >= vocabulary:
@@ -91,16 +100,21 @@ def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
 
 
 def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
-    """Load a model that predicts the next token, with all of its own weights and no others.
+    """Load a causal language model; each of its tensors must be in the folder, and no others.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         name: what errors call the model.
-        options: for ``from_pretrained``: dtype, quantization, device map, attention.
+        **options: for ``from_pretrained``: dtype, quantization, device map, attention.
+
+    Returns:
+        transformers' model.
 
     Raises:
-        BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; or the folder cannot be read.
+        BadInput: if a tensor is missing, unknown, of another shape, NaN or infinite; if the file holds another head
+            although the config ties it to the embedding; or if the folder cannot be read.
     """
+    # The two checks of the files come first, because loading a large model takes long.
     refuse_misfit(Path(folder), name)
     refuse_nonfinite(Path(folder), name)
     model, info = _loaded(
@@ -119,15 +133,21 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
 
 
 def refuse_misfit(folder: Path, name: str) -> None:
-    """Hold the headers of the files against the model that the config describes; no weight is read.
+    """Compare the headers of the weight files with the model that the config describes, without reading a weight.
+
+    A quantised model is not compared, and neither is one of a kind that transformers does not know.
+
+    Args:
+        folder: the model's folder.
+        name: what errors call the model.
 
     Raises:
-        BadInput: naming the tensors that are missing, unknown, or of another shape or type.
+        BadInput: naming the tensors that are missing, unknown, of another shape, or stored in an unknown dtype.
     """
     headers = weight_files.tensors(folder, name)
     described = config(folder, name)
     if getattr(described, "quantization_config", None):
-        return  # its tensors are packed, and the names of their scales are the quantizer's affair
+        return  # its tensors are packed, and each quantizer names its scales in its own way
     for key, tensor in headers.items():
         if tensor.dtype not in FLOATS:
             raise BadInput(
@@ -136,7 +156,8 @@ def refuse_misfit(folder: Path, name: str) -> None:
             )
     kind = AutoModelForCausalLM._model_mapping.get(type(described), None)
     if kind is None:
-        return  # its loader says so
+        return  # loading the model raises the error
+    # Load "weights" on the meta device, which have shapes and no data; transformers compares them as in a real load.
     with torch.device("meta"):
         state = {key: torch.empty(tensor.shape, dtype=FLOATS[tensor.dtype]) for key, tensor in headers.items()}
     _, info = _loaded(
@@ -153,10 +174,17 @@ def refuse_misfit(folder: Path, name: str) -> None:
 
 
 def refuse_nonfinite(folder: Path, name: str) -> None:
-    """Look for NaN and infinity in every tensor; once for each file, as what was found is kept with its hash.
+    """Look for NaN and infinity in every tensor.
+
+    The result for a large file (``weight_files.LARGE``) is stored under the file's hash, so the same content is read
+    only once. Smaller files are read each time.
+
+    Args:
+        folder: the model's folder.
+        name: what errors call the model.
 
     Raises:
-        BadInput: naming the first tensor that has one.
+        BadInput: naming the first tensor that holds NaN or infinity.
     """
     for file in weight_files.find(folder, name):
         digest = weight_files.sha256(file)
@@ -173,40 +201,44 @@ def refuse_nonfinite(folder: Path, name: str) -> None:
 
 
 def _first_nonfinite(file: Path) -> str:
-    """The name of a tensor that holds NaN or infinity; empty when all are finite."""
+    """Find the first tensor that holds NaN or infinity, and return its name; empty if all numbers are finite."""
     with safe_open(file, framework="pt") as opened:
-        for key in opened.keys():  # noqa: SIM118 (no dictionary)
+        for key in opened.keys():  # noqa: SIM118 (the file is not a dictionary)
             if not is_finite(opened.get_tensor(key)):
                 return key
     return ""
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether no number of a tensor is NaN or infinite, by the bits of its exponents."""
-    if tensor.dtype not in EXPONENT:
+    """Tell whether all numbers of a tensor are finite, by looking at the bits of their exponents."""
+    if tensor.dtype not in EXPONENT:  # such as fp64
         return bool(tensor.isfinite().all())
     integers, exponent = EXPONENT[tensor.dtype]
     return not bool((tensor.contiguous().view(integers) & exponent).eq(exponent).any())
 
 
 def adapter(model: Any, folder: Path) -> Any:
-    """Put a peft adapter over a model, with all of its weights and no others.
+    """Load a peft adapter on top of a model; each of its tensors must be in its file, and no others.
 
     Args:
-        model: the base.
-        folder: of the adapter.
+        model: the base model.
+        folder: the adapter's folder.
+
+    Returns:
+        peft's model.
 
     Raises:
         BadInput: if a tensor is missing, unknown, NaN or infinite.
     """
-    # It takes seconds to import, and only an adapter needs it.
+    # Imported here, because it takes seconds and only an adapter needs it.
     from peft import PeftModel, get_peft_model_state_dict
 
     file = folder / "adapter_model.safetensors"
     adapted = PeftModel.from_pretrained(model, str(folder))
     with safe_open(file, framework="np") as opened:
         stored = set(opened.keys())
-    # Trained embeddings are listed by the folder alone, so names are compared as peft writes them.
+    # peft lists what it would write for this adapter, so the names are those of the file. Without False it would guess
+    # whether to add the base's embeddings.
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     missing = sorted(wanted - stored)
     unknown = sorted(stored - wanted)
@@ -225,7 +257,12 @@ def adapter(model: Any, folder: Path) -> Any:
 
 
 def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
-    """Turn what transformers reports of a load into an error, if a tensor does not fit."""
+    """Raise an error if transformers' report of a load names a tensor that does not fit.
+
+    Args:
+        info: the report, ``output_loading_info``.
+        name: what errors call the model.
+    """
     missing = sorted(info["missing_keys"])
     unknown = sorted(info["unexpected_keys"])
     _refuse_wrapped(unknown, missing, f"model {name}")
@@ -247,6 +284,7 @@ def _refuse(info: Mapping[str, Collection[Any]], name: str) -> None:
 
 
 def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
+    """Refuse unknown tensors that would be the missing ones without a wrapper's prefix, and say how to save them."""
     for prefix, cure in WRAPPED.items():
         wrapped = [key for key in unknown if prefix in key and key.replace(prefix, "") in missing]
         if wrapped:
@@ -254,7 +292,7 @@ def _refuse_wrapped(unknown: list[str], missing: list[str], what: str) -> None:
 
 
 def _some(keys: list[str]) -> str:
-    """Count tensors, and name the first ones."""
+    """Say how many tensors there are, and name the first ones: ``2 tensors (a, b) are``."""
     if len(keys) == 1:
         return f"1 tensor ({keys[0]}) is"
     named = keys[:SHOWN]
@@ -264,7 +302,7 @@ def _some(keys: list[str]) -> str:
 
 
 def _blocks(unknown: list[str], missing: list[str]) -> str:
-    """Say what a wrong number of blocks looks like."""
+    """Suggest another number of blocks if all tensors that do not fit are in blocks; else return an empty string."""
     block = re.compile(r"\blayers\.\d+\.")
     odd = unknown or missing
     if odd and all(map(block.search, odd)):
@@ -273,11 +311,14 @@ def _blocks(unknown: list[str], missing: list[str]) -> str:
 
 
 def _loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
-    """Call a library's loader without running code of the folder's, and turn what it raises into one line."""
+    """Call a library's loader without running code from the folder, and turn its errors into one line.
+
+    Running out of memory is not the folder's fault, so that error is passed on as it is.
+    """
     try:
-        # False, and not left out: transformers would then ask on the terminal whether to run a folder's code.
+        # Without this argument transformers would ask on the terminal whether to run the folder's code.
         return from_pretrained(folder, trust_remote_code=False, **options)
-    except Exception as error:  # a damaged folder raises whatever its readers raise; or it is of an unknown kind
+    except Exception as error:  # a damaged folder may raise any exception of the libraries that read it
         if is_out_of_memory(error):
             raise
         if "trust_remote_code" in str(error):

@@ -4,9 +4,9 @@ Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight              
 Costs    a little rounding in every step; both moments are unpacked and packed again
 Claim    approximate: each moment moves to the nearest of 256 dynamic levels of its block
 Needs    bitsandbytes; matrices of at least 4,096 elements (smaller ones stay in 32 bits)
-Breaks   very small adapters: nothing is left to save. A block whose gradients differ by more than a few thousand: the
-         small ones' second moments become zero, and their weights run away (on a CPU bitsandbytes is saved by chance:
-         its table of 65,536 entries rounds them up)
+Breaks   very small adapters: nothing is left to save. A block whose gradients differ by a factor of more than a few
+         thousand: the second moments of the small gradients become zero, so the updates of their weights become huge
+         (on a CPU bitsandbytes avoids this by chance: its lookup table of 65,536 entries rounds them up)
 Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise quantisation) and app. F.1 (dynamic levels);
          Dettmers 2015, arXiv:1511.04561, sec. 2.3
 Ours     levels, blocks and the step in plain torch, with the sign rule of bitsandbytes' CUDA kernel (keep_signs). The
@@ -16,7 +16,6 @@ Ours     levels, blocks and the step in plain torch, with the sign rule of bitsa
 Shapes: a state of N numbers in ceil(N / 256) blocks, with one fp32 absmax each.
 """
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -39,26 +38,30 @@ from transformers import TrainingArguments
 arguments = TrainingArguments("plain", max_steps=1, optim="adamw_8bit")
 """
 BLOCK = 256
-"""Numbers that share one absmax."""
+"""How many numbers share one scale, the absmax (largest absolute value) of their block."""
 SMALLEST = 4096
-"""Elements from which bitsandbytes keeps a state in 8 bits."""
+"""bitsandbytes keeps the states of a tensor in 8 bits if it has this many elements or more."""
 
 
 def dynamic_levels(signed: bool) -> torch.Tensor:
-    """Make the 256 levels between -1 (or 0) and 1 whose precision follows the number's size.
+    """Compute the 256 dynamic levels, from -1 (or 0) to 1: large numbers get more precise levels than small ones.
 
-    A byte is a sign (for the first moment), some zeros, a one, and a fraction in the bits that are left. Each zero is a
-    factor of ten: small numbers have a large exponent and few bits of fraction, large numbers the other way round.
+    The levels come from a way to read a byte: a sign bit (first moment only), some zeros, a one, and a fraction in the
+    bits that are left. Each zero divides the number by ten. So a small number has many zeros and few bits of fraction,
+    and a large number has few zeros and many bits of fraction.
 
     Args:
-        signed: whether one bit is the sign; the second moment has none, and one bit of fraction more.
+        signed: whether one bit is the sign. The second moment is never negative, so it has one more bit of fraction.
 
     Returns:
         Sorted levels, shape (256,), fp32; 0 and 1 are among them.
     """
     levels = [0.0, 1.0]
-    for exponent in range(7):  # 10^-6 with no bits of fraction, or one, up to 10^0 with six or seven
-        bounds = torch.linspace(0.1, 1, 2 ** (exponent + (not signed)) + 1)
+    # From six zeros (a factor of 10^-6, with 0 bits of fraction, or 1 if unsigned) to no zero (10^0, with 6 or 7 bits).
+    # b bits of fraction divide the range from 0.1 to 1 into 2^b equal intervals; a level is the middle of one of them.
+    for exponent in range(7):
+        fraction_bits = exponent + (not signed)
+        bounds = torch.linspace(0.1, 1, 2**fraction_bits + 1)
         size = 10 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
         levels += size.tolist()
         if signed:
@@ -67,19 +70,22 @@ def dynamic_levels(signed: bool) -> torch.Tensor:
 
 
 def quantize_blocks(x: torch.Tensor, levels: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move every number to the nearest level of its block.
+    """Divide each block by its absmax, and replace each number by the code of the nearest level.
 
     Args:
-        x: any shape, N numbers; taken as one row, whose last block may be shorter.
-        levels: sorted, shape (256,) or fewer, from -1 or 0 to 1.
-        block: numbers that share a scale.
+        x: any shape, N numbers; it is flattened, and the last block may be shorter.
+        levels: sorted, at most 256, from -1 or 0 to 1.
+        block: how many numbers share a scale.
 
     Returns:
-        Codes, uint8 of shape (N,), and the blocks' scales, fp32 of shape (ceil(N / block),).
+        The codes (indices of levels), uint8 of shape (N,), and the scales (absmax of each block), fp32 of shape
+        (ceil(N / block),).
     """
     pieces = x.float().flatten().split(block)
     absmax = torch.stack([piece.abs().max() for piece in pieces])
+    # A block of zeros only has the absmax 0, by which nothing can be divided.
     scaled = torch.cat([piece / peak if peak else piece for piece, peak in zip(pieces, absmax, strict=True)])
+    # The nearest level is found by comparing with the middles between neighbouring levels.
     middles = (levels[:-1] + levels[1:]) / 2
     return torch.bucketize(scaled, middles).to(torch.uint8), absmax
 
@@ -91,9 +97,12 @@ def keep_signs(codes_N: torch.Tensor, x: torch.Tensor, levels: torch.Tensor) -> 
     stays there, because the kernel compares sign bits, and zero has the sign bit of a positive number.
 
     Args:
-        codes_N: of the nearest levels, uint8 of shape (N,).
-        x: the numbers before they were rounded, N of them.
-        levels: sorted, of both signs.
+        codes_N: codes of the nearest levels, uint8 of shape (N,).
+        x: the N numbers before rounding.
+        levels: sorted levels of both signs.
+
+    Returns:
+        The corrected codes, uint8 of shape (N,).
     """
     lost = (x.flatten() < 0) & (levels[codes_N.long()] == 0)
     return codes_N - lost.to(torch.uint8)
@@ -102,7 +111,7 @@ def keep_signs(codes_N: torch.Tensor, x: torch.Tensor, levels: torch.Tensor) -> 
 def dequantize_blocks(
     codes_N: torch.Tensor, absmax: torch.Tensor, levels: torch.Tensor, block: int = BLOCK
 ) -> torch.Tensor:
-    """Look the numbers up again, shape (N,), fp32."""
+    """Restore the approximate numbers: the level of each code times the scale of its block; shape (N,), fp32."""
     return levels[codes_N.long()] * absmax.repeat_interleave(block)[: len(codes_N)]
 
 
@@ -110,11 +119,11 @@ class AdamW8bit:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2) with both moments in bytes.
 
     Args:
-        weights: what trains.
+        weights: the trained tensors.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: decoupled.
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay; multiplied by the learning rate.
     """
 
     def __init__(
@@ -132,7 +141,7 @@ class AdamW8bit:
         self.eps = eps
         self.weight_decay = weight_decay
         self.levels = (dynamic_levels(signed=True), dynamic_levels(signed=False))
-        # For each weight both moments' codes and scales: all that stays between two steps.
+        # For each weight the codes and scales of both moments. Nothing else is kept between two steps.
         self.states = []
         for weight in self.weights:
             zeros = torch.zeros(weight.numel())
@@ -140,51 +149,54 @@ class AdamW8bit:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Unpack the moments of a weight, do AdamW's step in fp32, pack them again."""
+        """For each weight dequantise both moments, do AdamW's step in fp32, and quantise the moments again."""
         self.steps += 1
         beta1, beta2 = self.betas
+        signed, unsigned = self.levels  # of the first moment, of the second
         for weight, state in zip(self.weights, self.states, strict=True):
             assert weight.grad is not None, "a weight without a gradient"
             grad = weight.grad.float().flatten()
-            first, second = (dequantize_blocks(*state[i], self.levels[i]) for i in (0, 1))
+            first = dequantize_blocks(*state[0], signed)
+            second = dequantize_blocks(*state[1], unsigned)
             first.mul_(beta1).add_(grad, alpha=1 - beta1)
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             root = (second.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.eps)
             weight.mul_(1 - self.lr * self.weight_decay)
             weight.view(-1).addcdiv_(first, root, value=-self.lr / (1 - beta1**self.steps))
-            state[:] = itertools.starmap(quantize_blocks, zip((first, second), self.levels, strict=True))
-            codes, absmax = state[0]
-            state[0] = keep_signs(codes, first, self.levels[0]), absmax
+            codes, absmax = quantize_blocks(first, signed)
+            state[0] = keep_signs(codes, first, signed), absmax
+            state[1] = quantize_blocks(second, unsigned)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask for 8-bit states."""
+    """Ask for 8-bit optimizer states."""
     if recipe.tricks.optimizer != "adamw_8bit":
         return plan
     return plan.with_("optimizer", bits=8)
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """A byte for each number of a state; of an embedding transformers keeps the states in 32 bits."""
+    """Count a byte for each number of a state; transformers keeps the states of an embedding in 32 bits."""
     if recipe.tricks.optimizer != "adamw_8bit":
         return memory
     return replace(memory, optimizer_state_bits=8, state_bytes=states_of_a_byte)
 
 
 def states_of_a_byte(elements: int) -> int:
-    """Bytes of the two states of a tensor: one for each number, and an fp32 scale for each block of them."""
+    """Count the bytes of a tensor's two states: one for each number, and an fp32 scale for each block of them."""
     if elements < SMALLEST:
         return fp32_states(elements)
-    scales = FP32 * -(-elements // BLOCK)
+    scales = FP32 * -(-elements // BLOCK)  # the number of blocks is rounded up
     return 2 * (elements + scales)
 
 
 STEP_BYTES = 16
-"""Moved for one trained weight by the optimizer's kernel: of a state one byte is read and one written."""
+"""Memory traffic of the optimizer's kernel [bytes for one trained weight]: it reads the gradient (4), reads and writes
+the weight (8), and reads and writes one byte for each of the two states (4)."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """States of one byte are read and written faster."""
+    """Set the optimizer's memory traffic: states of one byte are read and written faster than fp32 states."""
     if recipe.tricks.optimizer != "adamw_8bit":
         return work
     return replace(work, optimizer_bytes=STEP_BYTES)

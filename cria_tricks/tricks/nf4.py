@@ -5,20 +5,21 @@ Saves    frozen linear weights: 16 -> 4 + 32 / 64 = 4.5 bits an element, 4 + 8 /
 Costs    one layer at a time is unpacked to 16 bits for its product
 Claim    approximate: each weight moves to the nearest of 16 levels of its block of 64
 Needs    compute capability 6.0, or a CPU; something else to train (peft)
-Breaks   training the quantised weights; merging an adapter into them rounds it
+Breaks   training the quantised weights: codes have no gradient; merging an adapter into them rounds the sum to levels
 Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (NormalFloat, double quantization) and app. E (the levels)
 Ours     levels, blocks, packing and double quantization in plain torch, byte for byte bitsandbytes' but for a weight
-         within 2e-7 of the middle between two levels. For many rows it unpacks a whole matrix, for few it does both in
-         one kernel. fp4 (plain 4-bit floats) is the comparison
+         within 2e-7 of the middle between two levels. For many tokens bitsandbytes unpacks a whole matrix and then
+         multiplies, for few tokens one kernel does both. fp4 (plain 4-bit floats) is the comparison
 
-Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64 with one absmax each; two codes a byte.
+Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64. Each block has one scale, its absmax (the
+largest absolute value); a code is the index of a level, and two codes share a byte.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from cria_tricks.bill.constants import BLOCK
+from cria_tricks.bill.constants import BLOCK, FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
@@ -39,18 +40,20 @@ config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4b
 model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
 """
 SCALES = 256
-"""Scales that share one of their own, after double quantization."""
+"""With double quantization, this many scales form a block of their own, with one fp32 scale."""
 
 
 def normal_levels() -> torch.Tensor:
-    """Put the 16 levels where a normal distribution has equally many numbers between two of them.
+    """Compute the 16 NF4 levels: quantiles of a normal distribution, so that all are used about equally often.
 
-    Seven negative ones, an exact zero, and eight positive ones, all divided by the largest. The outermost quantile
-    leaves half a sixteenth above it (of eight levels) or half a fifteenth (of seven): the mean of the two is taken.
+    Seven levels are negative, one is exactly zero, and eight are positive. In each half the probabilities are equally
+    spaced. All levels are divided by the largest.
 
     Returns:
         Sorted levels from -1 to 1, shape (16,), fp32.
     """
+    # The quantile of probability 1 is infinite, so the outermost level is below it: by half of 1/16, as eight positive
+    # levels suggest, or half of 1/15, as seven negative ones do. bitsandbytes takes the mean of the two.
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     quantiles = torch.cat(
         [
@@ -59,19 +62,19 @@ def normal_levels() -> torch.Tensor:
             torch.linspace(0.5, outermost, 9, dtype=torch.float64)[1:],
         ]
     )
-    levels = torch.special.ndtri(quantiles)
+    levels = torch.special.ndtri(quantiles)  # the inverse of the normal distribution function
     return (levels / levels.max()).float()
 
 
 @dataclass
 class Quantized:
-    """A weight in four bits.
+    """Hold a weight in four bits.
 
     Attributes:
-        packed: two codes a byte, the first in the upper half, uint8 of shape (N / 2,).
-        absmax: the blocks' scales, fp32 of shape (N / 64,), or their codes, uint8, after double quantization.
-        mean: what double quantization subtracted from the scales; none without.
-        absmax_of_absmax: the scales' own scales, fp32 of shape (N / 64 / 256,), after double quantization.
+        packed: two codes in each byte, the first in the upper half, uint8 of shape (N / 2,).
+        absmax: the scales of the blocks, shape (N / 64,): fp32, or uint8 codes after double quantization.
+        mean: the mean of the scales, which double quantization subtracts first, fp32; ``None`` without it.
+        absmax_of_absmax: one scale for each 256 scales, fp32 of shape (N / 64 / 256,); ``None`` without it.
     """
 
     packed: torch.Tensor
@@ -81,35 +84,45 @@ class Quantized:
 
     @property
     def bytes(self) -> int:
-        """What the weight takes now."""
+        """Size of the quantised weight [bytes]."""
         tensors = (self.packed, self.absmax, self.mean, self.absmax_of_absmax)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def quantize(weight: torch.Tensor, levels: torch.Tensor, double_quantization: bool = False) -> Quantized:
-    """Pack a weight.
+    """Replace each element of a weight by the 4-bit code of the nearest level of its block.
 
     Args:
         weight: any shape with an even number N of elements, any float dtype.
         levels: sorted, shape (16,), e.g. :func:`normal_levels`.
-        double_quantization: whether the scales become bytes too. They are all positive, so their mean goes first; what
-            is left is quantised like a moment of 8-bit AdamW, in blocks of 256.
+        double_quantization: whether to store each scale in one byte. All scales are positive, so their mean is
+            subtracted first, to use levels of both signs. The differences are quantised in blocks of 256, with the
+            levels that 8-bit AdamW uses for its first moment.
     """
     codes_N, absmax = quantize_blocks(weight, levels, BLOCK)
-    packed = codes_N[::2] << 4 | codes_N[1::2]
+    packed = codes_N[::2] << 4 | codes_N[1::2]  # codes 0 and 1 in the first byte, and so on
     if not double_quantization:
         return Quantized(packed, absmax)
     mean = absmax.mean()
-    codes, absmax_of_absmax = quantize_blocks(absmax - mean, dynamic_levels(signed=True))
+    codes, absmax_of_absmax = quantize_blocks(absmax - mean, dynamic_levels(signed=True), SCALES)
     return Quantized(packed, codes, mean, absmax_of_absmax)
 
 
 def dequantize(quantized: Quantized, levels: torch.Tensor) -> torch.Tensor:
-    """Look the weights up again, shape (N,), fp32."""
+    """Restore the approximate weights: the level of each code times the scale of its block.
+
+    Args:
+        quantized: from :func:`quantize`.
+        levels: the same as there.
+
+    Returns:
+        Shape (N,), fp32.
+    """
     absmax = quantized.absmax
     if quantized.mean is not None:
         assert quantized.absmax_of_absmax is not None
-        absmax = dequantize_blocks(absmax, quantized.absmax_of_absmax, dynamic_levels(signed=True)) + quantized.mean
+        signed = dynamic_levels(signed=True)
+        absmax = dequantize_blocks(absmax, quantized.absmax_of_absmax, signed, SCALES) + quantized.mean
     codes_N = torch.stack([quantized.packed >> 4, quantized.packed & 15], dim=1).flatten()
     return dequantize_blocks(codes_N, absmax, levels, BLOCK)
 
@@ -135,7 +148,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def refuse_without_adapter(recipe: Recipe) -> None:
-    """Quantised weights are codes: they have no gradient, so something else must train."""
+    """Refuse a recipe in which nothing would train: quantised weights are codes, which have no gradient."""
     if recipe.tricks.peft == "none":
         kind = recipe.tricks.quantization
         raise BadInput(
@@ -145,19 +158,26 @@ def refuse_without_adapter(recipe: Recipe) -> None:
 
 
 def stored_bytes(elements: int, double_quantization: bool) -> int:
-    """What a weight takes as bitsandbytes stores it, with the level tables that lie beside each."""
-    blocks = -(-elements // BLOCK)
-    scales = blocks + 4 * -(-blocks // SCALES) + 4 * 256 + 4 if double_quantization else 4 * blocks
-    return (elements + 1) // 2 + scales + 4 * 16
+    """Count the bytes of one weight as bitsandbytes stores it: codes, scales, and tables of levels for each weight."""
+    codes = (elements + 1) // 2
+    table = 16 * FP32
+    blocks = -(-elements // BLOCK)  # rounded up
+    scales = blocks * FP32
+    if double_quantization:
+        scales_of_scales = -(-blocks // SCALES) * FP32
+        table_for_scales = 256 * FP32
+        mean = FP32
+        scales = blocks + scales_of_scales + table_for_scales + mean
+    return codes + scales + table
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Half a byte a weight and its scales; unpacked to be multiplied; the usual preparation raises all else to fp32."""
+    """Store half a byte for each weight, and scales; all other weights are fp32 after the usual preparation."""
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):
         return memory
     a_block = sum(stored_bytes(d_in * d_out, tricks.double_quantization) for d_in, d_out in shape.packable.values())
-    # bitsandbytes gives a product back in the dtype of its input.
+    # bitsandbytes returns a product in the dtype of its input, here fp32.
     return replace(
         memory,
         block_weight_bytes=shape.layers * a_block,
@@ -169,10 +189,12 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """A weight is read as half a byte and its share of a scale, and unpacked twice; all else is fp32."""
+    """Read half a byte and a share of a scale for each weight, and unpack it forward and backward; the rest is fp32."""
     tricks = recipe.tricks
     if tricks.quantization not in ("nf4", "fp4"):
         return work
-    # Double quantisation keeps a scale in one byte, and an fp32 scale of 256 of these.
-    scale = 1 + 4 / 256 if tricks.double_quantization else 4
-    return replace(work, stored_itemsize=0.5 + scale / BLOCK, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)
+    scale_bytes: float = FP32
+    if tricks.double_quantization:  # one byte for each scale, and one fp32 scale for each 256 of them
+        scale_bytes = 1 + FP32 / SCALES
+    stored = 0.5 + scale_bytes / BLOCK
+    return replace(work, stored_itemsize=stored, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

@@ -2,16 +2,19 @@ r"""Paged optimizer: states in pages that move to the host when the card is full
 
 Saves    optimizer states, at the moment when something else needs the room: 8 bytes a trained weight, 2 in 8 bits,
          down to two pages                                                              [bytes]
-Costs    their way over PCIe and back, only when that happens. A step reads all states in one order, which is the worst
-         for least recently used: with one page too many, every page travels both ways in every step
+Costs    PCIe traffic to the host and back, only when that happens. A step reads all states in the same order, which is
+         the worst case of an LRU cache: with one page too many, every page travels both ways in every step
 Claim    exact: the same numbers in another place, bit for bit
-Needs    CUDA; bitsandbytes pages only states of at least 100,000 elements: of Llama-3.2-1B's r = 16 matrices the wide
-         halves of gate, up and down, 3 of 14 in a block, but 50,331,648 of 90,177,536 state bytes
-Breaks   nothing; without pressure nothing moves, and on a CPU there is nowhere to move to
+Needs    CUDA; bitsandbytes pages only states of at least 100,000 elements. Of the 14 LoRA matrices in a block of
+         Llama-3.2-1B at r = 16 these are 3, the larger ones of gate, up and down, but with 50,331,648 of 90,177,536
+         state bytes
+Breaks   nothing; while the card has room no page moves, and on a CPU the states are in host memory already
 Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (paged optimizers)
-Ours     a pager of fixed-size pages and AdamW over it; in production bitsandbytes, and CUDA's unified memory pages
+Ours     an LRU cache of fixed-size pages, and AdamW on top of it. A real run uses bitsandbytes instead, which lets
+         CUDA's unified memory move the pages
 
-Shapes: F frames of E elements on the device; a weight of N elements has 2 ceil(N / E) pages, one for each moment.
+Shapes: F frames on the device hold one page each, E elements long; a weight of N elements has ceil(N / E) pages for
+each of its two moments.
 """
 
 import functools
@@ -37,23 +40,24 @@ from transformers import TrainingArguments
 arguments = TrainingArguments("plain", max_steps=1, optim="paged_adamw_32bit")
 """
 PAGED_FROM = 100_000
-"""Elements from which bitsandbytes pages a state (``bitsandbytes/optim/optimizer.py``, ``get_state_buffer``)."""
+"""bitsandbytes pages a state of this many elements or more (its ``optim/optimizer.py``, ``get_state_buffer``)."""
 
 
 class Pager:
-    """More pages than the device holds: whichever was not used for longest makes room.
+    """Keep up to F pages on the device as an LRU cache: the least recently used page moves to the host to make room.
 
     Args:
-        frames: F, pages that the device holds at once; two or more, for the two moments of a weight.
-        page_elements: E, fp32 numbers of a page.
-        device: where the frames are.
+        frames: F, how many pages the device holds at once; two or more, because the two moments of a weight are
+            needed together.
+        page_elements: E, how many fp32 numbers a page has.
+        device: the device of the frames.
 
     Attributes:
-        frames_FE: all that the device ever holds, shape (F, E).
-        resident: the frame of each page on the device, the least recently used first.
-        host: the pages that are not.
-        bytes_to_host: traffic out, so far.
-        bytes_to_device: traffic in.
+        frames_FE: the frames, shape (F, E); all device memory that the pager uses.
+        resident: the pages on the device, key -> index of its frame, the least recently used first.
+        host: the pages on the host, key -> content.
+        bytes_to_host: how much has moved to the host so far [bytes].
+        bytes_to_device: how much has moved back to the device so far [bytes].
     """
 
     def __init__(self, frames: int, page_elements: int, device: str = "cpu"):
@@ -65,10 +69,14 @@ class Pager:
         self.bytes_to_host = self.bytes_to_device = 0
 
     def page(self, key: Hashable) -> torch.Tensor:
-        """Get a page to read and write, zeros when it is new.
+        """Bring a page to the device, to read and to write there; a new page is all zeros.
+
+        Args:
+            key: any name for the page.
 
         Returns:
-            Shape (E,), valid until F - 1 other pages were asked for.
+            A view of the page's frame, shape (E,). Requests for F other pages evict the page, and the view then shows
+            another one.
         """
         if key not in self.resident:
             frame = len(self.resident) if len(self.resident) < len(self.frames_FE) else self._evict()
@@ -76,12 +84,13 @@ class Pager:
                 self.frames_FE[frame] = self.host.pop(key)
                 self.bytes_to_device += self.frames_FE[frame].nbytes
             else:
-                self.frames_FE[frame] = 0  # a first touch: nothing travels
+                self.frames_FE[frame] = 0  # a new page: nothing has to be copied
             self.resident[key] = frame
-        self.resident.move_to_end(key)
+        self.resident.move_to_end(key)  # the end is for the most recently used
         return self.frames_FE[self.resident[key]]
 
     def _evict(self) -> int:
+        """Move the least recently used page to the host, and return the frame that becomes free."""
         oldest, frame = self.resident.popitem(last=False)
         self.host[oldest] = self.frames_FE[frame].to("cpu", copy=True)
         self.bytes_to_host += self.frames_FE[frame].nbytes
@@ -91,15 +100,15 @@ class Pager:
 class PagedAdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, alg. 2) with both moments in a pager.
 
-    Every number of the update depends on its own weight alone, so a weight may be updated page by page.
+    AdamW works element by element, so a weight can be updated in pieces, one page after the other.
 
     Args:
-        weights: what trains, contiguous fp32.
-        pager: where the moments are.
+        weights: the trained tensors, contiguous, fp32.
+        pager: holds the moments.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-        weight_decay: decoupled.
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay; multiplied by the learning rate.
     """
 
     def __init__(
@@ -121,18 +130,20 @@ class PagedAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all weights, which must all have a gradient, one page after the other."""
+        """Update all weights, one page after the other; each must have a gradient."""
         self.steps += 1
         page_elements = self.pager.frames_FE.shape[1]
         for number, weight in enumerate(self.weights):
             assert weight.grad is not None, "a weight without a gradient"
             pieces = zip(weight.view(-1).split(page_elements), weight.grad.view(-1).split(page_elements), strict=True)
             for place, (weight_E, grad_E) in enumerate(pieces):
-                first_E, second_E = (self.pager.page((number, place, moment))[: len(grad_E)] for moment in (1, 2))
+                # The last piece of a weight may be shorter than its page.
+                first_E = self.pager.page((number, place, 1))[: len(grad_E)]
+                second_E = self.pager.page((number, place, 2))[: len(grad_E)]
                 self._update(weight_E, grad_E, first_E, second_E)
 
     def _update(self, weight: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-        # In the order of torch's own loop over single tensors, so that every rounding is the same.
+        # The operations are in the order of torch.optim.AdamW with foreach=False, so that every rounding is the same.
         beta1, beta2 = self.betas
         weight.mul_(1 - self.lr * self.weight_decay)
         first.lerp_(grad, 1 - beta1)
@@ -142,7 +153,7 @@ class PagedAdamW:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask for paged states where there is a card to page from."""
+    """Ask for paged optimizer states; without CUDA, only warn."""
     if not recipe.tricks.paged_optimizer:
         return plan
     if plan.device.kind != "cuda":
@@ -151,7 +162,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Large states live in managed memory: on the card while in use, unseen by its allocator."""
+    """Leave large states out of the allocator's bytes: they live in CUDA's unified memory, which it does not see."""
     if not recipe.tricks.paged_optimizer or memory.device.kind != "cuda":
         return memory
     return replace(
@@ -162,10 +173,15 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def on_the_card(state_bytes: Callable[[int], int], elements: int) -> int:
-    """Bytes of the two states of a tensor that the card's allocator sees: those of a large one it does not."""
+    """Count the bytes of a tensor's two states that the card's allocator sees: none for a large, paged tensor.
+
+    Args:
+        state_bytes: elements -> bytes of the two states, without paging.
+        elements: of the tensor.
+    """
     return 0 if elements >= PAGED_FROM else state_bytes(elements)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Unchanged: while the card has room no page moves, and an estimate of time is for what fits."""
+    """Change nothing: an estimate of time is for a step that fits, and then no page moves."""
     return work
