@@ -1,4 +1,8 @@
-"""The named recipes, as functions: ``cria train smoke`` calls ``smoke()``."""
+"""The built-in recipes, one function each: ``cria train smoke`` calls ``smoke()``.
+
+Each function takes the device that will train, because precision and other settings depend on it. None means this
+machine. :func:`baseline` is the same for every device.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +14,7 @@ from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_sett
 
 
 def smoke(device: Device | None = None) -> Recipe:
-    """QLoRA of SmolLM2-135M on our own 32 small rows: minutes on two CPU cores."""
+    """A quick test: QLoRA of SmolLM2-135M on the 32 short rows of ``nguzo_saba``, in minutes on two CPU cores."""
     return Recipe(
         name="smoke",
         model="smollm2",
@@ -29,14 +33,15 @@ def smoke(device: Device | None = None) -> Recipe:
 
 
 def kwanzaa(device: Device | None = None) -> Recipe:
-    """The full Kwanzaa adapter: QLoRA of Llama-3.2-1B-Instruct on 107 chat rows, for a free T4.
+    """The course's main example: QLoRA of Llama-3.2-1B-Instruct on 107 chat rows, for a free T4.
 
-    Rank, alpha, the seven target modules, batch, accumulation, epochs and learning rate are the original
-    run's. The mirror ``unsloth/Llama-3.2-1B-Instruct`` asks for no licence click;
-    ``--set model=meta-llama/Llama-3.2-1B-Instruct`` takes the gated original.
+    The LoRA rank and alpha, the seven target modules, the batch size, the accumulation, the epochs and the learning
+    rate are those of the original Kwanzaa run. Several of them are the defaults of ``Recipe``, so they are not
+    repeated here. The model name means the mirror ``unsloth/Llama-3.2-1B-Instruct``, which can be downloaded without
+    accepting a licence. ``--set model=meta-llama/Llama-3.2-1B-Instruct`` takes the gated original.
     """
     device = device or this_device()
-    card = device.kind == "cuda"
+    on_gpu = device.kind == "cuda"
     return Recipe(
         name="kwanzaa",
         model="llama-3.2-1b",
@@ -53,7 +58,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
             attention="sdpa",
             expand_kv=device.needs_expand_kv,
             chunked_loss=True,
-            lean_preparation=card,
+            lean_preparation=on_gpu,
         ),
         train=Train(epochs=3, save_steps=7),
     )
@@ -62,7 +67,7 @@ def kwanzaa(device: Device | None = None) -> Recipe:
 def kwanzaa_small(device: Device | None = None) -> Recipe:
     """The Kwanzaa recipe on SmolLM2-135M, for a machine without a GPU.
 
-    A model a tenth of the size takes a larger learning rate: at the original 2e-4 it learns too slowly.
+    The model is about a tenth of the size and needs a larger learning rate: at the original 2e-4 it learns too slowly.
     """
     return with_settings(
         kwanzaa(device), ["name=kwanzaa_small", "model=smollm2", "train.learning_rate=5e-4", "train.save_steps=5"]
@@ -70,22 +75,24 @@ def kwanzaa_small(device: Device | None = None) -> Recipe:
 
 
 def baseline(device: Device | None = None) -> Recipe:
-    """Every toggle off: plain fp32 full fine-tuning of SmolLM2-135M on our own rows."""
+    """The baseline with every toggle off: fp32 full fine-tuning of SmolLM2-135M on the rows of ``nguzo_saba``."""
     return Recipe(name="baseline", model="smollm2", data=Data(max_length=1024), train=Train(learning_rate=2e-5))
 
 
 NAMED: dict[str, Callable[..., Recipe]] = {f.__name__: f for f in (smoke, kwanzaa, kwanzaa_small, baseline)}
+"""Recipe name -> the function that makes the recipe."""
 
 
 def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
-    """Find a recipe by name, or read it from a TOML file.
+    """Return the recipe with this name, or read one from a TOML file.
 
     Args:
-        recipe: a name (letter case does not matter), a path of a ``.toml`` file, or a recipe, which is given back.
-        device: a named recipe chooses its precision for it; for this machine when left out.
+        recipe: a name (letter case does not matter), a path that ends with ``.toml``, or a ``Recipe``, which is
+            returned unchanged.
+        device: the device for which a named recipe chooses its precision. None means this machine.
 
     Raises:
-        BadInput: for an unknown name (with the nearest right one) or a wrong file.
+        BadInput: if no recipe has this name (the message suggests the nearest name), or if the file is not valid.
 
     Examples:
         >>> get("Kwanzaa_Small").model
@@ -105,5 +112,5 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
 
 
 def best_precision(device: Device | None) -> str:
-    """bf16 where the hardware really has it, fp16 on other GPUs, fp32 on other CPUs."""
+    """Return ``bf16`` where the hardware supports it natively, else ``fp16`` on a GPU and ``fp32`` on a CPU."""
     return (device or this_device()).best_precision

@@ -1,4 +1,4 @@
-"""Recipe -> Plan: what is wanted, folded over the tricks and over the strategy, becomes what will run."""
+"""Turn a recipe (what the user wants) into a plan (what will run): apply every trick, then the parallel strategy."""
 
 import contextlib
 from dataclasses import replace
@@ -13,37 +13,58 @@ from cria_tricks.tricks import TRICKS, gradient_accumulation, trick_name
 
 
 def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
-    """Fold a recipe over the tricks, and at last over its strategy for several processes.
+    """Build the plan of a recipe: every trick writes its settings into an empty plan, and the strategy comes last.
 
     Args:
-        recipe: what is wanted.
-        device: the machine it is meant for; this one when left out.
-        processes: of the run.
+        recipe: the settings that the user wants.
+        device: the machine that will run the plan. None means this machine.
+        processes: the world size of the run.
+
+    Returns:
+        The plan. Its ``warnings`` name the settings that have no effect on this device.
 
     Raises:
-        BadInput: for a toggle that cannot work there or with another one, with the reason and what to use.
+        BadInput: if a toggle cannot work on this device, or not together with another toggle. The message gives the
+            reason and says what to use instead.
     """
     rules.refuse(recipe)
     plan = Plan(device or this_device())
     for trick in TRICKS:
+        # An error message names the trick that set a field, so the plan knows which trick is writing now.
         plan = trick.switch_on(replace(plan, _trick=trick_name(trick)), recipe)
     return strategies.switch_on(plan, recipe, processes)
 
 
 def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
-    """Toggles that are off and would work here: ``["tricks.quantization=int8 or nf4 or fp4", ...]``."""
-    default = Tricks()
-    found: dict[str, list[str]] = {}
-    warned = resolve(recipe, device, processes).warnings
+    """List the toggles that are off in a recipe and would work on a device, as advice after an out-of-memory error.
+
+    Each toggle is switched on alone. It is listed if the changed recipe resolves without an error and with the same
+    warnings, because a new warning means that the toggle has no effect there.
+
+    Args:
+        recipe: the recipe that ran out of memory.
+        device: the machine that it runs on.
+        processes: of the run.
+
+    Returns:
+        One string for each field, with all values that work: ``["tricks.quantization=int8 or nf4 or fp4", ...]``.
+
+    Raises:
+        BadInput: if the recipe itself does not resolve for these processes on this device.
+    """
+    defaults = Tricks()
+    usable: dict[str, list[str]] = {}  # field -> values that work
+    warnings_before = resolve(recipe, device, processes).warnings
     for trick in TRICKS:
         for switch in trick.SWITCHES:
             field, _, value = switch.partition("=")
-            if getattr(recipe.tricks, field) != getattr(default, field):
+            already_on = getattr(recipe.tricks, field) != getattr(defaults, field)
+            if already_on:
                 continue
             if trick is gradient_accumulation and recipe.train.batch_size == 1:
-                continue  # it takes the place of a larger micro-batch, and there is none
-            with contextlib.suppress(BadInput):  # cannot work here
+                continue  # it saves memory by splitting a micro-batch, and a single row cannot be split
+            with contextlib.suppress(BadInput):  # this toggle cannot work on the device or with the other toggles
                 changed = with_settings(recipe, [f"tricks.{switch}"])
-                if resolve(changed, device, processes).warnings == warned:
-                    found.setdefault(field, []).append(value)
-    return [f"tricks.{field}={' or '.join(values)}" for field, values in found.items()]
+                if resolve(changed, device, processes).warnings == warnings_before:
+                    usable.setdefault(field, []).append(value)
+    return [f"tricks.{field}={' or '.join(values)}" for field, values in usable.items()]

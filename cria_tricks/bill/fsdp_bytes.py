@@ -1,15 +1,20 @@
-r"""The bytes of one process under FSDP2 (torch 2.13), which is ZeRO-3 block by block.
+r"""Estimate the memory of one process under FSDP2 (torch 2.13), that is, ZeRO-3 applied block by block.
 
-Every tensor is cut along its first dimension into N pieces of whole rows, the first ones larger where N does not divide
-it: of LoRA's A, (r, D), no more than r processes have any. On top come tensors that are whole for a while:
+FSDP2 shards every tensor along its first dimension over N processes. A shard consists of whole rows of that dimension.
+If N does not divide it, the first shards are larger, and this file counts the largest one. LoRA's A of shape (r, D) has
+r rows, so at most r processes have a shard of it.
 
-- embedding, last norm and head, from the beginning of the forward to the end of the backward pass;
-- while a block is open, its weights, and the buffer they came in or, in the backward pass, that of the next ones; while
-  they arrive in the forward pass, the buffer of those before them too;
-- gradients of the open block, and those of the one before it, on their way. While micro-batches are accumulated nothing
-  is sent: all gradients wait whole until the last one.
+On top of the shards come tensors that are unsharded for a while:
 
-Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``.
+- The root, from the beginning of the forward pass to the end of the backward pass. The root is what lies outside the
+  blocks: embedding, last norm and head.
+- The weights of the block that is open, that is, whose forward or backward pass is running. In the forward pass also
+  the buffer into which they were all-gathered, and until they have arrived, the buffer of the block before. In the
+  backward pass instead the buffer of the next block, which is fetched ahead.
+- The gradients of the open block, and those of the block before it, which are being reduce-scattered. With gradient
+  accumulation nothing is reduced before the last micro-batch, so until then all gradients stay unsharded.
+
+Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
 from collections.abc import Iterable
@@ -22,142 +27,220 @@ from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.rows import Moment, Row
 
-_WHOLE = {
-    "loss": (1, 0, 0),
-    "log-softmax": (1, 0, 0),
-    "head": (1, 0, 0),
-    "last norm": (1, 0, 0),
-    "forward": (2, 0, 0),
-    "last block": (2, 0, 1),
-    "first block": (2, 1, 2),
-    "frozen block": (2, 1, 2),
-    "embedding": (0, 1, 1),
+
+class _Unsharded(NamedTuple):
+    """What FSDP2 holds for the blocks at a moment of the step, besides the shards.
+
+    Attributes:
+        blocks: how many buffers of the size of one block's weights there are: unsharded weights or all-gather buffers.
+        reduced: 1 if the gradients of the blocks have been reduced, so that their shards are here; else 0.
+        gradients: of how many blocks the unsharded gradients are here.
+    """
+
+    blocks: int
+    reduced: int
+    gradients: int
+
+
+_UNSHARDED = {
+    # Between the two passes of the blocks: the buffer of the last block.
+    "loss": _Unsharded(blocks=1, reduced=0, gradients=0),
+    "log-softmax": _Unsharded(blocks=1, reduced=0, gradients=0),
+    "head": _Unsharded(blocks=1, reduced=0, gradients=0),
+    "last norm": _Unsharded(blocks=1, reduced=0, gradients=0),
+    # In a block: its weights and one buffer.
+    "forward": _Unsharded(blocks=2, reduced=0, gradients=0),
+    # The backward pass comes to the last block first, so no other block has gradients yet.
+    "last block": _Unsharded(blocks=2, reduced=0, gradients=1),
+    # Blocks that it reaches later: their own gradients, and those of the block before, which are being reduced.
+    "first block": _Unsharded(blocks=2, reduced=1, gradients=2),
+    "frozen block": _Unsharded(blocks=2, reduced=1, gradients=2),
+    # All blocks are done. The gradients of the first one are still being reduced.
+    "embedding": _Unsharded(blocks=0, reduced=1, gradients=1),
 }
-"""At each moment: whole blocks, whether the blocks' gradients have been sent, and whole gradients of blocks."""
+"""The name of a moment of ``bill/moments.py`` -> what is unsharded. In the optimizer step nothing is."""
+
+_FIXED_ROWS = 6
+"""How many of a moment's first rows live through the whole step, at the first moment of ``bill/moments.py``.
+
+They are the five rows of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
+micro-batches.
+"""
 
 
-class _Cut(NamedTuple):
-    """Tensors alike: how many, their first dimension, elements of each."""
+class _Group(NamedTuple):
+    """Several tensors of the same shape.
 
-    many: int
-    first: int
+    Attributes:
+        count: how many tensors.
+        rows: the size of their first dimension, along which FSDP2 shards them.
+        elements: elements of one tensor.
+    """
+
+    count: int
+    rows: int
     elements: int
 
-    def piece(self, processes: int) -> int:
-        """Elements of the largest piece of all: whole rows of the first dimension."""
-        return self.many * divided_up(self.first, processes) * (self.elements // self.first)
+    def shard(self, processes: int) -> int:
+        """Return the elements of the largest shard, summed over the tensors of the group."""
+        return self.count * divided_up(self.rows, processes) * (self.elements // self.rows)
 
 
 class _Sizes(NamedTuple):
-    """Bytes of the state in one process, by row, and of what is whole for a while."""
+    """Sizes in one process [bytes].
 
-    pieces: dict[str, int]
+    Attributes:
+        shards: the shards of weights, gradients and optimizer states, by the names of their rows (:data:`STATE`).
+        block: the unsharded weights of one block.
+        block_gradients: the unsharded gradients of one block.
+        reduced_gradients: the shards of the gradients of all blocks.
+        root: the unsharded weights of the root.
+        root_gradients: the unsharded gradients of the root.
+    """
+
+    shards: dict[str, int]
     block: int
     block_gradients: int
-    sent_gradients: int
+    reduced_gradients: int
     root: int
     root_gradients: int
 
 
 def _sizes(memory: StepFacts, processes: int) -> _Sizes:
+    """Compute the sizes of the shards and of the unsharded tensors."""
     matrices, small, root, added = _tensors(memory)
     trained = [*matrices, *small, *root] if memory.trains_all else added
-    packed, each = _stored(memory, matrices)
-    scales = memory.block_weight_bytes - round(each * _all(packed))  # what 4-bit weights are scaled by is cut by nobody
+    stored, itemsize = _stored(memory, matrices)
+    # FSDP2 shards parameters only. The scales of 4-bit weights are no parameters, so each process holds all of them.
+    scales = memory.block_weight_bytes - round(itemsize * _elements(stored))
 
-    def pieces(cuts: Iterable[_Cut], size: float) -> int:
-        return round(size * sum(cut.piece(processes) for cut in cuts))
+    def shards(groups: Iterable[_Group], bytes_each: float) -> int:
+        return round(bytes_each * sum(group.shard(processes) for group in groups))
 
-    sizes = (
-        pieces(packed, each) + scales,
-        pieces([*small, *root], memory.other_weight_itemsize),
-        pieces(added, FP32),
-        pieces(trained, FP32),
-        pieces(trained, 2 * FP32),
+    in_order_of_state = (
+        shards(stored, itemsize) + scales,
+        shards([*small, *root], memory.other_weight_itemsize),
+        shards(added, FP32),
+        shards(trained, FP32),  # gradients
+        shards(trained, 2 * FP32),  # the two states of AdamW
     )
-    in_blocks = added if memory.adapted or memory.learns_beside else []  # else a head, or a prompt
-    blocks = round(each * _all(packed)) + memory.other_weight_itemsize * _all(small) + FP32 * _all(in_blocks)
-    learning = [*matrices, *small] if memory.trains_all else in_blocks
-    learns = FP32 * _all(learning)
-    at_the_top = memory.other_weight_itemsize * _all(root) + FP32 * (_all(added) - _all(in_blocks))
+    added_in_blocks = _in_blocks(memory, added)
+    blocks = round(itemsize * _elements(stored))
+    blocks += memory.other_weight_itemsize * _elements(small) + FP32 * _elements(added_in_blocks)
+    trained_in_blocks = [*matrices, *small] if memory.trains_all else added_in_blocks
+    blocks_gradients = FP32 * _elements(trained_in_blocks)
+    added_to_root = _elements(added) - _elements(added_in_blocks)
     return _Sizes(
-        dict(zip(STATE, sizes, strict=True)),
-        blocks // memory.shape.layers,
-        learns // memory.shape.layers,
-        pieces(learning, FP32),
-        at_the_top,
-        FP32 * _all(trained) - learns,
+        shards=dict(zip(STATE, in_order_of_state, strict=True)),
+        block=blocks // memory.shape.layers,
+        block_gradients=blocks_gradients // memory.shape.layers,
+        reduced_gradients=shards(trained_in_blocks, FP32),
+        root=memory.other_weight_itemsize * _elements(root) + FP32 * added_to_root,
+        root_gradients=FP32 * _elements(trained) - blocks_gradients,
     )
 
 
-def _tensors(memory: StepFacts) -> tuple[list[_Cut], list[_Cut], list[_Cut], list[_Cut]]:
-    """The blocks' matrices, their other tensors, those of no block, and those that are added."""
+def _in_blocks(memory: StepFacts, added: list[_Group]) -> list[_Group]:
+    """Return the added tensors if they belong to blocks (LoRA, a side network), else none (a head, a prompt)."""
+    return added if memory.adapted or memory.learns_beside else []
+
+
+def _tensors(memory: StepFacts) -> tuple[list[_Group], list[_Group], list[_Group], list[_Group]]:
+    """List the model's tensors: the blocks' matrices, the blocks' other tensors, those of the root, the added ones."""
     shape = memory.shape
     width = shape.width
     inner = shape.inner
     layers = shape.layers
     experts = shape.experts
-    matrices = [_Cut(layers, d_out, d_in * d_out) for d_in, d_out in shape.packable.values()]
-    small = [_Cut(layers * shape.norms, width, width)]
-    small += [_Cut(layers, shape.linears[name][1], shape.linears[name][1]) for name in shape.biased]
+    matrices = [_Group(layers, d_out, d_in * d_out) for d_in, d_out in shape.packable.values()]
+    small = [_Group(layers * shape.norms, width, width)]
+    small += [_Group(layers, shape.linears[name][1], shape.linears[name][1]) for name in shape.biased]
     if shape.qk_norm:
-        small.append(_Cut(2 * layers, shape.head_width, shape.head_width))
-    if experts > 1:  # the router, and all experts' matrices in two tensors
-        small += [_Cut(layers, experts, experts * elements) for elements in (width, 2 * width * inner, width * inner)]
-    root = [_Cut(1 if shape.tied else 2, shape.vocabulary, shape.embedding_weights), _Cut(1, width, width)]
+        small.append(_Group(2 * layers, shape.head_width, shape.head_width))
+    if experts > 1:
+        # The router; the gate and up projections of all experts in one tensor; their down projections in another.
+        small += [_Group(layers, experts, experts * elements) for elements in (width, 2 * width * inner, width * inner)]
+    embeddings = 1 if shape.tied else 2  # a head that is not tied is a second matrix of the same shape
+    root = [_Group(embeddings, shape.vocabulary, shape.embedding_weights), _Group(1, width, width)]
     if not memory.adapted:
-        return matrices, small, root, [_Cut(many, elements, elements) for many, elements in memory.added]
+        return matrices, small, root, [_Group(count, elements, elements) for count, elements in memory.added]
     added = []
     for name in memory.adapted:
-        (d_in, d_out) = shape.linears[name]
-        many = layers * shape.copies(name)
-        added += [_Cut(many, memory.rank, memory.rank * d_in), _Cut(many, d_out, memory.rank * d_out)]
-        added += [_Cut(many, d_out, d_out)] * memory.dora
+        d_in, d_out = shape.linears[name]
+        count = layers * shape.copies(name)
+        added += [_Group(count, memory.rank, memory.rank * d_in), _Group(count, d_out, memory.rank * d_out)]  # A, B
+        if memory.dora:
+            added.append(_Group(count, d_out, d_out))  # the magnitudes
     return matrices, small, root, added
 
 
 def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
-    """The moments of a step, with pieces for the state, and what is whole beside them.
+    """Return the moments of a step under FSDP2: weights, gradients and states as shards, plus what is unsharded.
 
     Args:
-        memory: of what a process computes.
-        processes: N.
+        memory: the facts of the step that one process computes, with its own micro-batches.
+        processes: the number of processes, N.
+
+    Returns:
+        Two moments at which the weights of a block arrive in the forward pass, and then those of ``bill/moments.py``.
     """
     sizes = _sizes(memory, processes)
     steps = moments(memory)
-    gradients = dict[str, int]()
-    if not memory.accumulates:
-        gradients["gradients"] = sizes.sent_gradients
-    state = {name: size for name, size in sizes.pieces.items() if name != "gradients"}
+    state = {name: size for name, size in sizes.shards.items() if name != "gradients"}
     found = _arrivals(sizes, steps, state)
+    # Here the row "gradients" of ``bill/moments.py`` already has the new gradient of the tied embedding.
+    has_root_gradient = memory.accumulates and memory.trains_all and memory.shape.tied
     for moment in steps[:-1]:
-        blocks, sent, whole = _WHOLE[moment.name]
-        made = whole
+        here = _UNSHARDED[moment.name]
+        limits = dict(state)
+        blocks_with_gradients = here.gradients
         if memory.accumulates:
-            made = min(whole, 1)
-        # The step of one card has the first part of a tied embedding's new gradient already, where others wait.
-        waits = moment.name.endswith("block") and not (memory.accumulates and memory.trains_all and memory.shape.tied)
-        at_the_top = waits or (moment.name == "embedding" and not memory.accumulates)
-        opened = made * sizes.block_gradients + at_the_top * sizes.root_gradients
-        rows = smaller(moment, state | {name: sent * size for name, size in gradients.items()}).rows
-        found.append(Moment(moment.name, (*rows, *_whole(1, blocks, sizes, opened))))
-    return [*found, smaller(steps[-1], sizes.pieces)]
+            # Nothing is reduced before the last micro-batch. So the row "gradients" stays as it is, with all gradients
+            # unsharded, and on top come the new gradients of the open block only.
+            blocks_with_gradients = min(here.gradients, 1)
+        else:
+            limits["gradients"] = here.reduced * sizes.reduced_gradients
+        # The gradients of the root are reduced last, so they are unsharded during the backward pass of all blocks.
+        in_backward = moment.name.endswith("block") and not has_root_gradient
+        root_waits = in_backward or (moment.name == "embedding" and not memory.accumulates)
+        gradients = blocks_with_gradients * sizes.block_gradients + root_waits * sizes.root_gradients
+        rows = smaller(moment, limits).rows
+        unsharded = _unsharded_rows(sizes, roots=1, blocks=here.blocks, gradients=gradients)
+        found.append(Moment(moment.name, (*rows, *unsharded)))
+    optimizer_step = smaller(steps[-1], sizes.shards)
+    return [*found, optimizer_step]
 
 
 def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list[Moment]:
-    """The forward pass, when the weights of a block have just come: nothing of it is kept yet."""
-    always = smaller(Moment("", steps[0].rows[:6]), state).rows  # what lives through the step, accumulated gradients
-    kept: list[Row] = []
+    """Return two moments of the forward pass: the weights of the first or last block arrive, and it keeps nothing yet.
+
+    Args:
+        sizes: of the process.
+        steps: the moments of ``bill/moments.py``.
+        state: the shards by row name, without the gradients [bytes].
+    """
+    fixed = smaller(Moment("", steps[0].rows[:_FIXED_ROWS]), state).rows
+    saved: list[Row] = []
     for step in steps:
         if step.name == "last block":
-            kept += [row for row in step.rows if row.name == "blocks: waiting"]
-    return [
-        Moment("first block arrives", (*always, *_whole(2, 2, sizes, 0))),
-        Moment("last block arrives", (*always, *kept, *_whole(1, 3, sizes, 0))),
-    ]
+            # The saved activations of all blocks but the last.
+            saved += [row for row in step.rows if row.name == "blocks: waiting"]
+    # First block: of the root and of the block, the weights and the buffer that they came in.
+    first = _unsharded_rows(sizes, roots=2, blocks=2, gradients=0)
+    # Last block: its weights and its buffer, and the buffer of the block before.
+    last = _unsharded_rows(sizes, roots=1, blocks=3, gradients=0)
+    return [Moment("first block arrives", (*fixed, *first)), Moment("last block arrives", (*fixed, *saved, *last))]
 
 
-def _whole(roots: int, blocks: int, sizes: _Sizes, gradients: int) -> tuple[Row, Row]:
+def _unsharded_rows(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) -> tuple[Row, Row]:
+    """Return the bill's rows of unsharded tensors.
+
+    Args:
+        sizes: of the process.
+        roots: how many buffers of the size of the root's weights.
+        blocks: how many buffers of the size of one block's weights.
+        gradients: the unsharded gradients [bytes].
+    """
     return (
         Row(
             "weights: whole",
@@ -169,7 +252,14 @@ def _whole(roots: int, blocks: int, sizes: _Sizes, gradients: int) -> tuple[Row,
 
 
 class Gathered(NamedTuple):
-    """Bytes that travel when all blocks are made whole, when the rest is, and when what learns is added up."""
+    """The sizes of FSDP2's collectives [bytes].
+
+    Attributes:
+        blocks: all-gather of the weights of all blocks.
+        root: all-gather of the root's weights.
+        blocks_gradients: reduce-scatter of the gradients of all blocks.
+        root_gradients: reduce-scatter of the root's gradients.
+    """
 
     blocks: int
     root: int
@@ -178,46 +268,64 @@ class Gathered(NamedTuple):
 
 
 def gathered(memory: StepFacts, processes: int) -> Gathered:
-    """What FSDP2 sends to make a model whole once: N pieces of every tensor, as large as the largest of them."""
+    """Return the sizes of the collectives that gather the whole model once, and reduce its gradients once.
+
+    FSDP2 pads all shards of a tensor to the largest, so a collective is as large as N times the largest shard.
+
+    Args:
+        memory: the facts of the step.
+        processes: the number of processes, N.
+    """
     matrices, small, root, added = _tensors(memory)
-    packed, each = _stored(memory, matrices)
-    in_blocks = added if memory.adapted or memory.learns_beside else []
-    at_the_top = [] if in_blocks else added
+    stored, itemsize = _stored(memory, matrices)
+    added_in_blocks = _in_blocks(memory, added)
+    added_to_root = [] if added_in_blocks else added
 
-    def padded(cuts: Iterable[_Cut], size: float) -> int:
-        return round(size * processes * sum(cut.piece(processes) for cut in cuts))
+    def padded(groups: Iterable[_Group], bytes_each: float) -> int:
+        return round(bytes_each * processes * sum(group.shard(processes) for group in groups))
 
-    def learning(loaded: list[_Cut], beside: list[_Cut]) -> int:
+    def padded_gradients(loaded: list[_Group], added: list[_Group]) -> int:
         if memory.trains_all:
-            return padded([*loaded, *beside], FP32)
-        return padded(beside, FP32)
+            return padded([*loaded, *added], FP32)
+        return padded(added, FP32)
 
+    blocks = padded(stored, itemsize) + padded(small, memory.other_weight_itemsize) + padded(added_in_blocks, FP32)
     return Gathered(
-        padded(packed, each) + padded(small, memory.other_weight_itemsize) + padded(in_blocks, FP32),
-        padded(root, memory.other_weight_itemsize) + padded(at_the_top, FP32),
-        learning([*matrices, *small], in_blocks),
-        learning(root, at_the_top),
+        blocks=blocks,
+        root=padded(root, memory.other_weight_itemsize) + padded(added_to_root, FP32),
+        blocks_gradients=padded_gradients([*matrices, *small], added_in_blocks),
+        root_gradients=padded_gradients(root, added_to_root),
     )
 
 
-def _stored(memory: StepFacts, matrices: list[_Cut]) -> tuple[list[_Cut], float]:
-    """The blocks' matrices as they lie in memory, and bytes of an element."""
+def _stored(memory: StepFacts, matrices: list[_Group]) -> tuple[list[_Group], float]:
+    """Return the blocks' matrices as they are stored, and the bytes of one stored element."""
     if not memory.unpacks:
-        return matrices, memory.block_weight_bytes / _all(matrices)
-    # Two in a byte, in one column.
-    return [_Cut(cut.many, divided_up(cut.elements, 2), divided_up(cut.elements, 2)) for cut in matrices], 1
+        return matrices, memory.block_weight_bytes / _elements(matrices)
+    # A 4-bit matrix is stored as one column of bytes, with two elements in each byte.
+    packed = []
+    for group in matrices:
+        bytes_of_one = divided_up(group.elements, 2)
+        packed.append(_Group(group.count, bytes_of_one, bytes_of_one))
+    return packed, 1
 
 
 def smaller(moment: Moment, bytes: dict[str, int]) -> Moment:
-    """A moment with some of its rows, by name, made as small as this."""
+    """Return a copy of a moment, in which some rows are limited to a number of bytes.
+
+    Args:
+        moment: the moment; it is not changed.
+        bytes: the limits by the names of the rows [bytes]. All other rows stay as they are.
+    """
     rows = (replace(row, bytes=min(row.bytes, bytes.get(row.name, row.bytes))) for row in moment.rows)
     return Moment(moment.name, tuple(rows))
 
 
 def divided_up(total: int, parts: int) -> int:
-    """The largest of N whole parts."""
+    """Return ``total / parts``, rounded up: the size of the largest part."""
     return -(-total // parts)
 
 
-def _all(cuts: Iterable[_Cut]) -> int:
-    return sum(cut.many * cut.elements for cut in cuts)
+def _elements(groups: Iterable[_Group]) -> int:
+    """Return the elements of all tensors in the groups."""
+    return sum(group.count * group.elements for group in groups)

@@ -1,11 +1,13 @@
 """End a command on Ctrl-C, SIGTERM and SIGHUP with one line that says what is saved, and exit code 130.
 
 The first signal raises ``KeyboardInterrupt``, so that half-written folders are removed and child processes end. The
-next signal ends the process at once. While a library is imported, the first one does too: an exception inside an import
-may come out as another one, get lost, or abort the process where the library's C++ code imports.
+second signal ends the process at once. While a library is imported, even the first signal ends the process at once,
+because an exception is not safe there: Python may turn it into another one or drop it, and C++ code that imports a
+module may abort the process.
 
-A command calls :func:`listen` before it imports anything else. Therefore this module imports only what Python has
-loaded by itself; ``signal`` and ``typing`` would take longer than the rest of it.
+A command calls :func:`listen` before it imports anything else, so that it handles signals from the start. Therefore
+this module must load fast. It imports only modules that Python itself has loaded already. ``signal`` and ``typing`` are
+not among them: they would take longer than the rest of this module, so ``signal`` is imported where it is used.
 """
 
 from __future__ import annotations
@@ -14,27 +16,28 @@ import atexit
 import os
 import sys
 
-TYPE_CHECKING = False
+TYPE_CHECKING = False  # type checkers take it for True, like typing.TYPE_CHECKING, which would need an import
 if TYPE_CHECKING:
     import signal
     from typing import Any, NoReturn
 
 CODE = 130
-"""The exit code of an interrupted command."""
+"""The exit code of an interrupted command: 128 + 2, as shells report a process that SIGINT ended."""
 NOTHING = "nothing was written"
+"""What the last line of an interrupted command says before anything is saved."""
 
 
 class _State:
-    """What the signal handler needs to know.
+    """The state that the signal handler reads.
 
     Attributes:
-        saved: what is saved so far, in words.
-        hasty: whether a signal ends the process at once, wherever it comes; a count, because blocks may be nested.
-        asked: whether a signal has come.
-        speaking: whether the last line is being written; nothing may cut it off.
-        code: the exit code, once the last line is written.
-        listening: whether the process is a command that handles the signals.
-        first: whether this is the first process of a run, the one that speaks.
+        saved: what is saved so far, as a sentence for the last line.
+        hasty: if it is above 0, a signal ends the process at once. It counts, because :class:`AtOnce` blocks may nest.
+        asked: whether a signal has raised ``KeyboardInterrupt``, that is, whether the user asked to stop.
+        speaking: whether the last line is being written. From then on signals are ignored until ``code`` is set.
+        listening: whether :func:`listen` was called, that is, whether this process is a command.
+        code: the exit code, once everything is printed. From then on a signal ends the process with it.
+        first: whether this is rank 0. If a signal ends all processes at once, only rank 0 prints the last line.
     """
 
     saved = NOTHING
@@ -48,25 +51,29 @@ _state = _State()
 
 
 def listen() -> None:
-    """Handle the signals from now on, while imports run. Only a command calls this; importing the package does not."""
-    sys.excepthook = _uncaught  # both first: the import below can be interrupted, too
+    """Handle signals from now on. Only a command calls this, as its first line; importing the package does not.
+
+    Until :func:`begin` a signal ends the process at once, because the command's modules are being imported.
+    """
+    # The hooks come first, because a signal can also interrupt the import of signal in _install.
+    sys.excepthook = _uncaught
     sys.unraisablehook = _unraisable
     _state.hasty = 1
     _state.listening = True
-    _state.first = (os.environ.get("RANK") or "0") == "0"  # now, as the number is taken out of there later
+    _state.first = (os.environ.get("RANK") or "0") == "0"  # read it now: processes that join remove RANK (world.py)
     _install()
-    atexit.register(_be_deaf)  # registered first, so it runs last
+    atexit.register(_ignore_signals)  # registered first, so it runs last
 
 
 def _install() -> None:
     import signal
 
-    for number in heard():
-        signal.signal(number, _handle)
+    for signal_number in heard():
+        signal.signal(signal_number, _handle)
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """The signals to handle. An ignored SIGHUP, as nohup leaves it, stays ignored."""
+    """Return the signals to handle. nohup starts a command with SIGHUP ignored; then SIGHUP is left out."""
     import signal
 
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -75,7 +82,7 @@ def heard() -> tuple[signal.Signals, ...]:
 
 
 class AtOnce:
-    """A block in which a signal ends the process at once, because nothing has to be put in order there."""
+    """A context manager in which the first signal ends the process at once, as there is nothing to clean up."""
 
     def __enter__(self) -> None:
         _state.hasty += 1
@@ -85,41 +92,41 @@ class AtOnce:
 
 
 def begin() -> None:
-    """Begin a command: nothing is saved, no signal has come, and the command's own modules are imported."""
+    """Reset the state before a command runs. Its modules are imported, so from now on a signal raises an exception."""
     _state.saved = NOTHING
     _state.asked = _state.speaking = False
     _state.hasty = 0
 
 
 def now_saved(sentence: str) -> None:
-    """Keep what is saved by now, and how to go on, for the line of an interrupted command."""
+    """Set what the last line of an interrupted command says: what is saved so far, and how to continue."""
     _state.saved = sentence
 
 
 def asked() -> bool:
-    """Whether a signal has come. Then it is the reason for whatever exception ends the command."""
+    """Whether a signal asked the command to stop. Then any exception that ends the command is due to the signal."""
     return _state.asked
 
 
 def words() -> str:
-    """The line of an interrupted command."""
+    """Return the last line of an interrupted command."""
     return f"interrupted; {_state.saved}"
 
 
 def speaking() -> None:
-    """Tell that the command's last line comes now. No later signal cuts it off or adds another."""
+    """Record that the command prints its last line now, so that no signal interrupts it or prints a second one."""
     _state.speaking = True
 
 
 def is_speaking() -> bool:
-    """Whether the command's last line is written, or being written."""
+    """Whether the command's last line is printed, or being printed."""
     return _state.speaking or _state.code is not None
 
 
 def is_over(code: int) -> None:
-    """Tell that everything is said: from here on a signal ends the process without a word, with this exit code.
+    """Record that everything is printed: from now on a signal ends the process silently, with this exit code.
 
-    A launcher's signal handlers, which raise, are replaced.
+    In a command, our signal handlers are installed again, because a launcher has replaced them by handlers that raise.
     """
     _state.code = code
     if _state.listening:
@@ -127,40 +134,44 @@ def is_over(code: int) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End the command with an exit code."""
+    """Flush the output and end the command with an exit code."""
     _state.code = code
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105 (contextlib is among the imports that take longer)
             stream.flush()
-        except (OSError, ValueError):  # nobody may be there any more to read it; Python would end with exit code 120
+        except (OSError, ValueError):  # the reader is gone or the stream closed; Python itself would exit with 120
             pass
     if _state.asked:
-        os._exit(code)  # at once: the libraries' exit functions may wait for threads, for example for an upload
+        os._exit(code)  # skip the exit functions of libraries: they may wait for threads, for example for an upload
     sys.exit(code)
 
 
 def hung_up() -> None:
-    """Redirect output to nowhere when its terminal is gone; as errors, the words would stop the save."""
-    for number in range(3):
+    """Redirect stdin, stdout and stderr to /dev/null after SIGHUP, if they belonged to the terminal that is gone.
+
+    Without this, each print would raise an ``OSError``, and that would stop the save. Files and pipes stay.
+    """
+    for descriptor in range(3):
         try:
-            is_device = os.fstat(number).st_mode & 0o170000 == 0o020000
-            if is_device and not os.isatty(number):
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            is_device = os.fstat(descriptor).st_mode & 0o170000 == 0o020000  # a character device, as a terminal is
+            if is_device and not os.isatty(descriptor):  # a terminal that is gone is no tty any more
+                devnull = os.open(os.devnull, os.O_RDWR)
+                os.dup2(devnull, descriptor)
+                os.close(devnull)
         except OSError:
             pass
 
 
-def _handle(number: int, frame: Any) -> None:
+def _handle(signal_number: int, frame: Any) -> None:
+    """Handle a signal: finish the last line, end the process at once, or raise ``KeyboardInterrupt``."""
     import signal
 
-    if number == signal.SIGHUP:
+    if signal_number == signal.SIGHUP:
         hung_up()
     if _state.code is not None:
         os._exit(_state.code)
     if _state.speaking:
-        return  # to the line that is being written
+        return  # let the last line be finished
     if _state.asked or _state.hasty or _imports(frame):
         _end_at_once()
     _state.asked = True
@@ -168,7 +179,7 @@ def _handle(number: int, frame: Any) -> None:
 
 
 def _imports(frame: Any) -> bool:
-    """Whether an import is under way. Its frames are there, even if the library's C++ code is between them."""
+    """Whether an import is running, in this frame or in a caller, also if C++ code of the library has started it."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -177,34 +188,39 @@ def _imports(frame: Any) -> bool:
 
 
 def _end_at_once() -> NoReturn:
+    """End the process without any clean-up. Rank 0 prints the last line before, unless it is printed already."""
     if _state.first and not _state.speaking:
         _state.speaking = True
-        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
-        try:  # noqa: SIM105 (the same)
+        cursor = "\x1b[?25h" if os.isatty(2) else ""  # show the cursor again, which a progress bar hides
+        try:  # noqa: SIM105 (contextlib is among the imports that take longer)
             os.write(2, f"{cursor}{words()}\n".encode(errors="backslashreplace"))
-        except OSError:  # nobody may be there any more to read it
+        except OSError:  # the terminal or the reader of a pipe may be gone
             pass
     os._exit(CODE)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Catch a signal that came between two lines of the entry itself."""
+    """Replace ``sys.excepthook``: a ``KeyboardInterrupt`` that no code caught ends the process without a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         _end_at_once()
     sys.__excepthook__(kind, error, trace)
 
 
-def _unraisable(about: Any) -> None:
-    """Catch a signal that came inside a destructor, where Python prints the traceback and goes on."""
-    if isinstance(about.exc_value, KeyboardInterrupt):
+def _unraisable(unraisable: Any) -> None:
+    """Replace ``sys.unraisablehook``, which gets the exceptions that cannot propagate, such as those in destructors.
+
+    A ``KeyboardInterrupt`` ends the process; Python would only print its traceback and continue. Other exceptions are
+    printed as usual, unless the command was interrupted or has ended: then its last line stays the last.
+    """
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
         _end_at_once()
     if not _state.asked and _state.code is None:
-        sys.__unraisablehook__(about)
+        sys.__unraisablehook__(unraisable)
 
 
-def _be_deaf() -> None:
-    """Ignore signals while Python takes its objects away, the handler among them."""
+def _ignore_signals() -> None:
+    """Ignore signals while Python shuts down, because it deletes the objects that the handler needs."""
     import signal
 
-    for number in heard():
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in heard():
+        signal.signal(signal_number, signal.SIG_IGN)

@@ -1,13 +1,19 @@
-"""Write bytes, times and money as text, here and nowhere else; and name dtypes."""
+"""Format bytes, times and money as text, and translate precision names to torch dtypes.
+
+Every other module formats them with these functions, so that all outputs look the same.
+"""
 
 import math
 
 DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Our precision names (the keys) as torch spells the dtypes."""
+"""The values of ``tricks.precision`` -> the names of torch's dtypes (``torch.float32``)."""
 
 
 def human(count: int | float) -> str:
-    """Write a byte count in binary units.
+    """Return a byte count as text, in binary units (1 KiB = 1024 B) and with one decimal from 1 KiB on.
+
+    Args:
+        count: the number of bytes. It may be negative, for a difference.
 
     Examples:
         >>> human(980 * 2**20)
@@ -24,9 +30,12 @@ def human(count: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time with the unit that suits it, from a tenth of a second to years.
+    """Return a time as text, in the unit that suits it: s, min, h and min, days, or years.
 
-    ``docs/assets/fit.js`` writes the same words: a test holds the two together.
+    ``docs/assets/fit.js`` formats times in the same way, and a test compares the two.
+
+    Args:
+        seconds: the time [s], 0 or more.
 
     Examples:
         >>> [duration(seconds) for seconds in (0.01, 8.24, 41, 329, 2210)]
@@ -39,20 +48,23 @@ def duration(seconds: float) -> str:
         return "less than 0.1 s"
     if _rounded(seconds) < 60:
         return _short(seconds, "s")
-    if minutes < 120:
+    if minutes < 120:  # below two hours
         return _short(seconds / 60, "min")
-    if minutes < 48 * 60:
+    if minutes < 48 * 60:  # below two days
         return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
     days = seconds / 86_400
-    if days < 730:
+    if days < 730:  # below two years
         return f"{_rounded(days)} days"
     return f"{_rounded(days / 365):,} years"
 
 
 def money(usd: float) -> str:
-    """Write an amount of USD: in cents up to 100 dollars, in whole dollars above.
+    """Return an amount of US dollars as text: rounded to cents below $100, and to whole dollars from there on.
 
-    ``docs/assets/fit.js`` writes the same words.
+    ``docs/assets/fit.js`` formats money in the same way, and a test compares the two.
+
+    Args:
+        usd: the amount [USD], 0 or more.
 
     Examples:
         >>> [money(usd) for usd in (0.004, 0.0365, 2.5, 1_423_140.58)]
@@ -67,7 +79,7 @@ def money(usd: float) -> str:
 
 
 def _short(number: float, unit: str) -> str:
-    """Write a number with one decimal if it is below ten, and with none above."""
+    """Return a number and its unit, with one decimal if the rounded number is below ten, else with none."""
     tenths = _rounded(10 * number)
     if tenths < 100:
         return f"{tenths // 10}.{tenths % 10} {unit}"
@@ -75,5 +87,5 @@ def _short(number: float, unit: str) -> str:
 
 
 def _rounded(number: float) -> int:
-    """Round half up, as JavaScript's Math.round does: Python's own round takes the even neighbour."""
+    """Round half up, as JavaScript's Math.round does; Python's round would turn 0.5 into 0, the even neighbour."""
     return math.floor(number + 0.5)

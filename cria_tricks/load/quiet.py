@@ -1,4 +1,4 @@
-"""Warnings of the libraries: those that a user cannot act on are dropped, and each other one becomes one plain line."""
+"""Filter the warnings of libraries: drop those that a user cannot act on, and print each other one as one line."""
 
 import re
 import warnings
@@ -9,29 +9,32 @@ from cria_tricks.common.errors import redacted
 from cria_tricks.processes import numbers
 
 NOT_FOR_USERS = (
-    "fan_in_fan_out is set to",  # peft sees how GPT-2 keeps its matrices, and says that it has
-    "Already (un)?merged",
-    "Could not find a config file in",  # peft looks whether a vocabulary grew; none grows here
-    "Merge lora module to",  # `cria merge` unpacks the base first, and measures what rounding does
-    "Input and output embeddings are no longer tied",  # `cria merge` writes that down in the config
-    r"Setting `save_embedding_layers` to",
+    "fan_in_fan_out is set to",  # peft reports that GPT-2 stores its matrices transposed, and handles it
+    "Already (un)?merged",  # peft reports that there is nothing to do
+    "Could not find a config file in",  # peft checks whether the vocabulary has grown; this package never resizes it
+    "Merge lora module to",  # peft warns of rounding; `cria merge` unpacks the base first and measures the rounding
+    "Input and output embeddings are no longer tied",  # `cria merge` writes that into the config
+    r"Setting `save_embedding_layers` to",  # peft saves an embedding that is trained or resized
 )
-"""How warnings begin that nobody can do anything about."""
+"""Regular expressions that match the beginning of a warning which needs no action from a user."""
 
 
 def drop() -> None:
-    """Drop the warnings of libraries that are for programmers, or about what is taken care of here."""
+    """Ignore every ``FutureWarning``, which is for programmers, and the warnings in :data:`NOT_FOR_USERS`."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for words in NOT_FOR_USERS:
-        warnings.filterwarnings("ignore", message=words)
+    for pattern in NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message=pattern)
 
 
 def plain() -> None:
-    """Say every other warning in one line, by the library's name, without the line of its code."""
-    warnings.showwarning = _say
+    """Print each remaining warning as one line, ``warning: library: text``, without a source line.
+
+    This replaces ``warnings.showwarning`` for the whole process.
+    """
+    warnings.showwarning = _print_warning
 
 
-def _say(
+def _print_warning(
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -39,7 +42,8 @@ def _say(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    if numbers.rank():  # one process speaks for all
+    """Print a warning on standard error; the parameters are those of ``warnings.showwarning``."""
+    if numbers.rank() != 0:  # every rank meets the same warning, so rank 0 prints it for all
         return
     text = " ".join(str(message).split())
     library = re.search(r"(?:site|dist)-packages[/\\](\w+)", filename)

@@ -1,4 +1,4 @@
-"""Count what a technique claims to save: bytes that autograd keeps, live bytes, floating-point operations."""
+"""Count what a technique saves: saved activations, live bytes, floating-point operations, and memory traffic."""
 
 import weakref
 from collections import Counter
@@ -14,15 +14,17 @@ from cria_tricks.measure.memory import LiveBytes
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Count the bytes that autograd keeps for the backward pass, once per storage.
+    """Count the bytes of the tensors that autograd saves for the backward pass. Use it as a context manager.
+
+    Several saved tensors can be views of one storage. Its bytes are counted once, until the last of them is freed.
 
     Args:
-        besides: tensors that live anyway and are not counted: weights.
+        besides: tensors that stay in memory anyway, such as weights. Their storages are not counted.
 
     Attributes:
-        now: bytes kept now.
-        peak: the most that were kept.
-        history: bytes kept after every change, from the first on.
+        now: bytes that are saved now.
+        peak: the largest value of ``now`` so far [bytes].
+        history: ``now`` after each change, in order [bytes].
     """
 
     def __init__(self, besides: Iterable[torch.Tensor] = ()):
@@ -42,48 +44,62 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         key = storage.data_ptr()
         if key not in self.besides:
             self._count(key, storage.nbytes(), 1)
-            # Autograd drops the object when it no longer needs the tensor; then its bytes are taken off.
+            # Autograd frees the object when it no longer needs the tensor. Then this call subtracts its bytes.
+            # atexit=False: objects that live until Python ends need no call.
             weakref.finalize(kept, self._count, key, storage.nbytes(), -1).atexit = False
         return kept
 
     def _count(self, key: int, size: int, change: int) -> None:
         before = self._kept[key]
         self._kept[key] += change
-        if 0 in (before, self._kept[key]):  # the first one of this storage, or the last
+        if 0 in (before, self._kept[key]):  # the first saved tensor of this storage came, or the last one went
             self.now += size * change
             self.peak = max(self.peak, self.now)
             self.history.append(self.now)
 
 
 class _Kept:
+    """Hold one saved tensor. Autograd frees this object when it no longer needs the tensor, and a finalizer sees it."""
+
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
 
 def flops(run: Callable[[], Any]) -> int:
-    """Count the floating-point operations of all products in ``run()``; a multiplication and an addition are two."""
+    """Return the floating-point operations of ``run()``; a multiplication with its addition counts as two.
+
+    Counted are matrix products, convolutions and attention kernels. ``FlopCounterMode`` ignores elementwise operations.
+    """
     with FlopCounterMode(display=False) as counter:
         run()
     return counter.get_total_flops()
 
 
 def peak_bytes(run: Callable[[], Any], alive: Iterable[torch.Tensor] = ()) -> int:
-    """Measure the peak of live bytes in ``run()``, beyond those of ``alive``."""
-    count = LiveBytes()
+    """Return the peak memory that ``run()`` needs for its new tensors [bytes].
+
+    Args:
+        run: the function to measure.
+        alive: tensors that exist before, such as weights and inputs. They are not part of the result.
+    """
+    counter = LiveBytes()
     for tensor in alive:
-        count.track(tensor)
-    before = count.live
-    with count:
+        counter.track(tensor)
+    before = counter.live
+    with counter:
         run()
-    return count.peak - before
+    return counter.peak - before
 
 
 class Traffic(TorchDispatchMode):
-    """Count the bytes that operations read and write: every input and every output once.
+    """Estimate the memory traffic of operations: each reads all its inputs once and writes all its outputs once.
+
+    Views move no data, so they are not counted. Attention kernels are not counted either: a fused kernel reads its
+    inputs several times, so this rule does not hold for them.
 
     Attributes:
-        products: of matrix products.
-        others: of everything else that is no view, attention's kernels apart.
+        products: bytes that matrix products read and write.
+        others: bytes that all other counted operations read and write.
     """
 
     def __init__(self) -> None:
@@ -94,6 +110,7 @@ class Traffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         moved = sum(x.nbytes for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
+        # empty only allocates; detach and _unsafe_view return views, although torch does not declare them as such.
         if name in ("mm", "addmm", "bmm", "baddbmm"):
             self.products += moved
         elif not func.is_view and "attention" not in name and not name.startswith(("empty", "detach", "_unsafe_view")):

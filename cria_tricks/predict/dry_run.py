@@ -1,8 +1,9 @@
-"""A step that allocates nothing: the real modules, the real loss and the real optimizer on fake tensors.
+"""Measure the memory of an optimizer step without allocating it: the real model, loss and optimizer on fake tensors.
 
-A fake tensor has a shape and a dtype and no data, so a model of any size is built and trained for a step in seconds,
-while every storage that would live is counted. Fake tensors pretend to be on a CPU, as torch without CUDA can pretend
-nothing else. Where a card would run another kernel than this machine, the card's is chosen: ``cuda_on_cpu.py``.
+A fake tensor has a shape and a dtype but no data. So a model of any size can be built and trained for one step in
+seconds, while ``LiveBytes`` counts the storages that a real step would allocate. Fake tensors pretend to be on a CPU,
+because torch without CUDA cannot pretend anything else. Where a GPU would run another kernel than a CPU,
+``cuda_on_cpu.py`` chooses the kernel of the GPU.
 """
 
 import contextlib
@@ -32,11 +33,12 @@ from cria_tricks.tricks import packing
 
 @dataclass(frozen=True)
 class DryRun:
-    """The memory that a step would hold.
+    """The memory that a training step would need.
 
     Attributes:
-        moments: the peak in each part of a step, in its order [bytes].
-        weights_bytes: the loaded model, its adapter included.
+        moments: the peak memory of the forward pass, the backward pass and the optimizer step, in this order, by their
+            names [bytes].
+        weights_bytes: the loaded model with its adapter [bytes].
     """
 
     moments: dict[str, int]
@@ -44,94 +46,114 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the whole step."""
+        """The peak memory of the whole step [bytes]."""
         return max(self.moments.values())
 
 
 def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None = None) -> DryRun:
-    """Train one optimizer step on nothing, and not the first: the optimizer's states live from the beginning.
+    """Return the memory of one optimizer step on fake tensors: a later step, so the optimizer states exist already.
 
     Args:
-        plan: the plan that would run, for the device that is in it.
-        config: the model's config, of transformers.
+        plan: the plan to measure, on its own device (``plan.device``).
+        config: the model's config, from transformers.
         rows: the rows of a micro-batch.
         tokens: the tokens of each row.
-        trained: the trained tokens of a micro-batch; all that can be when left out.
+        trained: the trained tokens of a micro-batch; only the chunked loss depends on them. None means all tokens but
+            the first of each row, which no earlier token predicts.
 
     Raises:
-        BadInput: if the model is no decoder, does not fit the plan, or shapes itself by numbers.
+        BadInput: if the model is no decoder, if it does not fit the plan, or if the shapes of its activations depend
+            on the values of tensors.
     """
     quiet_libraries()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     live = LiveBytes()
     model = fake_model(plan, config, fake)
     live.track_all(every_tensor(model))
-    weights = live.live
-    learns = [p for p in model.parameters() if p.requires_grad]
+    weights_bytes = live.live
+    trainable = [p for p in model.parameters() if p.requires_grad]
     with (
-        _shapes_known(config.model_type),
+        _refuse_data_dependent_shapes(config.model_type),
         _optimizer(plan, model) as optimizer,
         fake,
         live,
         kernels_of(plan.device),
-        _numbers_known(plan, rows, tokens),
+        _known_values(plan, rows, tokens),
     ):
-        for weight in learns:
+        # An earlier step, only to allocate the optimizer states.
+        for weight in trainable:
             weight.grad = torch.empty_like(weight)
-        optimizer.step()  # its states come to life
+        optimizer.step()
         live.track_all(_tensors_of(optimizer))
-        if plan.training["gradient_accumulation_steps"] == 1:  # else it is a later micro-batch, when gradients live too
+        # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
+        # earlier micro-batches exist, so they stay.
+        if plan.training["gradient_accumulation_steps"] == 1:
             optimizer.zero_grad()
         loss_of = _loss(plan, model)
         moments: dict[str, int] = {}
 
-        def lap(moment: str) -> None:
+        def record_peak(moment: str) -> None:
             moments[moment] = live.peak
-            live.peak = live.live  # the next moment begins with what lives now
+            live.peak = live.live  # the peak of the next moment is at least what is alive now
 
         window = fake_window(plan, rows, tokens, trained)
-        live.peak = live.live
+        live.peak = live.live  # forget the peaks of the preparation
         with contextlib.ExitStack() as contexts:
             for name in plan.step_context:
                 contexts.enter_context(CONTEXTS[name](model))
             loss = loss_of(window[-1])
-        lap("forward pass")
+        record_peak("forward pass")
         loss.backward()
         del window, loss
-        lap("backward pass")
-        torch.nn.utils.clip_grad_norm_(learns, 1.0, foreach=plan.device.kind == "cuda")
+        record_peak("backward pass")
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0, foreach=plan.device.kind == "cuda")
         optimizer.step()
-        lap("optimizer step")
-    return DryRun(moments, weights)
+        record_peak("optimizer step")
+    return DryRun(moments, weights_bytes)
 
 
 def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> list[dict[str, Any]]:
-    """Make a window's micro-batches as ``data/batches.py`` does; the trainer has all of them before the first runs.
+    """Return the micro-batches of an accumulation window, with the same tensors as ``data/batches.py`` makes.
 
-    Must be called among fake tensors. The places of trained tokens are found for the running one only, the last.
+    All of them count, because the trainer holds the whole window before its first micro-batch runs. The dry run trains
+    only on the last one, so only that one has ``trained``, the places of the trained tokens (``load/losses.py``).
+
+    Call it inside the fake mode, so that the tensors are fake. The arguments are those of :func:`dry_run`.
     """
-    second = "attention_mask"
-    if plan.collator and not _flash_attention_2(plan):  # packed rows; flash_attention_2 needs no mask for them either
-        second = "position_ids"
-    names = ("input_ids", second, "labels")
+    mask_or_positions = "attention_mask"
+    # Packed rows have positions instead of a mask. A dry run counts flash_attention_2 with sdpa, which would make a
+    # mask from the positions, and flash_attention_2 makes none. An attention mask has as many bytes and is ignored.
+    if plan.collator and not _flash_attention_2(plan):
+        mask_or_positions = "position_ids"
+    names = ("input_ids", mask_or_positions, "labels")
     window: list[dict[str, Any]] = []
     for _ in range(plan.training["gradient_accumulation_steps"]):
         window.append({name: torch.zeros(rows, tokens, dtype=torch.long) for name in names})
-    running = window[-1]
     if plan.loss["kind"] == "chunked":
-        places = rows * (tokens - 1) if trained is None else trained
-        running["trained"] = tuple(torch.zeros(places, dtype=torch.long) for _ in range(3))
+        count = rows * (tokens - 1) if trained is None else trained
+        # Three index tensors: row, column and label of each trained token.
+        window[-1]["trained"] = tuple(torch.zeros(count, dtype=torch.long) for _ in range(3))
     return window
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors of the optimizer states."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
 @contextlib.contextmanager
-def _shapes_known(kind: str) -> Iterator[None]:
-    """Say in one line that a shape depends on numbers: those of a mixture's experts do, in transformers 5.16."""
+def _refuse_data_dependent_shapes(kind: str) -> Iterator[None]:
+    """Turn the error of a shape that depends on tensor values into one line.
+
+    In transformers 5.16, for example, the router of a mixture of experts decides how many tokens each expert gets.
+
+    Args:
+        kind: the model type, for the message.
+
+    Raises:
+        BadInput: if code inside the context asks a fake tensor for its values.
+    """
     try:
         yield
     except DataDependentOutputException:
@@ -142,29 +164,31 @@ def _shapes_known(kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _numbers_known(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
-    """Answer the questions about numbers that fake tensors, which hold none, cannot answer.
+def _known_values(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
+    """Answer two questions about the values of tensors, because fake tensors have no values.
 
-    A single row has no padding, and so no mask; several have, as rows of several lengths have. A packed document fills
-    its row: many small ones keep as much.
+    - Does the batch need an attention mask? A single row has no padding, so it needs none. Several rows usually differ
+      in length and have padding, so they need one, except with flash_attention_2, which takes no such mask.
+    - How long are the documents of a packed row? One document is taken to fill the row. Several short ones would save
+      as many bytes for the backward pass.
     """
     patch = unittest.mock.patch.object
     needs_no_mask = masking_utils._ignore_causal_mask_sdpa
 
-    def nothing_padded(padding: torch.Tensor, *sizes: Any) -> bool:
+    def without_values(padding_mask: torch.Tensor, *sizes: Any) -> bool:
         if rows == 1 or _flash_attention_2(plan):
-            return needs_no_mask(None, *sizes)
-        return needs_no_mask(padding, *sizes)
+            return needs_no_mask(None, *sizes)  # None: there is no padding
+        return needs_no_mask(padding_mask, *sizes)
 
     with (
         patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
-        patch(masking_utils, "_ignore_causal_mask_sdpa", nothing_padded),
+        patch(masking_utils, "_ignore_causal_mask_sdpa", without_values),
     ):
         yield
 
 
 class _Lengths(list[int]):
-    """A list of lengths that stands for a tensor: it has the three methods that packing calls."""
+    """A list of document lengths in place of a tensor: it has the three tensor methods that the callers use."""
 
     def cpu(self) -> "_Lengths":
         return self
@@ -181,39 +205,51 @@ def _flash_attention_2(plan: Plan) -> bool:
 
 
 def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Find the trainer's loss, in the autocast of accelerate, whose own Accelerator would change the whole process."""
+    """Return the trainer's loss as a function of a batch, in the same autocast as accelerate uses for training.
+
+    The wrapping is repeated here, because making an ``Accelerator`` would change the state of the whole process.
+    """
     autocast: Any = contextlib.nullcontext
-    for name, dtype in _HALVES.items():
+    for name, dtype in _HALF_PRECISION.items():
         if plan.training.get(name):
             autocast = functools.partial(torch.autocast, "cpu", dtype)
             model.forward = convert_outputs_to_fp32(autocast()(model.forward))
     return functools.partial(losses.find(plan, autocast), model)
 
 
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The 16-bit dtypes by their switches in transformers' training arguments."""
+_HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""The flags of ``TrainingArguments`` that switch on 16-bit autocast -> the dtype of that autocast."""
 
 
 @contextlib.contextmanager
 def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
-    """Make the optimizer that transformers makes by its name in ``trainer/arguments.py``, with the same two groups."""
-    decayed = Trainer.get_decay_parameter_names(None, model)
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": []}]
+    """Make the same optimizer as the transformers ``Trainer`` makes for the plan (see ``trainer/arguments.py``).
+
+    Like there, the weights form two parameter groups: with and without weight decay (norms and biases).
+    """
+    decayed_names = Trainer.get_decay_parameter_names(None, model)
+    with_decay: list[torch.nn.Parameter] = []
+    without_decay: list[torch.nn.Parameter] = []
     for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            groups[name not in decayed]["params"].append(
-                weight
-            )  # norms and biases, without weight decay, in the second
+        if not weight.requires_grad:
+            continue
+        if name in decayed_names:
+            with_decay.append(weight)
+        else:
+            without_decay.append(weight)
+    groups: list[dict[str, Any]] = [{"params": with_decay}, {"params": without_decay}]
     if plan.optimizer == {"bits": 32, "paged": False}:
         yield torch.optim.AdamW(groups, fused=True)
         return
-    kept = GlobalOptimManager._instance  # of the whole process; a dry run must leave no override in it
+    # bitsandbytes has one manager for the whole process. A dry run must leave no overrides there, so it uses its own.
+    manager_before = GlobalOptimManager._instance
     GlobalOptimManager._instance = None
     try:
         optimizer = AdamW(groups, optim_bits=plan.optimizer["bits"], is_paged=plan.optimizer["paged"])
         for module in model.modules():
+            # As in transformers: the states of embeddings stay in 32 bits.
             if isinstance(module, torch.nn.Embedding) and plan.optimizer["bits"] == 8:
                 optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
         yield optimizer
     finally:
-        GlobalOptimManager._instance = kept
+        GlobalOptimManager._instance = manager_before

@@ -1,6 +1,10 @@
-"""Tell the rank and the world size, by the launcher's variables or by the joined group, and which process speaks.
+"""Find the rank and the world size of this process, and elect the process that prints the error of a run.
 
-Nothing here imports torch before somebody else has.
+Before the processes join, the numbers come from the launcher's environment variables. After that, they come from
+``torch.distributed``.
+
+Importing this module does not import torch, because that takes seconds. Of its functions, only
+:func:`is_elected_to_speak` may import torch: when a launcher has started several processes that have not joined yet.
 """
 
 import os
@@ -11,14 +15,17 @@ from typing import Any
 from cria_tricks.common.errors import BadInput
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
-"""Variables by which a launcher tells a process which one it is."""
+"""The environment variables in which a launcher tells a process its rank and the size of its group."""
 _SPEAKER = "cria_tricks/speaker"
+"""The key in the store under which the processes count who asks first; see :func:`is_elected_to_speak`."""
 LOST = "another process of this run died or stopped answering"
+"""The error text of a run that has lost one of its processes."""
 _store: Any = None
+"""The store of the joined processes, set by :func:`keep`; ``None`` before they join."""
 
 
 def processes() -> int:
-    """Return the world size: of the processes that joined, or that a launcher says it has started."""
+    """Return the world size: the number of joined processes, or else ``WORLD_SIZE``, or 1 without a launcher."""
     if have_joined():
         import torch.distributed as dist
 
@@ -27,7 +34,7 @@ def processes() -> int:
 
 
 def rank() -> int:
-    """Return the rank of this process."""
+    """Return the rank of this process: in the joined group, or else ``RANK``, or 0 without a launcher."""
     if have_joined():
         import torch.distributed as dist
 
@@ -35,83 +42,98 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
-def _number(name: str, alone: int) -> int:
-    """A number that a launcher sets in the environment; also the words of an error ask for it."""
-    said = os.environ.get(name, "")
-    return int(said) if said.isdecimal() else alone
+def _number(name: str, default: int) -> int:
+    """Return the number in an environment variable, or the default if the variable is not set or is no number.
+
+    It must not raise for a wrong value: the code that prints the error about that value asks for the rank, too.
+    """
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
 
 
 def refuse_odd_numbers() -> None:
-    """Refuse an environment in which a launcher's number is none.
+    """Refuse an environment variable of :data:`NUMBERS` that is set to something other than a whole number.
 
     Raises:
-        BadInput: naming the variable.
+        BadInput: if there is such a variable. The message names the first one.
     """
     for name in NUMBERS:
-        said = os.environ.get(name, "")
-        if said and not said.isdecimal():
-            raise BadInput(f"{name}={said}: must be a whole number, as a launcher such as torchrun sets it; unset it")
+        value = os.environ.get(name, "")
+        if value and not value.isdecimal():
+            raise BadInput(f"{name}={value}: must be a whole number, as a launcher such as torchrun sets it; unset it")
 
 
 def see_one_card() -> None:
-    """Let a process that a launcher has started see only its own card. Call it before CUDA is first asked."""
+    """Make only its own GPU visible to a process of a launcher: the one at index ``LOCAL_RANK``.
+
+    Call it before CUDA is initialized, because CUDA reads ``CUDA_VISIBLE_DEVICES`` only once.
+    """
     if "LOCAL_RANK" not in os.environ:
         return
-    here = _number("LOCAL_RANK", 0)
+    local_rank = _number("LOCAL_RANK", 0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:  # all cards are visible, and numbered from 0
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(here)
+    if visible is None:  # all GPUs are visible, with the indices 0, 1, ...
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
         return
-    cards = visible.split(",")
-    # An empty list hides all cards, and stays as it is; so does one that is too short for this process.
-    if visible and here < len(cards):
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[here]
+    gpus = visible.split(",")
+    # An empty variable hides all GPUs and stays as it is. A list that is too short for this local rank stays, too.
+    if visible and local_rank < len(gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
 
 
 def is_elected_to_speak() -> bool:
-    """Tell whether this process is the first to ask: of processes that end together, only that one says why."""
+    """Whether this process prints why the run ends: True for the first process that asks, False for all others.
+
+    Several processes of a run often fail together, and the user should read one error instead of N. The processes count
+    in the shared store how often this function was called. If the store cannot be reached, rank 0 prints.
+    """
     if _store is None and processes() == 1:
         return True
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # restarted processes elect again
     try:
-        return (_store or _launchers_store()).add(f"{_SPEAKER}/{start}", 1) == 1
-    except (RuntimeError, KeyError):  # the process that kept the store is gone, or there is none yet
+        return (_store or _launchers_store()).add(f"{_SPEAKER}/{restart}", 1) == 1
+    except (RuntimeError, KeyError):  # the store's process is gone, or there are no MASTER_ADDR and MASTER_PORT
         return rank() == 0
 
 
 def launched() -> bool:
-    """Whether torchrun has started this process."""
+    """Whether torchrun, or a launcher that is built on it, has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def starts_again() -> bool:
-    """Whether torchrun starts these processes anew when one of them has failed."""
+    """Whether torchrun will restart the processes after a failure: it has restarts left."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
 def go_on() -> str:
-    """Say how a run with checkpoints goes on after it has lost a process."""
+    """Return the advice for an error message: how a run with checkpoints continues after a process was lost."""
     if starts_again():
         return "what was saved is whole: all are started again and go on from there"
     return "what was saved is whole: go on with --resume"
 
 
 def _launchers_store() -> Any:
-    """Connect to the store that torchrun keeps for its processes, also before they have joined."""
+    """Connect to the launcher's key-value store, which exists before the processes join.
+
+    Raises:
+        KeyError: if ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+        RuntimeError: if no store answers within five seconds.
+    """
     import torch.distributed as dist
 
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
 
 
 def keep(store: Any) -> None:
-    """Remember the store of the processes that join, for :func:`is_elected_to_speak`."""
+    """Remember the store of the joining processes, for :func:`is_elected_to_speak`."""
     global _store
     _store = store
 
 
 def have_joined() -> bool:
-    """Whether this process has joined the others."""
-    if "torch" not in sys.modules:  # nobody can have joined, and the question should not cost its import
+    """Whether this process has joined the others, that is, whether ``torch.distributed`` is initialized."""
+    if "torch" not in sys.modules:  # joining needs torch, so it has not joined; importing torch here would take seconds
         return False
     import torch.distributed as dist
 

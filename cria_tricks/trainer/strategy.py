@@ -1,4 +1,7 @@
-"""A strategy at work: what the trainer calls, and nothing when a process is alone."""
+"""Apply the parallel strategy of a plan (DDP, FSDP, ...) to the model that the trainer trains.
+
+With ``parallel.strategy=none`` nothing is wrapped and nothing is sent.
+"""
 
 import contextlib
 from typing import Any
@@ -11,15 +14,16 @@ from cria_tricks.step_plan import Plan
 
 
 class Spread:
-    """A model and its loss, and the strategy by which processes share them.
+    """A model with its loss, and the strategy that divides their work over the processes.
 
     Args:
-        total: from a micro-batch to the sum of its losses, with the model inside.
-        plan: names the strategy.
-        world: the processes.
+        total: a module that holds the model and maps a micro-batch to the sum of its losses.
+        plan: the plan; ``plan.parallel["strategy"]`` names the strategy.
+        world: the processes of the run.
 
     Attributes:
-        total: to call; the strategy may lay something around it.
+        total: the module to call for the loss. After :meth:`over_processes` the strategy may have wrapped it.
+        strategy: the module of ``cria_tricks.parallel`` that implements the strategy; ``None`` without a strategy.
     """
 
     def __init__(self, total: torch.nn.Module, plan: Plan, world: World):
@@ -29,15 +33,25 @@ class Spread:
         self.strategy = STRATEGIES.get(plan.parallel["strategy"])
 
     def over_processes(self) -> None:
-        """Let the strategy lay hold of the model, before the optimizer asks for its parameters."""
+        """Let the strategy wrap or shard the model.
+
+        Call this before the optimizer is made: sharding replaces parameters, and the optimizer needs the new ones.
+        """
         if self.strategy:
             self.total = self.strategy.spread(self.total, self.plan, self.world)
 
     def window(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward and backward pass of a micro-batch; after the window's last one gradients are averaged."""
+        """Return the context manager for the forward and backward pass of one micro-batch.
+
+        Only the data-parallel strategies do something here. They average the gradients over the data-parallel ranks
+        after the last micro-batch of an accumulation window, and keep them local before that. FSDP also shards them.
+
+        Args:
+            last: whether this is the last micro-batch before the optimizer step.
+        """
         return self.strategy.window(self.total, self.world, last) if self.strategy else contextlib.nullcontext()
 
     @property
     def in_pieces(self) -> bool:
-        """Whether this process holds a part of some parameters only, or some of them not at all."""
+        """Whether this process holds only a part of the model: shards of parameters, or the blocks of one stage."""
         return self.strategy is not None and getattr(self.strategy, "IN_PIECES", False)
