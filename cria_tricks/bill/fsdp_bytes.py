@@ -72,18 +72,18 @@ class _Group(NamedTuple):
     """Several tensors of the same shape.
 
     Attributes:
-        count: how many tensors.
+        tensors: how many there are.
         rows: the size of their first dimension, along which FSDP2 shards them.
         elements: elements of one tensor.
     """
 
-    count: int
+    tensors: int
     rows: int
     elements: int
 
     def shard(self, processes: int) -> int:
         """Return the elements of the largest shard, summed over the tensors of the group."""
-        return self.count * divided_up(self.rows, processes) * (self.elements // self.rows)
+        return self.tensors * divided_up(self.rows, processes) * (self.elements // self.rows)
 
 
 class _Sizes(NamedTuple):
@@ -306,7 +306,7 @@ def _stored(memory: StepFacts, matrices: list[_Group]) -> tuple[list[_Group], fl
     packed = []
     for group in matrices:
         bytes_of_one = divided_up(group.elements, 2)
-        packed.append(_Group(group.count, bytes_of_one, bytes_of_one))
+        packed.append(_Group(group.tensors, bytes_of_one, bytes_of_one))
     return packed, 1
 
 
@@ -328,4 +328,4 @@ def divided_up(total: int, parts: int) -> int:
 
 def _elements(groups: Iterable[_Group]) -> int:
     """Return the elements of all tensors in the groups."""
-    return sum(group.count * group.elements for group in groups)
+    return sum(group.tensors * group.elements for group in groups)
