@@ -29,7 +29,7 @@ def trainer(step: int = 3, moment: str = "forward pass", size: int = 1, rank: in
         state=SimpleNamespace(global_step=step),
         moment=moment,
         random_state={"cpu": torch.get_rng_state()},
-        world=SimpleNamespace(size=size, rank=rank, draw=rank // 2),
+        world=SimpleNamespace(size=size, rank=rank, draw=rank // 2, tensor=2),
         args=SimpleNamespace(seed=100),
         model=SimpleNamespace(zero_grad=lambda: saved.append("no gradients")),
         checkpoints=SimpleNamespace(folder="FOLDER", newest=lambda: newest),
@@ -99,7 +99,7 @@ def test_each_process_takes_its_own_random_numbers_and_a_new_one_gets_some(tmp_p
     save_file(states, tmp_path / "random.safetensors")
     ResumableTrainer._load_own_random_state(trainer(rank=2), tmp_path / "random.safetensors")
     assert torch.rand(1) == expected
-    for rank, file, seed in ((3, "random.safetensors", 100 + 1 + 3), (4, "none", 100 + 2 + 3)):
+    for rank, file, seed in ((4, "random.safetensors", 100 + 2 + 3), (2, "none", 100 + 1 + 3)):
         ResumableTrainer._load_own_random_state(trainer(rank=rank), tmp_path / file)
         assert torch.initial_seed() == seed
 
