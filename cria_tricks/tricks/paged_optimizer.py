@@ -40,7 +40,7 @@ from transformers import TrainingArguments
 arguments = TrainingArguments("plain", max_steps=1, optim="paged_adamw_32bit")
 """
 PAGED_FROM = 100_000
-"""bitsandbytes pages a state of so many elements or more (``bitsandbytes/optim/optimizer.py``, ``get_state_buffer``)."""
+"""bitsandbytes pages a state of so many elements or more (``get_state_buffer`` in ``bitsandbytes/optim``)."""
 
 
 class Pager:
