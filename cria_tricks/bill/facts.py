@@ -53,7 +53,7 @@ class StepFacts:
         maskless: whether attention runs without a mask.
         joins_documents: whether attention's results are joined from those of each document.
         checkpointed: whether blocks keep their input only.
-        offloaded: whether what blocks keep waits on the host.
+        offloaded: whether the saved activations of the blocks wait in the host's memory.
         waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which wait through the step.
         optimizer_state_bits: bits of an element of the optimizer's two states.
     """

@@ -58,7 +58,7 @@ def _loss(memory: StepFacts) -> tuple[Row, ...]:
 
 
 def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
-    """The last operation of the forward pass, still in autocast: its copy of the head lives whoever learns."""
+    """Bill the last operation of the forward pass. Autocast is still on, so its 16-bit copy of the head is alive."""
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize
@@ -69,7 +69,7 @@ def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
     return (
         Row("final norm", _final_norm(memory), "its input and output"),
         Row("head in 16 bits", head, "autocast's copy"),
-        cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else they are among what blocks keep
+        cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else the blocks' saved tensors hold them
         Row("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
     )
 

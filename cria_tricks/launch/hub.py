@@ -82,7 +82,7 @@ def _training(job: HubJob) -> str:
 
 
 class JobsHub:
-    """The jobs and repositories of the hub, for somebody who is logged in.
+    """Start and watch jobs of the hub, and ask for its repositories, as the user who is logged in.
 
     Raises:
         BadInput: if nobody is.

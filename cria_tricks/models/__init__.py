@@ -111,7 +111,7 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
     Raises:
         BadInput: if the hub does not have it, or does not give it.
     """
-    from cria_tricks.models import network  # rich is behind it, and who reads a recipe needs none
+    from cria_tricks.models import network  # late, because it imports rich, and reading a recipe needs none
 
     if Path(weights.path).is_dir():
         return weights
@@ -206,7 +206,7 @@ def refuse_out_of_reach(name: str) -> None:
     Raises:
         BadInput: saying why.
     """
-    from cria_tricks.models import network  # rich is behind it, and who reads a recipe needs none
+    from cria_tricks.models import network  # late, because it imports rich, and reading a recipe needs none
 
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))

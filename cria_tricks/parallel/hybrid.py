@@ -8,8 +8,8 @@ Claim    exact within rounding: losses and gradients are those of one process
 Needs    N x S x M processes, and what each axis needs: k divisible by N, k / N >= S, heads divisible by M, LoRA
 Breaks   what breaks one of the axes: packed weights, heads that do not divide, fewer micro-batches than stages
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3 (which axis how long: tensor within a machine, stages across)
-Ours     who shares what with whom. Lesson 24 runs it on the tiny model and lays the cube's losses beside those of one
-         process: the trainer is the pipeline's, the matrices are cut as by parallel.strategy=tensor
+Ours     which processes share rows, blocks and matrices. Lesson 24 trains the tiny model so, and compares its losses
+         with those of one process: the trainer is the pipeline's, the matrices are cut as by parallel.strategy=tensor
 
 Shapes: a cube of (N, S, M) processes: N pipelines of S stages of M processes; k micro-batches a step.
 """

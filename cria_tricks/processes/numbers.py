@@ -17,7 +17,7 @@ from cria_tricks.common.errors import BadInput
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 """The environment variables in which a launcher tells a process its rank and the size of its group."""
 _SPEAKER = "cria_tricks/speaker"
-"""The key in the store under which the processes count who asks first; see :func:`is_elected_to_speak`."""
+"""Key of a counter in the store, which the first process that asks finds at zero; see :func:`is_elected_to_speak`."""
 LOST = "another process of this run died or stopped answering"
 """The error text of a run that has lost one of its processes."""
 _store: Any = None

@@ -31,7 +31,7 @@ class Job:
         sources: the ``train`` and ``eval`` rows, checked, or a stream of them.
         folders: where it is written.
         other_base: whether a resumed run may go on over another base.
-        console: who is told; quiet in all processes but the first.
+        console: where messages are printed; quiet on every rank but 0.
         began: when, by ``time.perf_counter``.
     """
 

@@ -1,7 +1,7 @@
 """The shared trainer over a pipeline: a step is one schedule of passes over its micro-batches, and not a loop of them.
 
 Everything around a step is the shared trainer's: rows and their order, clipping, optimizer, learning rates, history,
-checkpoints, and who watches. A batch of this trainer holds all micro-batches of a step, because torch's schedule
+checkpoints and callbacks. A batch of this trainer holds all micro-batches of a step, because torch's schedule
 decides which of them comes next, forward or backward.
 """
 

@@ -1,4 +1,4 @@
-"""Whose rows are whose: every micro-batch goes to one share, in the order in which one process would read it."""
+"""Deal out micro-batches to the data-parallel ranks, in the order in which one process would read them."""
 
 import itertools
 import math

@@ -4,8 +4,8 @@ Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight              
 Costs    a little rounding in every step; both moments are unpacked and packed again
 Claim    approximate: each moment moves to the nearest of 256 dynamic levels of its block
 Needs    bitsandbytes; matrices of at least 4,096 elements (smaller ones stay in 32 bits)
-Breaks   very small adapters: nothing is left to save. A block whose gradients differ by a factor of more than a few
-         thousand: the second moments of the small gradients become zero, so the updates of their weights become huge
+Breaks   very small adapters: nothing is left to save. A block in which some gradients are thousands of times larger
+         than others: the second moments of the small ones become zero, so the updates of their weights become huge
          (on a CPU bitsandbytes avoids this by chance: its lookup table of 65,536 entries rounds them up)
 Sources  Dettmers et al. 2021, arXiv:2110.02861, sec. 2 (block-wise quantisation) and app. F.1 (dynamic levels);
          Dettmers 2015, arXiv:1511.04561, sec. 2.3
