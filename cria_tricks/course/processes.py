@@ -13,6 +13,7 @@ gloo between them.
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cria_tricks.course import by_value
+import cloudpickle
 
 SECONDS = 240.0
 """How long a process waits for another before it gives up, in seconds."""
@@ -59,10 +60,10 @@ class Ranks:
             end.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(*arguments)`` in every process; a function of a notebook goes there with what it uses.
+        """Call ``function(*arguments)`` in every process.
 
-        A class of the notebook cannot travel, and neither can a function that torch has decorated or a module that is
-        not installed: import or define them inside the function.
+        The processes cannot import the notebook. So cloudpickle sends a notebook's function or class with its code and
+        with copies of the variables that the code uses. Two functions that share a ``nonlocal`` variable get a copy each.
 
         Returns:
             What the processes return, by rank.
@@ -70,7 +71,7 @@ class Ranks:
         Raises:
             RuntimeError: with the traceback of the first process that failed.
         """
-        call = by_value.dumps((function, arguments))
+        call = cloudpickle.dumps((function, arguments))
         for pipe in self._pipes:
             with contextlib.suppress(ConnectionError):
                 pipe.send_bytes(call)
@@ -109,7 +110,7 @@ class Ranks:
 def _answer(pipe: Connection) -> Any:
     """Whether the call failed, and what it returned or the traceback."""
     try:
-        return by_value.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
         return _ENDED
 
@@ -144,10 +145,10 @@ def _serve(pipe: Connection) -> None:
             except EOFError:
                 os._exit(0)  # without a farewell: the others may be gone already
             try:
-                function, arguments = by_value.loads(call)
-                result = by_value.dumps((False, function(*arguments)))
+                function, arguments = pickle.loads(call)
+                result = cloudpickle.dumps((False, function(*arguments)))
             except BaseException:
-                result = by_value.dumps((True, traceback.format_exc()))
+                result = cloudpickle.dumps((True, traceback.format_exc()))
             pipe.send_bytes(result)
 
 
