@@ -45,8 +45,10 @@ def untracked():
     return Net(2, 2)(torch.ones(2)).requires_grad
 
 with Ranks(1) as ranks:
-    for function in (functools.partial(everything, 4, more=2), functools.partial(counter(), 3), lambda: SCALE, untracked):
-        print(ranks.run(function))
+    print(ranks.run(functools.partial(everything, 4, more=2)))
+    print(ranks.run(counter(), 3))
+    print(ranks.run(lambda: SCALE))
+    print(ranks.run(untracked))
     print([type(net) is Net for net in ranks.run(lambda: Net(2, 2))])
 """
 

@@ -104,9 +104,9 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     classes = {}
     for chosen in combinations(STORED):
         memory = facts(plain(shape, **chosen), shape, NEW.device)
-        bf16 = memory.bf16 and (memory.pins_inputs or shape.experts > 1)  # else it is as large as fp16
+        bf16 = memory.bf16 and (chosen["quantization"] == "int8" or shape.experts > 1)  # else it is as large as fp16
         found = (memory.compute_itemsize, bf16, memory.other_weight_itemsize, memory.hidden_itemsize,
-                 memory.product_itemsize, memory.unpacks, memory.pins_inputs, memory.adapter_input_itemsize,
+                 memory.product_itemsize, memory.product_bytes, memory.adapter_input_itemsize,
                  chosen["peft"])  # fmt: skip
         classes[key(chosen.values())] = str(list(stored).index(found) if found in stored else len(stored))
         stored.setdefault(found, chosen)

@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 from matplotlib import rc_context
@@ -11,26 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cria_tricks.common.themes import THEMES, Theme
+
 GIB = 2**30
 
 
-class Theme(NamedTuple):
-    """Colours of one mode; the series' colours can be told apart with any kind of colour vision."""
-
-    ink: str
-    quiet: str
-    grid: str
-    series: tuple[str, ...]
-    alarm: str
-
-
 Drawing = Callable[[Theme], Figure]
-
-THEMES = {
-    "light": Theme("#1f2328", "#57606a", "#d8dee4", ("#0b62a8", "#c2510c", "#1a7f37", "#8250df"), "#b3261e"),
-    "dark": Theme("#e6edf3", "#9aa4ae", "#30363d", ("#58a6ff", "#f0883e", "#56d364", "#bc8cff"), "#ff7b72"),
-}
-
 
 SAYS = {
     "ladder": "Peak bytes of Llama-3.2-1B by dry run, one switch after the other, beside what a T4 has",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.operation import Operation
+from cria_tricks.bill.product_bytes import Product, ProductBytes
 from cria_tricks.bill.rows import Row
 from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
 from cria_tricks.hardware.device import Device
@@ -27,6 +28,7 @@ class StepFacts:
         trained_tokens: of a micro-batch.
         block_weight_bytes: bytes of the blocks' matrices as they are stored, experts' apart.
         learning_operations: rule for the operations of what learns: of a block, or of a trained copy beside it.
+        product_bytes: rule for the bytes around one product with a block's matrix.
         block_waits: rule for what of a block waits until its backward pass.
         loss_moments: rule for the rows at the moments around the loss, by the names of these moments.
         state_bytes: rule for the bytes of the optimizer's two states of a tensor of so many elements.
@@ -36,8 +38,8 @@ class StepFacts:
         bf16: whether these two bytes are bf16.
         hidden_itemsize: of the hidden states between the blocks.
         product_itemsize: of what a product gives.
-        unpacks: whether a product unpacks its weight first.
-        pins_inputs: whether products keep their inputs out of autograd's sight, where checkpointing cannot drop them.
+        quantised: whether the blocks' matrices are stored in 8 bits or 4.
+        elements_per_byte: how many of a matrix's elements share a byte, where they do.
         trains_all: whether the loaded weights train.
         added: trained tensors beside the loaded weights: how many, elements of each.
         adapted: the matrices that have an adapter.
@@ -65,6 +67,7 @@ class StepFacts:
     trained_tokens: int
     block_weight_bytes: int
     learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
+    product_bytes: Callable[[Product], ProductBytes] = field(compare=False)
     block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
@@ -74,8 +77,8 @@ class StepFacts:
     bf16: bool = False
     hidden_itemsize: int = FP32
     product_itemsize: int = FP32
-    unpacks: bool = False
-    pins_inputs: bool = False
+    quantised: bool = False
+    elements_per_byte: int = 1
     trains_all: bool = True
     added: tuple[tuple[int, int], ...] = ()
     adapted: tuple[str, ...] = ()
@@ -99,11 +102,6 @@ class StepFacts:
     def accumulates(self) -> bool:
         """Whether a new gradient is added to one of an earlier micro-batch."""
         return self.waiting_gradient_bytes > 0
-
-    @property
-    def quantised(self) -> bool:
-        """Whether matrices are stored in 8 bits or 4."""
-        return self.unpacks or self.pins_inputs
 
     @property
     def keeps_nothing(self) -> bool:

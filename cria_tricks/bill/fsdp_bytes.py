@@ -300,12 +300,12 @@ def gathered(memory: StepFacts, processes: int) -> Gathered:
 
 def _stored(memory: StepFacts, matrices: list[_Group]) -> tuple[list[_Group], float]:
     """Return the blocks' matrices as they are stored, and the bytes of one stored element."""
-    if not memory.unpacks:
+    if memory.elements_per_byte == 1:
         return matrices, memory.block_weight_bytes / _elements(matrices)
     # A 4-bit matrix is stored as one column of bytes, with two elements in each byte.
     packed = []
     for group in matrices:
-        bytes_of_one = divided_up(group.elements, 2)
+        bytes_of_one = divided_up(group.elements, memory.elements_per_byte)
         packed.append(_Group(group.tensors, bytes_of_one, bytes_of_one))
     return packed, 1
 

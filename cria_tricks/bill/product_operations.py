@@ -6,24 +6,26 @@ an input, o of a product's result.
 
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.constants import BLOCK, FP32
+from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
 from cria_tricks.bill.operation import GATED, Operation
+from cria_tricks.bill.product_bytes import Product
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Elements that a product with one matrix meets: of its input, of its result, of the matrix."""
-
-    given: int
-    made: int
-    weight: int
-
-
-def _sizes(memory: StepFacts, name: str) -> _Sizes:
+def _product(memory: StepFacts, name: str, x: int) -> Product:
+    """Return the product with a matrix, for an input of x bytes an element."""
     d_in, d_out = memory.shape.linears[name]
-    return _Sizes(memory.all_tokens * d_in, memory.all_tokens * d_out, d_in * d_out)
+    n = memory.all_tokens
+    return Product(
+        given=n * d_in,
+        made=n * d_out,
+        weight=d_in * d_out,
+        input_itemsize=x,
+        compute_itemsize=memory.compute_itemsize,
+        made_itemsize=memory.product_itemsize,
+        bf16=memory.bf16,
+    )
 
 
 def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> Operation:
@@ -37,7 +39,8 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
         residual: bytes of gradient that wait beside it.
     """
     a = memory.compute_itemsize
-    size = _sizes(memory, name)
+    size = _product(memory, name, x)
+    needs = memory.product_bytes(size)
     keeps: dict[str, int] = {}
     learns = 0
     if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
@@ -45,10 +48,11 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
         keeps[source if x == a else f"{name}'s input"] = size.given * a
         if a < FP32:
             keeps[f"{name} in 16 bits"] = size.weight * a
-    pins = {source: size.given * x} if memory.pins_inputs else {}
-    forward = _forward(memory, size, x)
-    backward = _backward(memory, name, size, x)
-    found = Operation(name, keeps, pins, forward, backward, learns)
+    pins: dict[str, int] = {}
+    if needs.pinned:
+        pins[source] = needs.pinned
+    backward = _backward(memory, name, size, needs.unpacked)
+    found = Operation(name, keeps, pins, needs.forward, backward, learns)
     if name in memory.adapted:
         found = _adapted(memory, found, source, x)
     if source == GATED and source not in found.keeps and source not in pins:
@@ -57,33 +61,12 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
     return replace(found, backward=residual + found.backward)
 
 
-def _forward(memory: StepFacts, size: _Sizes, x: int) -> int:
-    """Bytes open around a product: the input in the dtype it is multiplied in, the unpacked weight, the result."""
-    a = memory.compute_itemsize
-    o = memory.product_itemsize
-    if memory.pins_inputs and memory.device.kind == "cuda":
-        # The input in fp16, its sizes, which of them are large; then its codes, sums in int32, these in fp16, and these
-        # as the result.
-        cast = x != 2 or memory.bf16
-        return largest(size.given * (2 * cast + 2 + 1), size.given + size.made * (4 + 2 + o * cast))
-    found = size.made * o
-    if x != a:
-        found += size.given * a
-    if memory.unpacks:  # with its scales
-        found += size.weight * a + size.weight // BLOCK * FP32
-    if memory.pins_inputs:  # a CPU unpacks, in the input's dtype, and autocast makes a copy
-        found += size.weight * (x + a * (a != x))
-    return found
-
-
-def _backward(memory: StepFacts, name: str, size: _Sizes, x: int) -> int:
+def _backward(memory: StepFacts, name: str, size: Product, unpacked: int) -> int:
     """Bytes open in the backward pass: the result's gradient, the unpacked weight, the input's gradient."""
     a = memory.compute_itemsize
+    x = size.input_itemsize
     of_result = size.made * memory.product_itemsize
-    of_weight = size.weight * a * memory.unpacks
-    if memory.pins_inputs:  # int8 unpacks here only, in its input's dtype
-        of_weight = size.weight * x
-    found = of_result + of_weight + size.given * max(a, x)
+    found = of_result + unpacked + size.given * max(a, x)
     if memory.trains_all and memory.accumulates and a < FP32:
         # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
         own = size.given * a * (x != a or name in ("o_proj", "down_proj"))
@@ -104,7 +87,7 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     n = memory.all_tokens
     a = memory.compute_itemsize
     o = memory.product_itemsize
-    size = _sizes(memory, name)
+    size = _product(memory, name, x)
     thin = memory.rank * sum(memory.shape.linears[name])
     keeps = dict(base.keeps)
     raised = 0
@@ -178,7 +161,7 @@ def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Ope
     x = inside.x
     a = memory.compute_itemsize
     o = memory.product_itemsize
-    size = _sizes(memory, name)
+    size = _product(memory, name, x)
     # Both results, for the magnitudes' gradient; of the dropped input a product of its own.
     own = size.made * (a if memory.dropout else o)
     wide = FP32 if inside.raised else x

@@ -63,7 +63,8 @@ class Ranks:
         """Call ``function(*arguments)`` in every process.
 
         The processes cannot import the notebook. So cloudpickle sends a notebook's function or class with its code and
-        with copies of the variables that the code uses. Two functions that share a ``nonlocal`` variable get a copy each.
+        with copies of the variables that the code uses. Two functions that share a ``nonlocal`` variable get a copy
+        each.
 
         Returns:
             What the processes return, by rank.

@@ -4,9 +4,10 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_BLUE = "#2a6f97"
-_ORANGE = "#c1440e"
-"""The picture has a white background of its own, so it needs none of the themes of the site's figures."""
+from cria_tricks.common.themes import THEMES
+
+_BLUE, _ORANGE, *_ = THEMES["light"].series
+"""The picture has a white background of its own, so it is the same in both modes."""
 
 
 def draw(report: Mapping[str, Any]) -> bytes:

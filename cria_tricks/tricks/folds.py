@@ -7,6 +7,7 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
+from cria_tricks.bill.product_bytes import stored_as_multiplied
 from cria_tricks.bill.waiting import everything
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
@@ -40,6 +41,7 @@ def facts(
         trained_tokens=trained_tokens,
         block_weight_bytes=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
         learning_operations=walk,
+        product_bytes=stored_as_multiplied,
         block_waits=everything,
         loss_moments=full_loss,
         state_bytes=fp32_states,

@@ -16,6 +16,8 @@ from dataclasses import replace
 import torch
 
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.formula import largest
+from cria_tricks.bill.product_bytes import Product, ProductBytes, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
@@ -97,17 +99,49 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return memory
     a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
     # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
-    product = memory.product_itemsize
+    result_itemsize = memory.product_itemsize
+    rule = cpu_product_bytes
     if memory.device.kind == "cuda":
-        product = 4
+        result_itemsize = 4
+        rule = cuda_product_bytes
     return replace(
         memory,
         block_weight_bytes=shape.layers * a_block,
         other_weight_itemsize=4,
         hidden_itemsize=4,
-        product_itemsize=product,
-        pins_inputs=True,
+        product_itemsize=result_itemsize,
+        quantised=True,
+        product_bytes=rule,
     )
+
+
+def cuda_product_bytes(product: Product) -> ProductBytes:
+    """On CUDA the input is quantised in fp16, and the sums are int32; only the backward pass unpacks the weight."""
+    given = product.given
+    cast = product.input_itemsize != 2 or product.bf16  # not fp16 yet
+    # First the input in fp16, its absolute values, and a byte for each that says whether it is an outlier.
+    quantising = given * (2 * cast + 2 + 1)
+    # Then its codes, the sums in int32, these in fp16, and these in the dtype of the result.
+    multiplying = given + product.made * (4 + 2 + product.made_itemsize * cast)
+    return ProductBytes(largest(quantising, multiplying), _in_input_dtype(product), _pinned(product))
+
+
+def cpu_product_bytes(product: Product) -> ProductBytes:
+    """A CPU unpacks the weight in the input's dtype, forward and backward; autocast makes a copy for the product."""
+    forward = stored_as_multiplied(product).forward + _in_input_dtype(product)
+    if product.input_itemsize != product.compute_itemsize:
+        forward += product.weight * product.compute_itemsize
+    return ProductBytes(forward, _in_input_dtype(product), _pinned(product))
+
+
+def _in_input_dtype(product: Product) -> int:
+    """Bytes of the whole weight, unpacked in the dtype of the input."""
+    return product.weight * product.input_itemsize
+
+
+def _pinned(product: Product) -> int:
+    """Bytes of the input, which bitsandbytes keeps where autograd's hooks cannot reach it."""
+    return product.given * product.input_itemsize
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -147,25 +147,31 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return memory
     lora = recipe.lora
     targets = tuple(shape.linears if ALL_LINEAR in lora.target_modules else dict.fromkeys(lora.target_modules))
-    added: list[tuple[int, int]] = []
     for name in targets:
         if name not in shape.linears:
             raise BadInput(f"lora.target_modules: no estimate for {name}; there are {', '.join(shape.linears)}")
-        d_in, d_out = shape.linears[name]
-        many = shape.layers * shape.copies(name)
-        added += [(many, lora.r * d_in), (many, lora.r * d_out)]
-        if lora.dora:
-            added.append((many, d_out))
     return replace(
         memory,
         trains_all=False,
         trains_head=False,
-        added=tuple(added),
+        added=_trained_tensors(shape, lora, targets),
         adapted=targets,
         rank=lora.r,
         dora=lora.dora,
         dropout=lora.dropout > 0,
     )
+
+
+def _trained_tensors(shape: Shape, lora: Lora, names: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """List the tensors that train beside matrices of a block: how many of each kind, and the elements of one."""
+    found: list[tuple[int, int]] = []
+    for name in names:
+        d_in, d_out = shape.linears[name]
+        many = shape.layers * shape.copies(name)
+        found += [(many, lora.r * d_in), (many, lora.r * d_out)]  # A and B
+        if lora.dora:
+            found.append((many, d_out))  # the magnitudes
+    return tuple(found)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
@@ -175,9 +181,7 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     lora = recipe.lora
     names = {target.rsplit(".", 1)[-1] for target in lora.target_modules}
     adapted = tuple(name for name in shape.linears if name in names or ALL_LINEAR in names)
-    trained = 0
-    for name in adapted:
-        trained += shape.layers * shape.copies(name) * trained_weights([shape.linears[name]], lora.r, lora.dora)
+    trained = sum(many * elements for many, elements in _trained_tensors(shape, lora, adapted))
     head_rank = 0
     if "lm_head" in names:
         head_rank = lora.r

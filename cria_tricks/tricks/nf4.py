@@ -21,6 +21,7 @@ import torch
 
 from cria_tricks.bill.constants import BLOCK, FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.product_bytes import Product, ProductBytes, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import DTYPE
@@ -184,8 +185,17 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         other_weight_itemsize=4,
         hidden_itemsize=4,
         product_itemsize=4,
-        unpacks=True,
+        quantised=True,
+        elements_per_byte=2,
+        product_bytes=product_bytes,
     )
+
+
+def product_bytes(product: Product) -> ProductBytes:
+    """Unpack the weight to be multiplied, with its scales in fp32, and once more in the backward pass."""
+    unpacked = product.weight * product.compute_itemsize
+    scales = product.weight // BLOCK * FP32
+    return ProductBytes(stored_as_multiplied(product).forward + unpacked + scales, unpacked=unpacked)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -23,6 +23,7 @@ from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import JOINED, Operation
+from cria_tricks.bill.product_bytes import stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
@@ -122,8 +123,8 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
         other_weight_itemsize=FP32,
         hidden_itemsize=FP32,
         product_itemsize=a,
-        unpacks=False,
-        pins_inputs=False,
+        quantised=False,
+        product_bytes=stored_as_multiplied,
     )
     # The gradient of the sum of both waits for the frozen block, whose turn comes after the copy's.
     waits = memory.all_tokens * width * memory.hidden_itemsize

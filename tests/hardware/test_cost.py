@@ -12,7 +12,7 @@ from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import kwanzaa
-from cria_tricks.tricks import adamw_8bit, chunked_loss, folds
+from cria_tricks.tricks import adamw_8bit, chunked_loss, folds, nf4
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 from tests.hardware import models
@@ -137,6 +137,16 @@ def test_stored_bytes_are_those_of_the_cards():
     ):
         recipe = with_settings(Recipe(), ["tricks.peft=lora", *(f"tricks.{setting}" for setting in settings)])
         assert 8 * folds.work(recipe, find_shape("llama-3.2-1b"), T4).stored_itemsize == pytest.approx(bits, abs=5e-4)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_seconds_read_the_bytes_that_the_bill_stores_but_for_the_tables(double):
+    settings = ["tricks.peft=lora", "tricks.quantization=nf4", f"tricks.double_quantization={str(double).lower()}"]
+    read = folds.work(with_settings(Recipe(), settings), find_shape("llama-3.2-1b"), T4).stored_itemsize
+    elements = 3 * 64 * 256  # whole blocks, and whole blocks of scales
+    # Each weight has a table of 16 levels; doubly quantised, also one of 256 for its scales, and their mean.
+    tables = 4 * (16 + double * (256 + 1))
+    assert elements * read == nf4.stored_bytes(elements, double) - tables
 
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
