@@ -404,7 +404,12 @@ def test_redacted(monkeypatch):
 
 @pytest.mark.parametrize("private", [False, True])
 def test_the_commands_shown_make_the_repository_that_was_asked_for(private, adapter):
-    create, upload, tag = prepare(adapter, "owner/name", "v0.2.0", private)["commands"]
+    (adapter / ".gitattributes").write_text("not in the manifest")
+    found = prepare(adapter, "owner/name", "v0.2.0", private)
+    create, upload, tag = found["commands"]
     assert create == "hf repos create owner/name --exist-ok" + (" --private" if private else "")
-    assert upload == f"hf upload owner/name {adapter} ."
+    words, *included = upload.split(" --include ")
+    assert words == f"hf upload owner/name {adapter} ."
+    assert included == [file["path"] for file in found["files"]]
+    assert ".gitattributes" not in upload
     assert tag == "hf repos tag create owner/name v0.2.0"

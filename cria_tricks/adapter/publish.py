@@ -7,6 +7,7 @@ argument. This module reads it for two checks: that somebody is logged in, and t
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         - ``bytes``: the sum of their sizes;
         - ``card``: the text of the model card, README.md;
         - ``notes``: sentences on what the user should look at before sending;
-        - ``commands``: shell commands that publish the folder without this program. ``hf upload`` sends every file in
-          the folder, also those that the manifest does not list; ``notes`` names those.
+        - ``commands``: shell commands that publish the same files without this program, in as many commits as ``hf``
+          takes.
 
     Raises:
         BadInput: if the folder is damaged or not safe, a file contains a token, or the repository or the tag is not
@@ -59,6 +60,9 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
     create = f"hf repos create {repo} --exist-ok"
     if private:
         create += " --private"
+    upload = ["hf", "upload", repo, str(folder), "."]
+    for file in files:  # or hf would also send what the manifest does not list
+        upload += ["--include", file["path"]]
     return {
         "folder": str(folder),
         "repo": repo,
@@ -70,7 +74,7 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         "notes": _notes(folder),
         "commands": [
             create,
-            f"hf upload {repo} {folder} .",
+            shlex.join(upload),
             f"hf repos tag create {repo} {tag}",
         ],
     }
