@@ -110,6 +110,8 @@ def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
     total = 0
     for name in whole.adapted:
         d_in, d_out = shape.linears[name]
-        in_cut = name in tensor.ROWS
-        total += d_in // (size if in_cut else 1) + d_out // (1 if in_cut else size)
+        if name in tensor.ROWS:  # A is cut with the inputs, B is whole
+            total += d_in // size + d_out
+        else:
+            total += d_in + d_out // size
     return shape.layers * recipe.lora.r * total

@@ -152,11 +152,18 @@ def _made(
 ) -> SharedTrainer:
     """Make the trainer of this strategy; the arguments are those of :func:`fit`."""
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
-    stream = rows if isinstance(rows, Stream) else None
-    listed = [] if isinstance(rows, Stream) else rows
-    number = None if stream else len(listed)
-    piped = plan.parallel["strategy"] == "pipeline"
-    trainer = (PipelineTrainer if piped else SharedTrainer)(
+    stream: Stream | None = None
+    listed: Rows = []
+    number: int | None = None  # nobody knows how many rows a stream has
+    if isinstance(rows, Stream):
+        stream = rows
+    else:
+        listed = rows
+        number = len(rows)
+    kind = SharedTrainer
+    if plan.parallel["strategy"] == "pipeline":
+        kind = PipelineTrainer
+    trainer = kind(
         plan=plan,
         meter=meter,
         model=loaded.model,

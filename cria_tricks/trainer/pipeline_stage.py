@@ -183,15 +183,14 @@ class Stage:
         # No mask: no token sees the padding, which is to its right.
         inputs = {name: tensor for name, tensor in window.items() if name not in ("labels", "attention_mask")}
         ids = inputs.pop("input_ids")
+        first_stage = (ids,) if self.part.first else ()
+        # Without outputs: they would keep the logits of all micro-batches.
+        if not self.part.last:
+            run(*first_stage, return_outputs=False, **inputs)
+            return torch.zeros((), device=self.device)
         losses: list[torch.Tensor] = []
-        run(
-            *([ids] if self.part.first else []),
-            target=window["labels"] if self.part.last else None,
-            losses=losses if self.part.last else None,
-            return_outputs=False,  # they would keep the logits of all micro-batches
-            **inputs,
-        )
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        run(*first_stage, target=window["labels"], losses=losses, return_outputs=False, **inputs)
+        return torch.stack(losses).sum().detach()
 
     def _loss(self, output: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         loss = self.part.loss_sum(output, labels_BT) / self.divisor
