@@ -141,9 +141,7 @@ TOGGLES_ARE_READ = {
     # The strategy is chosen where processes start.
     "launch/torchrun.py": (3, "it starts as many processes as the strategy needs"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
-    "run/pipeline.py": (6, "the second trainer, which takes LoRA only"),
     "run/steps.py": (1, "it estimates one of several processes"),
-    "trainer/pipeline_fit.py": (1, "the second trainer"),
 }
 """How many lines of a file outside tricks/ and parallel/ may read a toggle, and why."""
 

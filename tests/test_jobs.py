@@ -260,6 +260,7 @@ def test_a_result_that_was_damaged_on_the_way_is_said(hub, launch, published):
         ({"stage": "ERROR"}, [], "job 6a failed: its log says why"),
         ({"stage": "ERROR", "message": "Job timeout"}, [], "job 6a ran out of its 2460 s and was ended; give a longer"),
         ({"stage": "ERROR", "ran": 2460}, [], "job 6a ran out of its 2460 s and was ended; give a longer --timeout"),
+        ({"stage": "ERROR", "message": "Runtime error"}, ["error: no row"], "job 6a failed: Runtime error; no row"),
         ({"stage": "CANCELED"}, [], "job 6a was canceled"),
     ],
 )  # fmt: skip

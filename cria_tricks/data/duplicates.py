@@ -47,8 +47,8 @@ IN_BAND = 8
 
 
 def words(text: str) -> list[str]:
-    """Split a text into its words, in lower case."""
-    return _WORD.findall(text.lower())
+    """Split a text into its words, in lower case; a text without any, as of emoji, into what stands between spaces."""
+    return _WORD.findall(text.lower()) or text.split()
 
 
 def shingles(found: Sequence[str], size: int) -> np.ndarray:

@@ -85,9 +85,19 @@ def _cut(content: mmap.mmap, begin: int, end: int) -> int:
         found = content.rfind(mark, (begin + end) // 2, end)
         if found >= 0:
             return found + len(mark)
-    while end > begin + 1 and content[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-        end -= 1
+    character = end
+    while character > begin and _is_inside(content, character):
+        character -= 1
+    if character > begin:
+        return character
+    while end < len(content) and _is_inside(content, end):  # the first character is longer than the piece
+        end += 1
     return end
+
+
+def _is_inside(content: mmap.mmap, place: int) -> bool:
+    """Tell whether a byte continues a character of UTF-8 that an earlier byte begins."""
+    return content[place] & 0xC0 == 0x80
 
 
 def read(span: Span) -> Chat | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cria_tricks.common.errors import BadInput
 from cria_tricks.data.rows import Chat
 from cria_tricks.kwanzaa import statements
 from cria_tricks.kwanzaa.prompt import Document, QARow, read_rows
@@ -28,8 +27,8 @@ NOTHING_ASKED = "No relevant documents were retrieved from the corpus."
 def shuffle_documents(row: QARow, draw: random.Random) -> Chat | None:
     """Put the same documents into another order, and renumber the labels."""
     documents = list(row.prompt.documents)
-    if len(documents) < 2:
-        return None
+    if all(document == documents[0] for document in documents):
+        return None  # every order is the same
     shuffled = documents
     while shuffled == documents:
         shuffled = draw.sample(documents, len(documents))
@@ -98,10 +97,7 @@ class Augment:
         """Yield each copy with its kind; none of a row that does not keep the contract."""
         if not chat.messages:
             return
-        try:
-            [row] = read_rows([chat])
-        except BadInput:
-            return
+        [row] = read_rows([chat])
         for kind, share in self.shares.items():
             draw = random.Random(f"{self.seed} {kind} {chat.content}")
             if draw.random() >= share:

@@ -11,6 +11,7 @@ The requests, in their order, all with the login's token:
 - the files of the repository at their version tag.
 """
 
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,8 @@ def _why(ended: Any, job: HubJob, last_error: str) -> str:
     if stage in ("CANCELED", "DELETED"):
         return f"{named} was {stage.lower()}: {ended.url}"
     ran = ended.durations and ended.durations.running_secs
-    if "time" in message.lower() or (ran is not None and ran >= job.timeout):
+    timed_out = re.search(r"\btime(d )?out\b", message, re.IGNORECASE)
+    if timed_out or (ran is not None and ran >= job.timeout):
         return f"{named} ran out of its {job.timeout} s and was ended; give a longer --timeout: {ended.url}"
     reason = "; ".join(part for part in (message, last_error.removeprefix("error: ").strip()) if part)
     return f"{named} failed: {reason or 'its log says why'}: {ended.url}"

@@ -217,7 +217,8 @@ def shown(words: list[str]) -> str:
 
 
 def _processes(words: list[str]) -> int:
-    return next(int(word) for word in words if word.isdigit())
+    option = "--nproc-per-node" if "--nproc-per-node" in words else "--num_processes"
+    return int(words[words.index(option) + 1])
 
 
 def _cards() -> int:

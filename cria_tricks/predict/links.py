@@ -132,8 +132,9 @@ def fit_line(timings: Iterable[Timing]) -> Line:
 
     Relative, as the seconds span three orders of magnitude: absolute errors would let the largest size decide alone.
     """
-    # t = latency + slope * sent, divided by t: least squares of latency * x + slope * y = 1, x = 1 / t, y = sent / t.
     timings = list(timings)
+    one_size = len({timing.sent for timing in timings}) == 1  # through which many lines go
+    # t = latency + slope * sent, divided by t: least squares of latency * x + slope * y = 1, x = 1 / t, y = sent / t.
     x = [1 / timing.seconds for timing in timings]
     y = [timing.sent / timing.seconds for timing in timings]
     xx = _dot(x, x)
@@ -143,7 +144,7 @@ def fit_line(timings: Iterable[Timing]) -> Line:
     latency = sum(x) * yy - sum(y) * xy
     slope = sum(y) * xx - sum(x) * xy
     determinant = xx * yy - xy * xy
-    if latency < 0 or slope <= 0:
+    if one_size or latency < 0 or slope <= 0:
         # No call was small, or the noise was larger than the differences: a line through zero, without a latency.
         return Line(0.0, yy / sum(y))
     return Line(latency / determinant, determinant / slope)
@@ -212,13 +213,16 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
 
 def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int) -> float:
     """Let all wait for the slowest stage: the first micro-batch goes through all, each next one through the slowest."""
-    seconds_of_stage = []
+    micro_batches = []
+    optimizers = []
     stages = stages_of(recipe, shape, "pipeline", processes)
+    k = stages[0].recipe.tricks.gradient_accumulation
     for stage in stages:
         parts = folds.step(stage.recipe, replace(shape, layers=stage.shape.layers), card).parts
-        seconds_of_stage.append(sum(one.seconds for one in parts if stage.has_head or one.name != "head and loss"))
-    k = stages[0].recipe.tricks.gradient_accumulation
-    return sum(seconds_of_stage) / k + max(seconds_of_stage) * (k - 1) / k
+        seconds = {one.name: one.seconds for one in parts if stage.has_head or one.name != "head and loss"}
+        optimizers.append(seconds.pop("optimizer"))  # it runs once, after all micro-batches
+        micro_batches.append(sum(seconds.values()) / k)
+    return sum(micro_batches) + max(micro_batches) * (k - 1) + max(optimizers)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,6 @@ class Folders:
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # this machine is a new one
-            saved = f"{self.start.path} is whole" if self.start else f"no step is saved in {self.folder} yet"
             interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())

@@ -115,7 +115,7 @@ class StopOnSignal(TrainerCallback):
     """Ctrl-C, the system's SIGTERM, or SIGHUP ends the run after the current optimizer step, with a checkpoint.
 
     SIGHUP comes when the terminal goes away; under nohup it is ignored, and stays so. A second signal ends the run at
-    once.
+    once; with several processes only after :attr:`LAUNCHERS`.
 
     Args:
         world: the processes of the run.
@@ -149,9 +149,12 @@ class StopOnSignal(TrainerCallback):
         self.since = time.monotonic()
         if not self.world.is_main:
             return
+        again = "Ctrl-C again"
+        if self.world.size > 1:
+            again = f"Ctrl-C after {self.LAUNCHERS:.0f} s"
         # Not print(): a signal may come while the progress bar is printing.
         with contextlib.suppress(OSError):  # nobody may be there any more to read it
-            os.write(2, b"\nstopping after this step, to save it; Ctrl-C again stops at once\n")
+            os.write(2, f"\nstopping after this step, to save it; {again} stops at once\n".encode())
 
     def __exit__(self, error: object = None, *more: object) -> None:
         # Where one of several processes has failed, the launcher's signal must not cut off what the others have to say.

@@ -99,6 +99,16 @@ def test_rows_without_a_word_do_not_break_it(row):
     assert Repeats(near=True).reason(row) is None
 
 
+@pytest.mark.parametrize("near", [False, True])
+def test_two_rows_without_a_word_are_the_same_only_if_they_look_the_same(near):
+    repeats = Repeats(near)
+    assert repeats.reason(text("==>/???")) is None
+    assert repeats.reason(text("😀 /+")) is None
+    assert repeats.reason(text(" 😀  /+\n")) == "duplicate"
+    assert Guard([chat("!!")]).find(chat("??")) is None
+    assert Guard([chat("!!")]).find(chat("!! ")).similarity == 1
+
+
 def test_the_guard_computes_the_similarity_of_two_sets():
     guard = Guard([chat("one two three four five six seven"), chat("nothing like it at all")])
     leak = guard.find(chat("one two three four five six eight"))

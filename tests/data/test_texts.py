@@ -106,6 +106,8 @@ def cut(content: bytes, piece: int, path) -> list[bytes]:
         (b"0123\n\r\n789", 8, [b"0123\n\r\n", b"789"]),
         (b"0123\n5\n789", 8, [b"0123\n5\n", b"789"]),
         ("012é567".encode(), 4, [b"012", "é56".encode(), b"7"]),  # no character is cut in two
+        ("€€€".encode(), 1, ["€".encode()] * 3),  # none even where it is longer than a piece
+        ("a€b".encode(), 2, [b"a", "€".encode(), b"b"]),
         ("€€€".encode(), 4, ["€".encode()] * 3),
         ("€€€".encode(), 5, ["€".encode()] * 3),
         ("€€€".encode(), 6, ["€€".encode(), "€".encode()]),

@@ -1,7 +1,9 @@
 """A copy keeps what its row kept: contract, citations, grounding; and no copy is an evaluation row."""
 
 import json
+import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +11,7 @@ from cria_tricks.data import sources
 from cria_tricks.data.counts import ADDED, Tally
 from cria_tricks.data.prepare import Prepare
 from cria_tricks.data.rows import read_jsonl
-from cria_tricks.kwanzaa.augment import KINDS, Augment, of
+from cria_tricks.kwanzaa.augment import KINDS, Augment, of, shuffle_documents
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.reply import VIOLATIONS
 from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
@@ -109,6 +111,12 @@ def made_chat(text: str = made.GOOD, documents: str = made.DOCUMENTS, refuses: b
     row = made.row(documents)
     answer = {"role": "assistant", "content": json.dumps(made.answer(text, refuses=refuses), indent=2)}
     return type(sources.find("nguzo_saba", "eval").rows[0])((*row.messages, answer), "", "", "made:1")
+
+
+def test_equal_documents_have_no_other_order():
+    row = read_rows([made_chat("Ujima is collective work [1].")])[0]
+    twice = replace(row, prompt=replace(row.prompt, documents=row.prompt.documents[:1] * 2))
+    assert shuffle_documents(twice, random.Random(1)) is None
 
 
 def test_labels_go_with_their_documents():

@@ -1,6 +1,7 @@
 """The ring against torch's all-reduce and the formula of its bytes; timings, their line, and who measures."""
 
 import json
+import random
 import signal
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_a_line_that_no_link_can_have_goes_through_zero(seconds):
     line = fit_line(timings)
     assert line.latency == 0
     assert line.rate > 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_timings_of_one_size_give_a_line_through_zero(seed):
+    """Many lines go through one point: rounding alone decided between them, or divided by zero."""
+    seconds = [10 ** random.Random(seed).uniform(-6, 0)] * (1 + seed % 3)
+    line = fit_line([Timing("all_reduce", 4096, 2, t) for t in seconds])
+    assert line == (0, pytest.approx(4096 / seconds[0]))
 
 
 def some_timings(sizes: tuple[int, ...]) -> list[Timing]:

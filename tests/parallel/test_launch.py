@@ -38,6 +38,24 @@ def test_the_command_is_one_that_a_person_could_have_typed():
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "processes"),
+    [
+        ("torchrun --standalone --nproc-per-node 4 -m cria_tricks", 4),
+        ("torchrun --nodes 2 --nproc-per-node 8 -m cria_tricks", 8),
+        ("accelerate launch --multi_gpu --num_processes 3 --num_machines 1", 3),
+    ],
+)
+def test_the_threads_of_a_process_are_its_share_of_the_cores(monkeypatch, line, processes):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr("torch.distributed.run.main", lambda: None)
+    monkeypatch.setattr("accelerate.commands.accelerate_cli.main", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    assert launch.run(line.split()) == 0
+    assert os.environ["OMP_NUM_THREADS"] == str(96 // processes)
+
+
 def test_what_a_run_may_do_is_handed_on(run_cria):
     options = ("--resume", "--other-base", "--offline")
     code, stdout, _ = run_cria("launch", "smoke", "--on", "torchrun", "--nproc", "2", "--print", *options)

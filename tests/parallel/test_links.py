@@ -97,6 +97,20 @@ def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
     assert compute_seconds(LORA, SHAPE, CARD, "tensor", 4) == part.seconds
 
 
+def test_a_pipelines_optimizer_runs_once_a_step():
+    def compute(micro_batches: int) -> float:
+        recipe = with_settings(FULL, [f"tricks.gradient_accumulation={micro_batches}"])
+        return compute_seconds(recipe, SHAPE, CARD, "pipeline", 4)
+
+    # Each further micro-batch takes as long as it takes the slowest stage, so the rest is no multiple of their number.
+    each = (compute(64) - compute(16)) / 48
+    assert compute(32) == pytest.approx(compute(16) + 16 * each)
+    first_and_optimizer = compute(16) - 15 * each
+    parts = {part.name: part.seconds for part in folds.step(FULL, SHAPE, CARD).parts}
+    micro_batch = sum(seconds for name, seconds in parts.items() if name != "optimizer") / 8
+    assert first_and_optimizer == pytest.approx(micro_batch + parts["optimizer"] / 4, rel=0.3)
+
+
 def test_on_a_perfect_link_it_ends_with_the_micro_batches():
     found = when_it_stops(LORA, SHAPE, CARD, FREE, "ddp", ddp.traffic)
     assert [point.processes for point in found.points] == [1, 2, 4, 8]

@@ -132,6 +132,17 @@ def test_a_hangup_asks_for_the_save_and_an_ignored_one_stays_ignored(handlers):
     assert not stop.requested
 
 
+@pytest.mark.parametrize(("size", "said"), [(1, "Ctrl-C again stops at once"), (2, "Ctrl-C after 10 s stops at once")])
+def test_a_first_signal_says_what_a_second_one_does(handlers, capfd, size, said):
+    stop = StopOnSignal(World(size=size))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with stop:
+        signal.raise_signal(signal.SIGTERM)
+        at_once = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN  # the handler from before is back
+    assert at_once == (size == 1)
+    assert capfd.readouterr().err == f"\nstopping after this step, to save it; {said}\n"
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_nor_does_it_on_the_way_there(handlers, size):
     signal.signal(signal.SIGTERM, signal.default_int_handler)
