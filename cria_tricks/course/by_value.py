@@ -1,8 +1,9 @@
-"""Send a function of a notebook to another process: its code, and the variables that the code names.
+"""Send a function of a notebook to another process, with its code and the variables that the code uses.
 
-A pickle holds a function only by its module and name, and another process has no copy of the notebook. So a function
-that cannot be imported travels whole: its code as bytes, then what it uses. Both ends must be the same Python. Reading
-a pickle can run any code, so these are read from our own processes only.
+A pickle stores a function only as its module and name, and another process has no copy of the notebook. So a function
+that cannot be imported is sent by value: its code as bytes, and everything that it uses. Both processes must run the
+same version of Python, because the bytes differ between versions. Loading a pickle can run any code, so these pickles
+are read only from processes that we started ourselves.
 """
 
 import builtins
@@ -17,14 +18,14 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 ATTRIBUTES = ("__qualname__", "__module__", "__defaults__", "__kwdefaults__")
-"""What a function is besides its code, its name and its variables."""
+"""Attributes to send besides a function's code, name and variables."""
 
 
 def dumps(thing: Any) -> bytes:
-    """Pickle a value; functions that cannot be imported travel with their code.
+    """Pickle a value; functions in it that cannot be imported are sent with their code.
 
     Raises:
-        TypeError: for a class of a notebook, which would be another class there.
+        TypeError: for a class that a notebook defines: the other process would have to make a new, different class.
     """
     file = io.BytesIO()
     _ByValue(file).dump(thing)
@@ -32,15 +33,16 @@ def dumps(thing: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Read what :func:`dumps` of another process has written."""
+    """Load what :func:`dumps` in another process of this run has written."""
     return pickle.loads(data)
 
 
 class _ByValue(pickle.Pickler):
-    """Pickles by value what it cannot name.
+    """Pickle functions and their variables by value, if another process cannot import them.
 
-    A function may call itself. So a function, and a cell (a variable of an enclosing function), is first made empty and
-    noted, then filled: the last of the six items is the function that fills it.
+    A function may call itself, so it is part of its own variables. Therefore a function, or a cell (which holds a
+    variable of an enclosing function), is created empty first and filled afterwards. ``pickle`` takes six items for
+    this: the function that creates it, its arguments, the contents, two unused items, and the function that fills it.
     """
 
     def reducer_override(self, thing: Any) -> Any:
@@ -55,11 +57,11 @@ class _ByValue(pickle.Pickler):
             return _new_cell, (), _contents(thing), None, None, _fill_cell
         if isinstance(thing, type) and thing.__module__ == "__main__":
             raise TypeError(f"the class {thing.__name__} cannot be sent to another process; define it in the function")
-        return NotImplemented  # as every other pickle
+        return NotImplemented  # pickle it in the usual way
 
 
 def _importable(function: FunctionType) -> bool:
-    """Whether another process finds a function by its module and name."""
+    """Return whether another process can find a function by its module and name."""
     if function.__module__ == "__main__":
         return False
     found: Any = sys.modules.get(function.__module__)
@@ -69,7 +71,7 @@ def _importable(function: FunctionType) -> bool:
 
 
 def _state(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The variables outside of a function that it uses, and its attributes."""
+    """Return the global variables that a function uses, and its attributes."""
     used = set(_global_names(function.__code__))
     variables = {name: value for name, value in function.__globals__.items() if name in used}
     attributes = {name: getattr(function, name) for name in ATTRIBUTES}
@@ -77,7 +79,7 @@ def _state(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """The variables outside of it that a function reads, and those that the functions inside it read."""
+    """List the global variables that a function reads, those of the functions inside it included."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval
@@ -87,7 +89,7 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:
-    """The value of a variable of an enclosing function; nothing while it has none."""
+    """Return the value in a cell as a tuple of one item; an empty tuple if the variable has no value yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:

@@ -8,17 +8,18 @@ import typer
 from cria_tricks.common.errors import BadInput, Diverged, Lost, Unfinished, is_out_of_memory
 from cria_tricks.processes.exit import leave, unforeseen
 
-# Of click, which newer versions of typer carry inside.
+# click's UsageError. It is not imported from click, because newer versions of typer contain a copy of click instead.
 USAGE_ERROR: type[Any] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 
 def run(function: Callable[..., None]) -> None:
     """Run a function with the arguments of the command line.
 
-    Every foreseen error is one line of one process on stderr, and an exit code; there are no checkpoints to go on from.
+    For an expected error, one process prints one line on stderr, and all end with an exit code. The messages assume
+    that the function saves no checkpoints.
 
     Args:
-        function: its parameters are the command's.
+        function: the function; its parameters become those of the command.
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(function)
