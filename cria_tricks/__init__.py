@@ -6,7 +6,8 @@ True
 >>> report = cria_tricks.train("smoke", out="runs/mine")  # doctest: +SKIP
 """
 
-TYPE_CHECKING = False  # typing's own would cost its import; type checkers know the name
+# Type checkers take a variable of this name as True. Importing it from typing would slow down every start.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cria_tricks import recipes
     from cria_tricks.common.errors import BadInput, Diverged, Interrupted, OutOfMemory
@@ -37,11 +38,12 @@ _MODULES = {
     "recipe": ("Recipe", "Tricks"),
     "common.version": ("__version__",),
 }
-"""Where the names are. They are imported when they are used, so that the command handles Ctrl-C before that."""
+"""The module of each public name. It is imported only when the name is first used, because importing takes seconds, and
+the command ``cria`` must be able to handle Ctrl-C before that."""
 
 
 def __getattr__(name: str) -> object:
-    # At the top it would be a name of the package.
+    # Imported here, because an import at the top would add import_module to the names of the package.
     from importlib import import_module
 
     if name == "recipes":

@@ -1,4 +1,4 @@
-"""A recipe says everything about one training run. It is plain, frozen data: TOML in and out.
+"""Define a recipe: all settings of one training run, as plain, frozen data that is read from TOML and written to it.
 
 ``Tricks()`` with nothing set is plain fp32 full fine-tuning, the baseline of every comparison.
 """
@@ -21,9 +21,10 @@ from cria_tricks.models.catalogue import short_name
 
 
 def seconds(value: Any) -> Any:
-    """``"1h30m"``, ``"20m"``, ``"90s"``, ``90`` -> seconds."""
+    """Convert ``"1h30m"``, ``"20m"``, ``"90s"`` or ``"90"`` to seconds; leave a value that is no text to pydantic."""
     if not isinstance(value, str):
         return value
+    # Every part may be missing, but not all of them: (?=.) asks for one character at least.
     parts = re.fullmatch(r"(?=.)(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", value.replace(" ", ""))
     if parts:
         return float(sum(int(number or 0) * unit for number, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
@@ -38,7 +39,7 @@ Duration = Annotated[float, BeforeValidator(seconds)]
 
 
 def _words(value: Any) -> Any:
-    """``"none"`` -> (), ``"tensorboard"`` -> ("tensorboard",)."""
+    """Convert ``"none"`` to (), ``"tensorboard"`` to ("tensorboard",), and a list to a tuple."""
     words = value
     if isinstance(words, str):
         words = (words,)
@@ -50,7 +51,7 @@ def _words(value: Any) -> Any:
 
 
 Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValidator(_words)]
-"""Who is given the history as it comes: ``"none"``, one word, or a list."""
+"""The trackers that get the history during the run: ``"none"``, one name, or a list of names."""
 
 
 class _Frozen(BaseModel):
@@ -60,8 +61,8 @@ class _Frozen(BaseModel):
 class Data(_Frozen):
     """Where the rows come from: ``nguzo_saba``, ``kwanzaa``, a .jsonl or .txt file, a folder of texts, a hub data set.
 
-    And what happens to the training rows before they are tokens, in this order: filters, the guard of the evaluation
-    rows, the search for duplicates, augmentation.
+    The other fields say how rows become tokens, and what happens to the training rows before that, in this order:
+    filters, the check for rows that are in the evaluation set, deduplication, augmentation.
     """
 
     train: str = Field("nguzo_saba", min_length=1)
@@ -83,7 +84,7 @@ class Data(_Frozen):
 
 
 class Tricks(_Frozen):
-    """The toggles. Each is one module in ``cria_tricks/tricks/``."""
+    """The toggles. A module in ``cria_tricks/tricks/`` implements each of them."""
 
     gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches per optimizer step")
     gradient_checkpointing: bool = False
@@ -103,7 +104,7 @@ class Tricks(_Frozen):
 
 
 class Lora(_Frozen):
-    """The size of the adapter when ``tricks.peft = "lora"``."""
+    """The size and kind of the adapter when ``tricks.peft = "lora"``."""
 
     r: int = Field(16, ge=1, le=65_536)
     alpha: float = Field(32, gt=0, le=1_000_000)
@@ -129,7 +130,7 @@ class Side(_Frozen):
 
 
 class Train(_Frozen):
-    """The optimizer's settings and the run's length."""
+    """The optimizer's settings, the run's length, and what happens during the run."""
 
     batch_size: int = Field(1, ge=1, le=65_536, description="rows per micro-batch")
     epochs: float = Field(1.0, gt=0, le=1_000_000)
@@ -161,7 +162,7 @@ class Train(_Frozen):
 
 
 class Parallel(_Frozen):
-    """How several processes share the run; how many there are is the launcher's business."""
+    """How several processes share the run. Their number is not a field: it is set where they are started."""
 
     strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model", "pipeline"] = "none"
     tensor_size: int = Field(2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor")
@@ -172,7 +173,7 @@ class Parallel(_Frozen):
 
 
 class Recipe(_Frozen):
-    """One training run, whole."""
+    """All settings of one training run."""
 
     name: str = Field("custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     model: Annotated[str, AfterValidator(short_name)] = Field("smollm2", min_length=1)
@@ -186,28 +187,28 @@ class Recipe(_Frozen):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step: those of all its micro-batches."""
+        """The rows of an optimizer step: those of all its micro-batches."""
         return self.train.batch_size * self.tricks.gradient_accumulation
 
     def to_toml(self) -> str:
-        """The recipe as TOML text that :func:`from_toml` reads back to an equal recipe."""
+        """Return the recipe as TOML text; :func:`from_toml` reads it back to an equal recipe."""
         return tomli_w.dumps(self.model_dump(mode="json"))
 
 
 def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str = "") -> Recipe:
-    """Validate nested values.
+    """Build a recipe from nested values, and validate it.
 
     Args:
         values: fields as in a TOML file, e.g. ``{"train": {"max_steps": 4}}``.
-        where: what to name in an error, e.g. ``"recipe.toml"``.
-        strict: take no text for a number; TOML has types, ``--set`` has none.
-        text: the file the values were read from, to name the line.
+        where: where the values come from, for an error message, e.g. ``"recipe.toml"``.
+        strict: refuse a text where a number is needed. TOML has types, so this is for files; ``--set`` has texts only.
+        text: the text of the file, so that an error can name the line.
 
     Raises:
         BadInput: naming the first field that is wrong and what would be right.
     """
     try:
-        if strict:  # by way of JSON, where a list may still become a tuple
+        if strict:  # as JSON, because in strict mode pydantic takes a JSON list for a tuple, but not a Python list
             return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -281,13 +282,13 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 
 
 def _parts(text: str) -> list[str]:
-    """``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
+    """Split a list as it is typed: ``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
     parts = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
     return [part for part in parts if part]
 
 
 def _choice(field: str, text: str) -> str:
-    """Find the word that was meant, for a field that takes one of a few words: ``"NF4"`` -> "nf4"."""
+    """Correct letter case and hyphens of a value, for a field that takes one of a few words: ``"NF4"`` -> "nf4"."""
     group, _, name = field.rpartition(".")
     model = Recipe.model_fields[group].annotation if group else Recipe
     annotation = model.model_fields[name].annotation  # type: ignore[union-attr]
@@ -297,7 +298,7 @@ def _choice(field: str, text: str) -> str:
 
 
 def field_names() -> list[str]:
-    """Every field that ``--set`` takes, dotted: ``model``, ``data.train``, ..."""
+    """List every field that ``--set`` takes, with its group: ``model``, ``data.train``, ..."""
     names: list[str] = []
     for name, field in Recipe.model_fields.items():
         group = field.annotation
@@ -309,7 +310,7 @@ def field_names() -> list[str]:
 
 
 def _line_of(place: list[str], text: str) -> int:
-    """The line of a TOML file that sets a field, or opens its table; 0 when it is not found."""
+    """Find the line of a TOML file that sets a field, or opens its table; 0 if there is none."""
     table: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
         found = re.match(r"\s*(\[?)\s*([\w.\"'-]+)", line)
@@ -321,12 +322,14 @@ def _line_of(place: list[str], text: str) -> int:
             full = table
         else:
             full = [*table, *names]
+        # One of the two names begins with the other. But a line that opens the table around a field does not set it.
         if full[: len(place)] == place[: len(full)] and (len(full) >= len(place) or not found[1]):
             return number
     return 0
 
 
 def _in_one_line(error: ValidationError) -> str:
+    """Say in one line, in our words instead of pydantic's, which field is wrong first, and what would be right."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

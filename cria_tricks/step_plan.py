@@ -1,11 +1,11 @@
-"""What will run, as plain data: a recipe folded over the tricks.
+"""Define a plan: what will run, as plain data. ``resolve.py`` makes it from a recipe.
 
-``resolve.py`` hands an empty plan from trick to trick. Each writes its keyword arguments into it and imports
-nothing; only ``load/`` and ``trainer/`` turn the names into calls. So every toggle can be read, compared and tested as
-data, on a machine with no GPU, for a machine that has one.
+``resolve.py`` passes an empty plan from trick to trick. Each trick writes keyword arguments and names into it, but does
+not call the libraries; only ``load/`` and ``trainer/`` do. So every toggle can be read, compared and tested as data, on
+a machine without a GPU, for a machine that has one.
 
-The names are declared here (:data:`NAMES`), below both sides. A plan refuses any other name when it is made. Otherwise
-a wrong one would be a ``KeyError`` after the weights were loaded.
+The names that a plan may use are listed here, in :data:`NAMES`. A plan refuses any other name when it is made.
+Otherwise a wrong name would raise a ``KeyError`` only after the weights are loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from cria_tricks.common.fields import flat
 from cria_tricks.hardware import Device
 
 NAMES: Mapping[str, tuple[Any, ...]] = {
-    # Edits of the loaded model: load/model.py
+    # Edits of the loaded model, implemented in load/model.py
     "after_load": ("prepare_for_kbit_training", "add_adapter", "adapter_inputs_uncast", "compile_blocks"),
     # Contexts around a forward pass: trainer/shared.py
     "step_context": ("activation_offload",),
@@ -33,29 +33,32 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     # How rows become batches: trainer/fit.py
     "collator": ("packed_length",),
 }
-"""What a plan may ask of ``load/`` and ``trainer/``, by slot or by field of a slot."""
+"""The names with which a plan may ask something of ``load/`` and ``trainer/``, by slot or by field of a slot."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Keyword arguments for the libraries, and three slots for what no keyword can say.
+    """What will run: keyword arguments for the libraries, and names for what no keyword argument can express.
+
+    Every attribute but ``device`` and ``warnings`` is called a slot.
 
     Attributes:
-        device: the machine it is meant for.
-        model: for ``AutoModelForCausalLM.from_pretrained``; dtypes by name.
-        quantization: for ``BitsAndBytesConfig``; empty when nothing is quantised.
-        peft: ``kind`` of what trains, and its arguments, such as those of ``LoraConfig``.
-        collator: how rows become batches: ``packed_length`` in tokens, when they are packed.
-        training: for ``TrainingArguments``.
-        optimizer: ``bits`` of its states and whether they are ``paged``.
-        loss: ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
-        after_load: edits of the loaded model, in order, by their names.
+        device: the machine for which the plan is made.
+        model: arguments of ``AutoModelForCausalLM.from_pretrained``; dtypes by name.
+        quantization: arguments of ``BitsAndBytesConfig``; empty if nothing is quantised.
+        peft: the ``kind`` of what trains over the frozen model, and its arguments, such as those of ``LoraConfig``;
+            empty for full fine-tuning.
+        collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
+        training: arguments of ``TrainingArguments``.
+        optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``.
+        loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
+        after_load: the names of the edits of the loaded model, in order.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
-        step_context: contexts around each forward pass, the outermost first, by their names.
-        warnings: settings that have no effect here, each in one sentence.
+        step_context: the names of the contexts around each forward pass, the outermost first.
+        warnings: the settings that have no effect here, each in one sentence.
 
     Raises:
-        BadInput: if it asks for a name that :data:`NAMES` does not have.
+        BadInput: if it asks for a name that is not in :data:`NAMES`.
     """
 
     device: Device
@@ -74,16 +77,16 @@ class Plan:
     _set_by: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Every change of a plan makes a new one, so no name gets past this.
+        # Every change of a plan makes a new plan, so every name is checked here.
         for where in NAMES:
             for name in self._asked_for(where):
                 self._refuse_unknown(where, name)
 
     def with_(self, slot: str, **fields: Any) -> "Plan":
-        """Set fields of one slot.
+        """Return a plan with some fields of one slot set.
 
         Raises:
-            BadInput: if another trick has set a field to a different value; both are named.
+            BadInput: if another trick has set a field to a different value. The message names both tricks.
         """
         values = dict(getattr(self, slot))
         set_by = dict(self._set_by)
@@ -100,35 +103,43 @@ class Plan:
         return replace(self, **changed)
 
     def refine(self, slot: str, **fields: Any) -> "Plan":
-        """Set fields of one slot over what an earlier trick has set, knowing it: a narrower choice of the same."""
+        """Return a plan with some fields of one slot replaced, whatever an earlier trick has set there.
+
+        It is for a trick that knows the earlier value and makes a narrower choice of the same kind, so that this is no
+        conflict: ``sdpa_expanded`` instead of ``sdpa``.
+        """
         refined = {f"{slot}.{name}" for name in fields}
         free = {key: trick for key, trick in self._set_by.items() if key not in refined}
         return replace(self, _set_by=free).with_(slot, **fields)
 
     def then(self, edit: str) -> "Plan":
-        """Append an edit of the loaded model."""
+        """Return a plan with one more edit of the loaded model, after the others."""
         return replace(self, after_load=(*self.after_load, edit))
 
     def without(self, edit: str) -> "Plan":
-        """Drop an edit of the loaded model."""
-        self._refuse_unknown("after_load", edit)  # or a wrong name would drop nothing, in silence
+        """Return a plan without an edit of the loaded model."""
+        self._refuse_unknown("after_load", edit)  # otherwise a wrong name would drop nothing, silently
         return replace(self, after_load=tuple(name for name in self.after_load if name != edit))
 
     def around(self, context: str) -> "Plan":
-        """Append a context around each forward pass, inside those before."""
+        """Return a plan with one more context around each forward pass, inside the others."""
         return replace(self, step_context=(*self.step_context, context))
 
     def warn(self, sentence: str) -> "Plan":
-        """Say that a setting has no effect here, or not the expected one."""
+        """Return a plan with one more warning: a setting has no effect here, or not the expected one."""
         return replace(self, warnings=(*self.warnings, sentence))
 
     @property
     def compiled(self) -> bool:
-        """Whether parts of the model run as compiled kernels, whose insides nobody can watch."""
+        """Whether parts of the model are compiled; operations and memory inside compiled kernels cannot be observed."""
         return "compile_blocks" in self.after_load
 
     def _asked_for(self, where: str) -> Iterable[Any]:
-        """The names that the plan asks for in a slot, or in a field of a slot."""
+        """Return the names that the plan asks for in a slot, or in a field of a slot.
+
+        Args:
+            where: a key of :data:`NAMES`: ``slot`` or ``slot.field``.
+        """
         slot, _, name = where.partition(".")
         fields = getattr(self, slot)
         if not name:
@@ -141,12 +152,12 @@ class Plan:
             raise BadInput(f"trick {self._trick or '?'} asks for {where}={name}, which is none of {known}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data, for the report."""
+        """Return the plan as plain data that can be written as JSON, for the report."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
 
 def diff(before: Plan, after: Plan) -> str:
-    """What differs between two plans, a line each: ``training.gradient_checkpointing: not set -> True``."""
+    """Return what differs between two plans, one line each: ``training.gradient_checkpointing: not set -> True``."""
     old = _flat(before)
     new = _flat(after)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
@@ -154,5 +165,5 @@ def diff(before: Plan, after: Plan) -> str:
 
 
 def _flat(plan: Plan) -> dict[str, Any]:
-    """The fields of a plan, those of its slots by their full names; the device is where it runs, not what."""
+    """Return the fields of a plan by their full names; without the device, which is where it runs, not what runs."""
     return flat({slot: value for slot, value in plan.to_dict().items() if slot != "device"})

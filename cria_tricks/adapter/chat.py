@@ -43,26 +43,27 @@ def open_folder(
     other_base: bool = False,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Any, Any]:
-    """Load an adapter over its base as it was trained, or a fully fine-tuned model.
+    """Load an adapter together with its base model, or load a fully fine-tuned model.
 
-    An adapter that was trained over quantised matrices has learnt to make up for their rounding, too. So it gets the
-    same rounded numbers, unpacked: over the base as it was published the loss is higher (``kwanzaa_small`` on the 27
-    real rows: 0.618 instead of 0.489). The activations, which int8 rounds in every product, are not rounded here.
+    An adapter that was trained over a quantised base has also learnt to correct the rounding of the base's weights. So
+    the base is quantised here as in training, and then unpacked: the adapter gets the same rounded weights. Over the
+    base as it was published the loss is higher (``kwanzaa_small`` on the 27 real rows: 0.618 instead of 0.489). In
+    training, int8 also rounds the activations in every product. Here it does not, because the weights are unpacked.
 
     Args:
         folder: ``.../adapter`` or ``.../model`` as ``cria train`` wrote it, or any peft adapter folder.
-        device: where the model goes; this machine's GPU, or its CPU, when left out.
-        dtype: dtype of base and adapter; what the device computes fast when left out.
-        base: where the base lies now, if it is not where the adapter says.
-        other_base: whether the base may be another one than the adapter was trained over.
-        say: takes a warning.
+        device: the device to put the model on. When left out: this machine's GPU, or its CPU if it has no GPU.
+        dtype: dtype of base and adapter. When left out: the precision that suits the device best.
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
+        other_base: whether to allow a base other than the one that the adapter was trained over.
+        say: called with each warning.
 
     Returns:
-        Model in eval mode, and tokenizer.
+        The model in eval mode, and the tokenizer.
 
     Raises:
-        BadInput: if the folder holds neither, or is damaged or not safe to read; if the base cannot be found, is not
-            the one that the adapter was trained over, or lacks weights that its config describes.
+        BadInput: if the folder holds no adapter and no model, or is damaged or not safe to read; if the base cannot be
+            found, is not the one that the adapter was trained over, or lacks weights that its config describes.
     """
     quiet_libraries()
     folder = usable_path("adapter", folder)
@@ -87,7 +88,7 @@ def open_folder(
 
 
 def _loaded(folder: Path, config: Path | None, below: models.Weights | None, device: Device, dtype: torch.dtype) -> Any:
-    """Load the base as the adapter met it in training, and lay the adapter over it; or load a whole model."""
+    """Load the base with the weights that the adapter saw in training, and add the adapter; or load a whole model."""
     weights = below or models.Weights(name=str(folder), path=str(folder), tokenizer=None)
     rounding = _rounding(folder, device)
     options = {**flash_decoding.for_chat(device), **rounding}
@@ -99,34 +100,36 @@ def _loaded(folder: Path, config: Path | None, below: models.Weights | None, dev
         load_side_network(model, folder)
     elif below:
         model = pretrained.adapter(model, folder)
-    # Not model.to(dtype): it rounds the rotary frequencies too, which shifts the positions of distant tokens.
+    # model.to(dtype) would also round the rotary frequencies, a buffer; that shifts the positions of distant tokens.
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     return model
 
 
 def quantization_of(folder: Path) -> Tricks:
-    """Find the toggles that quantised the base while an adapter was trained; all other toggles stay off.
+    """Read from an adapter's recipe how its base was quantised in training; all other toggles stay off.
 
     Raises:
         BadInput: if the folder's recipe cannot be read.
     """
-    # A merged model keeps its adapter's recipe. Its weights are rounded already, and doing it again moves them.
-    if is_whole(folder) or not (folder / RECIPE).is_file():  # an adapter of plain peft says nothing about it
+    # The folder of a merged model also holds its adapter's recipe. But its weights are rounded already, and quantising
+    # them again would change them. A folder that plain peft wrote has no recipe, so nothing is known.
+    if is_whole(folder) or not (folder / RECIPE).is_file():
         return Tricks()
     tricks = from_toml(folder / RECIPE).tricks
     return Tricks(quantization=tricks.quantization, double_quantization=tricks.double_quantization)
 
 
 def _rounding(folder: Path, device: Device) -> dict[str, Any]:
-    """Make the keywords with which ``from_pretrained`` quantises the base as training did."""
+    """Return the keywords that make ``from_pretrained`` quantise the base as training did; empty if it did not."""
     tricks = quantization_of(folder)
     if tricks.quantization == "none":
         return {}
+    # A recipe that quantises must have an adapter, or it is refused. Which kind makes no difference to the keywords.
     plan = resolve(Recipe(tricks=tricks.model_copy(update={"peft": "lora"})), device)
     keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**plan.quantization)}
     if device.kind == "cuda":
-        keywords["device_map"] = {"": 0}  # bitsandbytes packs weights when they arrive on their device
+        keywords["device_map"] = {"": 0}  # bitsandbytes packs weights when they arrive on the GPU
     return keywords
 
 
@@ -135,13 +138,14 @@ def base_of(folder: Path, base: str | Path | None = None) -> tuple[Path | None, 
 
     Args:
         folder: folder of an adapter, or of a whole model.
-        base: where the base lies now, if it is not where the adapter says.
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
 
     Returns:
-        An adapter's config file and its base; ``None`` and ``None`` for a whole model.
+        The adapter's config file and its base; ``None`` and ``None`` for a whole model, which has no base.
 
     Raises:
-        BadInput: if the folder holds neither, is damaged or not safe to read, or its base cannot be had.
+        BadInput: if the folder holds no adapter and no model, is damaged or not safe to read, or its base cannot be
+            found or downloaded.
     """
     refuse_another(folder, MANIFEST)
     config = adapter_config(folder)
@@ -172,16 +176,16 @@ def other_than_trained_over(folder: Path, base: models.Weights, allowed: bool) -
         A sentence for each difference.
 
     Raises:
-        BadInput: if they differ, and that is not allowed.
+        BadInput: if weights or config differ, and ``allowed`` is false. A different tokenizer is never an error.
     """
     return identity.compare(trained_over(folder), identity.of(base), str(folder), allowed=allowed)
 
 
 def open_base(weights: models.Weights) -> Any:
-    """Load a base model as :func:`open_folder` loads one.
+    """Load a base model without an adapter, on the device and in the dtype that :func:`open_folder` takes by default.
 
     Raises:
-        BadInput: if it cannot be had.
+        BadInput: if it cannot be downloaded or loaded.
     """
     quiet_libraries()
     device = this_device()
@@ -197,21 +201,21 @@ def _dtype(device: Device) -> torch.dtype:
 def open_for_chat(
     folder: str | Path, raw: bool = False, system: str | None = None, **loading: Any
 ) -> tuple[Any, Any, Format]:
-    """Load an adapter, and find the format in which it was trained.
+    """Load an adapter, and find the prompt format that it was trained on.
 
     Args:
         folder: as for :func:`open_folder`.
-        raw: whether every prompt is given as it is, whatever was trained.
-        system: a system message that is to begin the conversation.
+        raw: whether to give the model every prompt unchanged, even if it was trained on chats.
+        system: the system message of the conversation, if there is one.
         **loading: further arguments of :func:`open_folder`.
 
     Returns:
         Model, tokenizer and format.
 
     Raises:
-        BadInput: as :func:`open_folder`; and for a system message in a format that has none, before anything is loaded
-            where the folder says what was trained.
+        BadInput: as :func:`open_folder`; also for a system message if the format has no place for one.
     """
+    # If the folder tells the format, refuse a useless system message now: loading the model takes long.
     form = prompts.of_folder(usable_path("adapter", folder), raw)
     if form:
         prompts.refuse_system(form, system)
@@ -235,9 +239,10 @@ def answer(
     Args:
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
-        said: the conversation so far, ending with the user's turn, for the chat template; or a text, as it is.
-        max_new_tokens: longest answer (tokens).
-        streamer: is handed the text as it grows, e.g. ``transformers.TextStreamer``.
+        said: the messages so far, ending with the user's, which the chat template writes as one prompt; or one text,
+            which is the prompt as it is.
+        max_new_tokens: length limit of the answer (tokens).
+        streamer: receives the text while it is generated, e.g. ``transformers.TextStreamer``.
 
     Returns:
         The assistant's turn, or the text's continuation.
@@ -252,7 +257,7 @@ def answer(
             **prompt,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            use_cache=model.config.use_cache,
+            use_cache=model.config.use_cache,  # off for a side network, which cannot use a KV cache
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             streamer=streamer,
         )

@@ -1,4 +1,4 @@
-"""Write and verify the adapter folder: files that plain peft loads, a card, the provenance, and a manifest."""
+"""Write and verify the adapter folder: files that plain peft loads, a model card, the provenance, and a manifest."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from cria_tricks.recipe import Recipe
 CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 """Files that name an adapter's base model: peft's, and ours for a side network."""
 MODEL_FILES = (*CONFIGS, "config.json")
-"""A folder that holds one of these holds an adapter or a whole model."""
+"""A folder that holds one of these files holds an adapter or a whole model."""
 RESULTS = ("adapter", "model", "merged")
-"""Folders inside a run's folder that may hold what it trained."""
+"""Names of the folders inside a run's folder in which the run, or ``cria merge`` after it, saves a model."""
 RECIPE = "recipe.toml"
 PROVENANCE = "provenance.json"
 _UNREAD = re.compile(r"\..*|.*\.(md|png|jpe?g|gif|svg|pdf)|licen[cs]e.*|notice.*|desktop\.ini", re.IGNORECASE)
-"""Names of files that no loader opens: hidden ones (the hub adds .gitattributes and .cache/), texts and pictures."""
+"""Names that no loader opens: hidden files and folders (the hub adds .gitattributes and .cache/), texts, pictures."""
 
 
 def save(
@@ -35,17 +35,17 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the folder under another name and rename it at the end, so that it is there whole or not at all.
+    """Save what was trained. The folder gets its name only when it is complete, so no crash leaves half a folder.
 
     Args:
         folder: ``.../adapter`` for an adapter, ``.../model`` for a fully fine-tuned model.
-        model: a ``PeftModel``, a model with a side network, or a whole one.
-        tokenizer: saved beside it.
-        base: the name by which others can load the base model, so not a folder of our cache.
-        card: the text of README.md.
+        model: a ``PeftModel``, a model with a side network, or a whole model.
+        tokenizer: saved beside the model.
+        base: the name by which others can load the base model, so never a folder of our cache.
+        card: the text of the model card, README.md.
         recipe: saved as recipe.toml, so that the run can be repeated.
         provenance: saved as provenance.json, from :func:`cria_tricks.adapter.provenance.describe`.
-        weights: the whole state dict, where the model holds only a shard of it.
+        weights: the full state dict; needed if the model's own parameters are only shards.
     """
     with atomic_files.new_folder(folder) as aside:
         save_weights(model, aside, weights)
@@ -55,7 +55,7 @@ def save(
             content = json.loads(config.read_text())
             content["base_model_name_or_path"] = base
             if isinstance(content.get("target_modules"), list):
-                content["target_modules"].sort()  # peft keeps a set, in another order in every process
+                content["target_modules"].sort()  # peft keeps a set, whose order differs from process to process
             config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         (aside / "README.md").write_text(card, encoding="utf-8")
         (aside / RECIPE).write_text(recipe.to_toml(), encoding="utf-8")
@@ -64,44 +64,53 @@ def save(
 
 
 def write_provenance(folder: Path, provenance: Mapping[str, Any]) -> None:
-    """Write provenance.json; without infinities, which JSON does not have."""
+    """Write provenance.json; raise ``ValueError`` for NaN and infinity, because JSON has no such numbers."""
     text = json.dumps(provenance, indent=2, allow_nan=False)
     (folder / PROVENANCE).write_text(text + "\n", encoding="utf-8")
 
 
 def trained_over(folder: Path) -> dict[str, Any]:
-    """Read the identity of the base that an adapter was trained over, as far as its folder tells."""
+    """Read from provenance.json which base an adapter was trained over.
+
+    Returns:
+        The base's identity, from :func:`cria_tricks.models.identity.of`; empty if there is no provenance.json.
+
+    Raises:
+        BadInput: if provenance.json cannot be read or names no base.
+    """
     try:
         return dict(json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["base"])
-    except FileNotFoundError:  # of plain peft
+    except FileNotFoundError:  # an adapter that plain peft wrote
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{folder / PROVENANCE}: does not say what it was trained over: {first_line(error)}") from None
 
 
 def refuse_moved_base(folder: Path, base: str) -> None:
-    """Refuse an adapter whose base was a folder that is gone, before the hub is asked for a model of that name.
+    """Refuse an adapter that was trained over a local folder which is gone.
+
+    Without this check the folder's name would be looked up on the hub, where it may belong to a different model.
 
     Args:
         folder: the adapter's folder.
         base: the base's name in the adapter's config.
 
     Raises:
-        BadInput: if the folder is not there.
+        BadInput: if the base was a local folder and is not there.
     """
     if trained_over(folder).get("kind") == "folder" and not Path(base).is_dir():
         raise BadInput(f"{folder}: was trained over the folder {base}, which is not there; name it with --base")
 
 
 def refuse_another(folder: Path, *more: str) -> None:
-    """Refuse a folder that holds neither an adapter nor a model, and name the one inside that does.
+    """Refuse a folder that holds neither an adapter nor a model; if a folder inside holds one, the error names it.
 
     Args:
         folder: the folder as the user named it.
-        *more: names of further files of which one is enough.
+        *more: further file names; a folder that holds one of these files is accepted, too.
 
     Raises:
-        BadInput: if it holds none of them.
+        BadInput: if the folder holds none of the files.
     """
     if not folder.exists():
         raise BadInput(f"{folder}: there is no such folder; name the folder of an adapter, such as runs/smoke/adapter")
@@ -125,7 +134,7 @@ def _holds_one(folder: Path, names: Iterable[str]) -> bool:
 
 
 def adapter_config(folder: Path) -> Path | None:
-    """Find the file that names an adapter's base; a whole model has none."""
+    """Find the file that names an adapter's base; ``None`` for a whole model, which has no such file."""
     for name in CONFIGS:
         if (folder / name).is_file():
             return folder / name
@@ -133,12 +142,12 @@ def adapter_config(folder: Path) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder holds a whole model, and no adapter that names its base."""
+    """Tell whether a folder holds a whole model, that is, no adapter's config."""
     return adapter_config(folder) is None
 
 
 def named_base(folder: Path) -> str:
-    """Read the base model's name from an adapter's config; empty where it cannot be read, or for a whole model."""
+    """Read the base model's name from an adapter's config; empty for a whole model or an unreadable config."""
     config = adapter_config(folder)
     if config is None:
         return ""
@@ -151,11 +160,11 @@ def named_base(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``verify`` found in an undamaged folder.
+    """What :func:`verify` found in an undamaged folder.
 
     Attributes:
-        files: how many the manifest lists.
-        bytes: their sizes together.
+        files: the number of files in the manifest.
+        bytes: the sum of their sizes.
         unlisted: names of files that the manifest does not list.
     """
 
@@ -165,10 +174,10 @@ class Verified:
 
 
 def verify(folder: str | Path) -> Verified:
-    """Compare every file with the manifest.
+    """Compare every file of a folder with its manifest.
 
     Raises:
-        BadInput: naming the first file that is missing, changed, or has no place in an adapter's folder.
+        BadInput: naming the first file that is missing, changed, or does not belong in an adapter's folder.
     """
     folder = usable_path("adapter", folder)
     refuse_another(folder, atomic_files.MANIFEST)
@@ -183,18 +192,18 @@ def verify(folder: str | Path) -> Verified:
 def refuse_unsafe(folder: Path) -> None:
     """Refuse a damaged folder, and one whose files could do harm; chat, merge, publish and evaluation call this first.
 
-    A folder of ours is compared with its manifest. That finds damage by a disk, a transfer or a careless hand. It is
-    no signature: whoever can write the folder can write the manifest, too. Therefore nothing in the folder may run when
-    it is read, and no link may lead out of it, whatever the manifest says. These two rules also hold for a folder of
-    plain peft, which has no manifest. The base model that an adapter names is another folder and may lie anywhere: it
-    is always loaded without code and without pickles.
+    A folder that we wrote is compared with its manifest. That finds damage by a disk, a transfer or a careless edit.
+    But the manifest is no signature: a person who can write the folder can write the manifest, too. Therefore no file
+    in the folder may run code when it is read, and no link may lead out of the folder, whatever the manifest says.
+    These two rules also hold for a folder that plain peft wrote, which has no manifest. They do not cover the base
+    model, which may lie anywhere; it is always loaded without remote code and without pickles.
 
     Raises:
         BadInput: naming the file, and what is wrong with it.
     """
     again = "take the folder from its source again"
     ours = any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE))
-    # The order matters: no later check may follow a link out of the folder, or trust a file that is damaged.
+    # The order matters: later checks open files, so links come first; then damage, because later checks trust content.
     why = safe_files.way_out(folder)
     if why:
         raise BadInput(f"{folder}: {why}; {again}")
@@ -213,20 +222,23 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def may_be_read(name: str) -> bool:
-    """Tell whether some loader might open a file of this name; only people read a card, a licence or a hidden file."""
+    """Tell whether a loader might open a file of this name; model cards, licences and hidden files are not opened."""
     return not (name.startswith(".") or _UNREAD.fullmatch(Path(name).name))
 
 
 def adapter(
     folder: str | Path, base: str | Path | None = None, look_at_base: bool = True, other_base: bool = False
 ) -> Path:
-    """Check the folder of an adapter or of a whole model, before anything heavy is imported.
+    """Check the folder of an adapter or of a whole model, before torch and other slow libraries are imported.
 
     Args:
         folder: the folder as the user named it.
-        base: where its base lies now, if not where it says.
-        look_at_base: whether the base that an adapter names must be here, or on the hub.
-        other_base: whether another base than it was trained over may be used.
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
+        look_at_base: whether to check that the base is here or on the hub.
+        other_base: whether the user allows a base other than the one of training; an error for a whole model.
+
+    Returns:
+        The folder's path.
 
     Raises:
         BadInput: if it is no such folder, is damaged or not safe to read, or its base cannot be found.
@@ -247,7 +259,7 @@ def adapter(
 
 
 def refuse_base_of_whole(folder: Path, base: str | Path | None, other_base: bool = False) -> None:
-    """Refuse ``--base`` and ``--other-base`` for a whole model, which has no base below it."""
+    """Refuse ``--base`` and ``--other-base`` for a whole model, because it needs no base."""
     if base:
         raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
     if other_base:

@@ -1,17 +1,19 @@
-r"""Merge a LoRA adapter into its base: one model in 16 bits, compared with the unmerged one.
+r"""Merge a LoRA adapter into its base, save the result in 16 bits, and compare it with the unmerged model.
 
-The base is rounded as it was in training: matrices that were quantised then are quantised the same way and unpacked,
-because the adapter has learnt to make up for that rounding, too.
+The base gets the weights that the adapter saw in training: matrices that were quantised in training are quantised in
+the same way and unpacked, because the adapter has also learnt to correct that rounding.
 
-W' = W + s B A (DoRA: with each output feature brought to its learnt length) is computed in fp32 and rounded once to
-16 bits. A number so rounded is off by at most u times its size, u = 2^-8 in bf16 and 2^-11 in fp16. How far that moves
-the logits depends on the model, so it is measured on this one and not guessed: the unmerged model is run in 16 bits
-too, where every product's inputs and result are rounded with the same u. Both put relative errors of at most u on
-factors of the same products, the merge on one factor, the run in 16 bits on both and on the result. So the merged
-model's logits may differ from the unmerged ones, both computed in fp32, by no more than the unmerged model's own logits
-do between 16 bits and fp32. A larger difference is no rounding error, and is refused. (SmolLM2-135M with random LoRA
-weights, on a CPU: 0.32 of 0.67, with DoRA 0.40 of 0.76.) A merge that is off by more than half of the adapter's own
-effect is refused, too: rounding to 16 bits would destroy what the adapter learnt.
+The merged weight is W' = W + s B A, where W is the base's weight, A and B are the adapter's two thin matrices, and s is
+LoRA's scaling. (DoRA then also rescales each output feature to its learnt magnitude.) W' is computed in fp32 and
+rounded once to 16 bits. Rounding changes a number by at most u times its size: u is 2^-8 in bf16 and 2^-11 in fp16.
+
+How much the rounding changes the logits depends on the model. So the limit is measured on this model: the unmerged
+model is run in fp32 and again in 16 bits, and the largest difference between the two runs is the limit. The merge
+should stay below it, because it rounds only one factor of each product, the weight. The run in 16 bits rounds both
+factors and the result, with the same u. If the logits of the merged and the unmerged model, both computed in fp32,
+differ by more than this limit, rounding cannot be the reason, and the merge is refused. (SmolLM2-135M with random LoRA
+weights, on a CPU: a difference of 0.32 where 0.67 is the limit; with DoRA 0.40 of 0.76.) The merge is also refused if
+the difference is more than half of what the adapter itself changes: rounding would destroy what the adapter learnt.
 """
 
 import contextlib
@@ -35,11 +37,11 @@ from cria_tricks.models import Weights, pretrained
 from cria_tricks.recipe import Lora, Recipe, Tricks, from_toml
 
 CPU = Device("cpu", "CPU", (0, 0), real_bf16=False, memory_bytes=0)
-"""Adapters are merged on the CPU of every machine: a GPU that trained on 4 bits may not hold the base in fp32."""
+"""Adapters are always merged on the CPU, because a GPU that trained on 4-bit weights may be too small for fp32 ones."""
 ROWS = 4
-"""How many fixed rows the models are compared on."""
+"""The number of fixed rows on which the models are compared."""
 TOKENS = 64
-"""Longest of these rows; the rest of a row is cut off."""
+"""Length limit of these rows (tokens); the rest of a row is cut off."""
 NOTHING_TO_MERGE = "has nothing to merge into the weights"
 
 
@@ -54,19 +56,21 @@ def merge(
     """Merge an adapter and write a whole model that plain transformers loads.
 
     Args:
-        adapter: the adapter's folder, of ``cria train`` or of plain peft.
+        adapter: the adapter's folder, written by ``cria train`` or by plain peft.
         out: the folder to write; ``merged`` beside the adapter when left out.
-        base: where the base lies now, if it is not where the adapter says.
-        other_base: whether the base may be another one than the adapter was trained over.
-        say: takes a warning.
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
+        other_base: whether to allow a base other than the one that the adapter was trained over.
+        say: called with each warning.
 
     Returns:
-        ``merged``, ``dtype``, ``base``, and the check: ``positions``, ``largest_difference``, ``bound``,
-        ``adapter_effect`` and ``same_argmax``.
+        ``merged`` (the folder), ``dtype`` and ``base`` (names), and the result of the check: ``positions`` (the number
+        compared), ``largest_difference`` of a logit, merged against unmerged, its limit ``bound``,
+        ``adapter_effect`` (the largest difference that the adapter makes), ``same_argmax`` (the share of positions with
+        the same most likely token), and ``other_base`` if the base was another one.
 
     Raises:
         BadInput: if the folder is damaged or not safe, holds nothing that can be merged, or the merged model's logits
-            differ by more than rounding can explain. Then nothing is written.
+            differ by more than rounding can explain. In these cases nothing is written.
     """
     folder = usable_path("adapter", adapter)
     target = folder.absolute().parent / "merged"
@@ -76,22 +80,22 @@ def merge(
     _refuse_unmergeable(folder, config)
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
-    assert below  # an adapter has one
+    assert below  # base_of returns None only for a whole model, which is refused above
     others = other_than_trained_over(folder, below, other_base)
     model, tokenizer = open_folder(folder, CPU, torch.float32, base=base, other_base=other_base, say=say)
     dtype = _stored_dtype(below)
     rows = _rows(tokenizer, model.get_input_embeddings().num_embeddings)
     unmerged = _logits(model, rows)
-    # How much 16 bits change the unmerged model bounds how much they may change the merged one.
+    # The limit: how much the unmerged model's logits change when it computes in 16 bits.
     with torch.autocast("cpu", dtype=dtype):
         rounded = _logits(model, rows)
-    # How much the adapter changes the base tells whether rounding could swallow it.
+    # How much the adapter changes the logits. If the rounding changes them about as much, the adapter is lost in it.
     with model.disable_adapter():
         plain = _logits(model, rows)
     whole = _merged(model, folder)
     with atomic_files.new_folder(target) as aside:
         whole.to(dtype).save_pretrained(aside)
-        del whole, model  # before a third one is loaded: the three together may not fit
+        del whole, model  # before the saved model is loaded: memory may be too small for all three
         check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
@@ -119,26 +123,26 @@ def _refuse_unmergeable(folder: Path, config: Path | None) -> None:
 def _merged(model: Any, folder: Path) -> Any:
     try:
         whole = model.merge_and_unload(safe_merge=True)
-    except (ValueError, RuntimeError, NotImplementedError) as error:  # not finite, or a kind of LoRA that peft cannot
+    except (ValueError, RuntimeError, NotImplementedError) as error:  # weights not finite, or peft cannot merge it
         if is_out_of_memory(error):
             raise
         raise BadInput(f"{folder}: cannot be merged: {first_line(error)}; use it unmerged") from None
     head = whole.get_output_embeddings()
     embeddings = whole.get_input_embeddings()
     if head is not None and head.weight is not embeddings.weight:
-        whole.config.tie_word_embeddings = False  # a trained head was a copy; saved as tied it would be lost
+        whole.config.tie_word_embeddings = False  # the trained head is a copy by now; saved as tied it would be lost
     return whole
 
 
 def _stored_dtype(base: Weights) -> torch.dtype:
-    """bf16 for a base that is stored so; else fp16, the finer of the two."""
+    """Return bf16 for a base that is stored in bf16; else fp16, which rounds less."""
     if pretrained.config(base.path, base.name).dtype == torch.bfloat16:
         return torch.bfloat16
     return torch.float16
 
 
 def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
-    """Tokenise the same rows every time: the first held-out ones of our own set."""
+    """Tokenise the first held-out rows of our own data set; each tensor has the shape (1, T)."""
     texts = [row.content for row in sources.find("nguzo_saba", "eval").rows[:ROWS]]
     rows = [torch.tensor([tokenizer(text)["input_ids"][:TOKENS]]) for text in texts]
     if max(int(row.max()) for row in rows) >= vocabulary:
@@ -148,12 +152,12 @@ def _rows(tokenizer: Any, vocabulary: int) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _logits(model: Any, rows: list[torch.Tensor]) -> torch.Tensor:
-    """The logits at every position of every row, shape (N, V), in fp32."""
+    """Compute the logits at all N positions of all rows, shape (N, V), in fp32."""
     return torch.cat([model(row, use_cache=False).logits[0].float() for row in rows])
 
 
 def _reloaded(folder: Path) -> Any:
-    """Load the model back as plain transformers does; in fp32, which holds 16-bit weights exactly."""
+    """Load the saved model as plain transformers does; in fp32, which represents 16-bit weights exactly."""
     return pretrained.causal_lm(folder, str(folder), dtype=torch.float32).eval()
 
 
@@ -174,7 +178,7 @@ def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
     found = check["largest_difference"]
     effect = check["adapter_effect"]
     why = ""
-    if not found <= check["bound"]:  # not a number is beyond it too
+    if not found <= check["bound"]:  # "not <=" instead of ">", so that NaN is refused, too
         why = f"16 bits explain {check['bound']:.3g}"
     elif 0 < effect < 2 * found:
         why = f"the adapter itself moves them by {effect:.3g}: 16 bits would swallow it"
@@ -186,7 +190,7 @@ def _refuse_beyond_rounding(folder: Path, check: dict[str, Any]) -> None:
 
 
 def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, check: dict[str, Any]) -> None:
-    """Write the card, and the adapter's recipe and provenance with what the merge found."""
+    """Write the model card, the adapter's recipe, and its provenance with the results of the merge added."""
     made: dict[str, Any] = {}
     name = folder.absolute().name
     recipe = _recipe(folder)
@@ -202,7 +206,7 @@ def _describe(aside: Path, folder: Path, base: Weights, dtype: torch.dtype, chec
 
 
 def _recipe(folder: Path) -> Recipe:
-    """Read the recipe of an adapter's training; of plain peft's adapters as much as their config tells."""
+    """Read an adapter's recipe; for an adapter of plain peft, make one of what its config tells."""
     if (folder / RECIPE).is_file():
         return from_toml(folder / RECIPE)
     config = json.loads((folder / CONFIGS[0]).read_text(encoding="utf-8"))

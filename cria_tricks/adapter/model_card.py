@@ -24,14 +24,14 @@ WHOLE = Recipe()
 
 
 def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, note: str, recipe: Recipe) -> str:
-    """Write README.md of an adapter's folder.
+    """Return the text of README.md, the model card of an adapter or of a fully fine-tuned model.
 
     Args:
-        report: the report of the run that made it.
-        made: the adapter's provenance, from :func:`cria_tricks.adapter.provenance.describe`.
+        report: the report of the run that trained it.
+        made: its provenance, from :func:`cria_tricks.adapter.provenance.describe`.
         base: the base model's name.
         note: what a reader must know about the base's weights; often empty.
-        recipe: what was asked.
+        recipe: the recipe of the run.
     """
     kinds = report["data"]["train_kinds"]
     return "\n".join(
@@ -85,16 +85,16 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
 def merged_card(
     name: str, base: str, note: str, recipe: Recipe, kinds: Mapping[str, int], dtype: str, check: Mapping[str, Any]
 ) -> str:
-    """Write README.md of a merged model.
+    """Return the text of README.md, the model card of a merged model.
 
     Args:
-        name: the recipe's name, or the adapter folder's.
+        name: the recipe's name, or the name of the adapter's folder.
         base: the base model's name.
         note: what a reader must know about the base's weights; often empty.
-        recipe: the recipe of the adapter's training, or what its config says of it.
-        kinds: number of training rows of each kind; empty where it is not known.
+        recipe: the recipe of the adapter's training, or as much of it as the adapter's config tells.
+        kinds: number of training rows of each kind; empty if it is not known.
         dtype: dtype of the merged weights.
-        check: what :func:`cria_tricks.adapter.merge.merge` found when it compared them with the unmerged model.
+        check: what :func:`cria_tricks.adapter.merge.merge` found when it compared merged and unmerged model.
     """
     trained = rounded = ""
     if kinds:
@@ -132,7 +132,7 @@ def merged_card(
 
 
 def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Write the merge's check as lines of a table, for the card and for the screen."""
+    """Return the results of a merge's check as (name, value), for the tables of the model card and the terminal."""
     rows = [
         ("positions compared", f"{check['positions']:,}"),
         ("largest difference of a logit", f"{check['largest_difference']:.3g}"),
@@ -146,14 +146,14 @@ def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _paragraph(text: str) -> list[str]:
-    """The lines of a paragraph and of the empty line before it; none for an empty one."""
+    """Return an empty line and the text; no lines for an empty text."""
     return ["", text] if text else []
 
 
 def _front(base: str, library: str, tags: Sequence[str]) -> list[str]:
-    """The YAML that the hub reads."""
+    """Return the YAML lines at the top of README.md, from which the hub reads base, library, licence and tags."""
     lines = ["---"]
-    if is_hub_id(base):  # the hub takes nothing else for a base
+    if is_hub_id(base):  # the hub refuses any other name here
         lines.append(f"base_model: {base}")
     lines.append(f"library_name: {library}")
     licence = _licence(base)
@@ -178,12 +178,12 @@ def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _on_a_gpu(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the run took of a GPU: the same lines on every card, so that two cards can be compared line by line."""
+    """Return what the run needed of its GPU. Every model card has the same lines, so that two can be compared."""
     names = (
         "card", "peak memory of training, allocated", "and reserved", "estimated before it ran",
         "tokens per second", "minutes, loading and evaluation included",
     )  # fmt: skip
-    if report["plan"]["device"]["kind"] != "cuda":  # nothing that a CPU did says what a GPU would need
+    if report["plan"]["device"]["kind"] != "cuda":  # a run on a CPU does not tell what a GPU would need
         unmeasured = ["not measured: this run was on a CPU", *["not measured"] * 5]
         return list(zip(names, unmeasured, strict=True))
     training = report["memory"]["train"]
@@ -227,19 +227,21 @@ def _package(package: Mapping[str, Any]) -> str:
 
 
 def _which(about: Mapping[str, Any]) -> str:
-    """Identify the rows; those of a stream have no number, because nobody has counted them."""
+    """Describe the rows by number and hash; a stream has no number, because its rows are never counted."""
     if about["rows"] is None:
         return f"a stream, fingerprint {about['sha256']}"
     return f"{about['rows']}, sha256 {about['sha256']}"
 
 
 def _switched(tricks: Mapping[str, Any]) -> str:
+    """List the toggles that differ from their defaults."""
     defaults = Recipe().tricks.model_dump(mode="json")
     switched = [f"{key}={json.dumps(value)}" for key, value in tricks.items() if value != defaults[key]]
     return ", ".join(switched) or "none"
 
 
 def _again(report: Mapping[str, Any]) -> str:
+    """Say whether the recipe repeats the run; a run that was lengthened later cannot be repeated in one go."""
     if report["lengthened"]:
         why = ", and ".join(map(what_ran.lengthened, report["lengthened"]))
         return f"`cria train recipe.toml` does not repeat the run, because {why}."
@@ -254,7 +256,7 @@ def _processes(report: Mapping[str, Any]) -> int:
 
 
 def _load(base: str, note: str, recipe: Recipe) -> str:
-    """Write the code that loads model and tokenizer."""
+    """Return the Python code of the card that loads model and tokenizer."""
     tricks = recipe.tricks
     if tricks.peft == "side_network":
         return f'from cria_tricks.adapter.chat import open_folder\n\nmodel, tokenizer = open_folder("{HERE}")\n'
@@ -287,7 +289,7 @@ def _load(base: str, note: str, recipe: Recipe) -> str:
 
 
 def _ask(kinds: Mapping[str, int]) -> str:
-    """Write the code that asks in the format that was trained."""
+    """Return the Python code of the card that asks for an answer, in the prompt format of the training rows."""
     if kinds.get("chat"):
         prompt = (
             'messages = [{"role": "user", "content": "Your question"}]\n'
@@ -306,6 +308,7 @@ def _ask(kinds: Mapping[str, int]) -> str:
 
 
 def _bits(tricks: Tricks) -> str:
+    """Return the arguments of ``BitsAndBytesConfig``, as code."""
     if tricks.quantization == "int8":
         return "load_in_8bit=True"
     twice = ", bnb_4bit_use_double_quant=True" if tricks.double_quantization else ""

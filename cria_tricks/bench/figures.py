@@ -1,7 +1,7 @@
-"""Draw figures of results, light and dark; the same data gives the same bytes.
+"""Draw figures of results for light and dark pages; the same data always gives the same file.
 
-Bytes and speeds are drawn as they were measured or counted; nothing here measures, and only growth's exponents are
-computed. ``save`` makes an SVG whose letters are paths, so that it looks alike everywhere.
+This module measures nothing. It draws bytes and speeds as they were measured or counted, with ratios, errors and growth
+exponents computed from them. ``style.save`` writes an SVG in which letters are paths, so it looks the same everywhere.
 """
 
 import operator
@@ -21,7 +21,11 @@ from cria_tricks.hardware.device import T4
 
 
 def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
-    """Draw the peak bytes of Llama-3.2-1B, one toggle after the other, beside what a T4 has."""
+    """Draw the peak of Llama-3.2-1B while toggles are switched on one after the other, and the memory of a T4.
+
+    Args:
+        rungs: for each step of the ladder, by its label, ``peak_bytes`` and whether it ``fits`` a T4.
+    """
 
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, height=0.34 * len(rungs) + 1.0)
@@ -43,18 +47,18 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
 
 
 def capacity(axes: Axes, theme: Theme) -> None:
-    """Draw the memory of a T4 as a line across bars of GiB."""
+    """Draw the memory of a T4 as a vertical line through horizontal bars (GiB)."""
     has = T4.memory_bytes / GIB
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.75, f" a T4 has {has:.1f} GiB", color=theme.alarm, va="center")
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, Drawing]:
-    """Choose the figures in which a reader's own cases can stand; one without any data is left out.
+    """Return the figures that can show a reader's own cases, by name; a figure without data is left out.
 
     Args:
         cases: cases of any devices.
-        counted: the dry runs of growth, by their labels.
+        counted: results of the dry runs of growth, by label (see :func:`growth.counted`).
     """
     cases = list(cases)
     found: dict[str, Drawing] = {}
@@ -72,15 +76,15 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
 
 
 PEAK = operator.attrgetter("peak_allocated_bytes")
-"""Peak of a case (bytes)."""
+"""Read the peak of a case (bytes)."""
 TOKEN = operator.attrgetter("seconds_per_token")
-"""Time of a token (seconds)."""
+"""Read a case's time for each trained token (seconds)."""
 STEP = operator.attrgetter("median_seconds")
-"""Time of a step (seconds)."""
+"""Read a case's median time for a step (seconds)."""
 
 
 def estimate_error(case: Case) -> float | None:
-    """Compute how far the estimated peak of a case is off (percent); ``None`` without estimate or measurement."""
+    """Compute how far a case's estimated peak is above the measured one (per cent); ``None`` if either is missing."""
     if not case.estimated_bytes or not case.peak_allocated_bytes:
         return None
     return 100 * (case.estimated_bytes / case.peak_allocated_bytes - 1)
@@ -91,9 +95,9 @@ class Pair(NamedTuple):
 
     Attributes:
         label: the toggle.
-        series: the points of one colour: those of a device, or of a way to compare.
-        off: the step without it.
-        on: the step with it.
+        series: the group of points that share a colour: the device, or the way of comparing.
+        off: the step without the toggle.
+        on: the step with the toggle.
     """
 
     label: str
@@ -103,7 +107,7 @@ class Pair(NamedTuple):
 
 
 APART = ("together", "growth", "interactions", "peers")
-"""Benches with figures or tables of their own."""
+"""Benchmarks that have their own figures or tables."""
 
 
 def pairs(cases: Iterable[Case]) -> list[Pair]:
@@ -111,14 +115,14 @@ def pairs(cases: Iterable[Case]) -> list[Pair]:
     found = []
     for case, other in against(case for case in cases if case.bench not in APART):
         label = case.bench
-        if case.name != "on":
+        if case.name != "on":  # "on" would add nothing to the name of the bench
             label += f": {case.name}"
         found.append(Pair(label, case.device, other, case))
     return found
 
 
 def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
-    """Pair the capstone's toggles with their baselines: each alone over what it needs, and each beside all others."""
+    """Pair each toggle of the capstone twice: with only the toggles that it needs, and with all the other toggles."""
     found = [case for case in cases if case.bench == "together"]
     several = len(by_device(found)) > 1
     made = []
@@ -127,13 +131,13 @@ def capstone_pairs(cases: Iterable[Case]) -> list[Pair]:
         where = f", {case.device}" if several else ""
         if kind == "alone":
             made.append(Pair(field, f"alone{where}", other, case))
-        elif kind == "removed":  # its case is the one without it
+        elif kind == "removed":  # here the case is the step without the toggle
             made.append(Pair(field, f"beside all others{where}", case, other))
     return made
 
 
 def against(cases: Iterable[Case]) -> Iterator[tuple[Case, Case]]:
-    """Yield each case that ran and has a baseline that ran, with this baseline."""
+    """Yield each case with its baseline, if both have run."""
     cases = [case for case in cases if case.status == "ok"]
     found = {(case.device, case.bench, case.name): case for case in cases}
     for case in cases:
@@ -143,7 +147,7 @@ def against(cases: Iterable[Case]) -> Iterator[tuple[Case, Case]]:
 
 
 def ratios(compared: Sequence[Pair]) -> Drawing:
-    """Draw two panels of each toggle against the same step without it: bytes, and seconds of a trained token."""
+    """Draw how a step with a toggle compares with the same step without it: ratios of bytes and of time per token."""
     labels = list(dict.fromkeys(pair.label for pair in compared))
     series = list(dict.fromkeys(pair.series for pair in compared))
     measures = (("bytes, times those without", PEAK), ("seconds of a token, times those without", TOKEN))
@@ -176,9 +180,14 @@ def ratios(compared: Sequence[Pair]) -> Drawing:
 
 
 def frontier(result: Mapping[str, Any]) -> Drawing:
-    """Draw bytes against speed: our toggle sets, and TRL's flags.
+    """Draw peak memory against speed, for our toggle sets and for TRL's flags.
 
-    Hollow points have the bytes of an uncompiled twin.
+    On a CPU the bytes inside compiled kernels cannot be counted. So a compiled point gets the bytes of another point,
+    its uncompiled twin, and is drawn hollow.
+
+    Args:
+        result: ``trl``, TRL's version, and ``points`` by name: ``way``, ``speeds`` by run, and ``peak_bytes``, or the
+            twin's name in ``bytes_of``.
     """
     points = {name: entry for name, entry in result["points"].items() if entry["speeds"]}
     labels = {"ours": "cria_tricks", "trl": f"TRL {result['trl']}"}
@@ -198,7 +207,8 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
                 y = statistics.median(mine[name]["speeds"].values())
                 face = "none" if hollow else colour
                 axes.scatter(x, y, s=46, facecolor=face, edgecolor=colour, marker=marker, zorder=3)
-                # Names of neighbours stand on either side, and a twin's name below its hollow point's.
+                # Write names above and below in turn, so that neighbours do not overlap. A hollow point and its twin
+                # have the same x, so the hollow point's name goes above and the twin's below.
                 above = hollow or (name not in twins and not above)
                 over = 5 if above else -12
                 beside = 6
@@ -220,12 +230,18 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
 
 
 def _from_left(peaks: Mapping[str, float], twins: Collection[str]) -> list[str]:
-    """Sort points by their bytes; of two with the same bytes the twin comes last."""
+    """Sort points by their bytes; of two points with the same bytes, the twin comes last."""
     return sorted(peaks, key=lambda name: (peaks[name], name in twins))
 
 
 def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Curve]) -> Drawing:
-    """Draw bytes and seconds against one thing that grows, both in logarithms, each line with its exponent."""
+    """Draw bytes and seconds against a size that grows, on logarithmic axes, with the exponent of each line.
+
+    Args:
+        what: the label of the size.
+        byte_curves: peaks (bytes).
+        second_curves: times of a step (seconds).
+    """
     panes = [(byte_curves, "peak of a training step, GiB", GIB), (second_curves, "seconds of a step", 1)]
     panes = [pane for pane in panes if pane[0]]
     names = [_split(curve) for curve in (*byte_curves, *second_curves)]
@@ -266,7 +282,7 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
 
 
 def _split(curve: Curve) -> tuple[str, str]:
-    """Split a curve's label into the recipe, which has the colour, and the place, which has the marker."""
+    """Split a curve's label into the recipe, which decides the colour, and the place, which decides the marker."""
     recipe, _, place = curve.label.partition(", ")
     return recipe, place
 
@@ -281,7 +297,7 @@ def _memory_of_a_t4(axes: Axes, theme: Theme) -> None:
 
 
 def _ticks(curves: Sequence[Curve]) -> list[float]:
-    """Choose the sizes that get a label on the axis; labels closer than these would be written over each other."""
+    """Choose the sizes that get a label on the axis: each is more than 1.5 times the last, so no labels overlap."""
     sizes: set[float] = set()
     for curve in curves:
         sizes.update(curve.xs)
@@ -293,7 +309,7 @@ def _ticks(curves: Sequence[Curve]) -> list[float]:
 
 
 def errors(cases: Iterable[Case]) -> Drawing:
-    """Draw the bill by hand against the measured peak, in per cent, case by case."""
+    """Draw how far estimated peaks are above the measured ones, as a cumulative distribution for each device."""
     found = {}
     for device, some in by_device(cases).items():
         off = [estimate_error(case) for case in some]

@@ -1,4 +1,4 @@
-"""Lay lines through results in which one thing grows, and find how bytes and seconds grow with it."""
+"""Collect results in which one size grows, and compute how fast bytes and seconds grow with it."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
 
 AXES = {"tokens": "tokens of a row", "rows": "rows of a micro-batch", "model": "weights of the model"}
-"""What grows, and its label in words."""
+"""Each size that can grow -> its label in words."""
 
 
 class Curve(NamedTuple):
@@ -18,8 +18,8 @@ class Curve(NamedTuple):
 
     Attributes:
         label: recipe and place, e.g. ``"smoke, on a T4"``.
-        xs: sizes of what grows.
-        ys: bytes or seconds at these sizes.
+        xs: the values of the size that grows.
+        ys: bytes or seconds at these values.
     """
 
     label: str
@@ -28,14 +28,14 @@ class Curve(NamedTuple):
 
     @property
     def exponent(self) -> float:
-        """The slope in logarithms, by least squares: y grows like x to this power."""
+        """The p for which y grows like x to the power p: the slope of the least-squares line through the logarithms."""
         log_xs = [math.log(x) for x in self.xs]
         log_ys = [math.log(y) for y in self.ys]
         return statistics.linear_regression(log_xs, log_ys).slope
 
 
 def counted(cases: Mapping[str, Mapping[str, int]], what: str) -> list[Curve]:
-    """Collect the peak bytes of the dry runs in which one thing grows.
+    """Collect the peaks of the dry runs in which one size grows (bytes).
 
     Args:
         cases: ``"RECIPE WHAT=VALUE"`` -> what ``benchmarks/by_dry_run.py`` counted.
@@ -47,14 +47,20 @@ def counted(cases: Mapping[str, Mapping[str, int]], what: str) -> list[Curve]:
         kind, _, value = change.partition("=")
         if kind != what:
             continue
-        if what != "model":
+        if what != "model":  # these dry runs are all of one model
             recipe += ", llama-3.2-1b"
         lines.setdefault(f"{recipe}, on a T4", {})[_size(value)] = case["peak_bytes"]
     return _curves(lines)
 
 
 def measured(cases: Iterable[Case], what: str, measure: Callable[[Case], float | None]) -> list[Curve]:
-    """Collect bytes or seconds of the steps in which one thing grows, of every device."""
+    """Collect bytes or seconds of the cases in which one size grows, for every device.
+
+    Args:
+        cases: cases of any bench; those of ``growth`` are called ``RECIPE-WHAT-VALUE``.
+        what: one of :data:`AXES`.
+        measure: reads bytes or seconds of a case.
+    """
     lines: dict[str, dict[float, float]] = {}
     for case in cases:
         found = measure(case)
@@ -65,7 +71,7 @@ def measured(cases: Iterable[Case], what: str, measure: Callable[[Case], float |
             continue
         shape = case.model.removeprefix("random:")
         if what == "model":
-            size = shape  # a case's name may shorten it
+            size = shape  # the case's name has no dots, so it may not hold the whole name
         else:
             recipe += f", {shape}"
         lines.setdefault(f"{recipe}, {case.device}", {})[_size(size)] = float(found)
@@ -81,7 +87,7 @@ def _curves(lines: Mapping[str, Mapping[float, float]]) -> list[Curve]:
 
 
 def _size(value: str) -> float:
-    """Read a number; of a model's name take the number of its weights."""
+    """Turn a value into a number; a model's name becomes its number of weights."""
     if value in CONFIGS:
         return float(find_shape(f"random:{value}").weights)
     return float(value)

@@ -13,21 +13,21 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 
 COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
-"""The project's own results, ``DEVICE/BENCH.NAME.json``: a checkout's, else those that came with the package."""
+"""The project's own results, ``DEVICE/BENCH.NAME.json``: in a checkout its folder, else the copy in the package."""
 if not COMMITTED.is_dir():
     COMMITTED = Path(__file__).parents[1] / "committed"
 
 CASE_FILE = re.compile(r"[a-z0-9_]+\.[a-z0-9_+-]+\.json")
-"""Other files are studies, of more than one run."""
+"""Names of files that hold one case. Other JSON files are studies, which sum up several runs."""
 
 IN_BENCHMARK_JSON = "cria_tricks"
-"""The key under which ``pytest --benchmark-json`` holds the cases, those without a time included."""
+"""The key of the cases in the file of ``pytest --benchmark-json``; it also has the cases that were not timed."""
 
 
 class Case(BaseModel):
-    """One setting of one benchmark on one machine.
+    """The result of one setting of one benchmark on one machine.
 
-    A round is one optimizer step of the shared trainer, or one new token where a technique is for answering.
+    A round is one optimizer step of the shared trainer; for a technique of inference it is one generated token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,13 +65,13 @@ class Case(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed in computed tokens, without padding."""
+        """Speed in tokens, without padding."""
         return self._per_second(self.tokens)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def trained_tokens_per_second(self) -> float | None:
-        """Speed in tokens that had a loss."""
+        """Speed in trained tokens, that is, tokens with a loss."""
         return self._per_second(self.trained_tokens)
 
     def _per_second(self, tokens: int | None) -> float | None:
@@ -81,7 +81,7 @@ class Case(BaseModel):
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Time of a trained token (seconds); of a new token, where nothing is trained."""
+        """Time for each trained token (seconds); for each generated token if nothing is trained."""
         tokens = self.trained_tokens or self.tokens
         if not tokens or not self.median_seconds:
             return None
@@ -94,7 +94,7 @@ class Case(BaseModel):
 
 
 def folder_of(kind: str, device: str) -> str:
-    """Name a device's folder: ``NVIDIA H200 as T4`` has its results in ``h200-as-t4``, any CPU in ``cpu``."""
+    """Return the folder name of a device: ``h200-as-t4`` for ``NVIDIA H200 as T4``, and ``cpu`` for every CPU."""
     if kind == "cpu":
         return "cpu"
     name = device.lower().removeprefix("nvidia")
@@ -102,7 +102,7 @@ def folder_of(kind: str, device: str) -> str:
 
 
 def write(case: Case, results: Path) -> Path:
-    """Write ``RESULTS/DEVICE/BENCH.NAME.json``."""
+    """Write a case as ``RESULTS/DEVICE/BENCH.NAME.json``, and return the path."""
     path = results / case.folder / f"{case.bench}.{case.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_file(path, json.dumps(case.model_dump(mode="json"), indent=1) + "\n")
@@ -120,7 +120,7 @@ def read(results: Path) -> list[Case]:
 
 
 def study(name: str, results: Path = COMMITTED) -> dict[str, Any] | None:
-    """Read a result file that is no case, of the first device that has one; ``None`` if there is none."""
+    """Read a study, a result file that is no case, of the first device that has it; ``None`` if there is none."""
     for path in sorted(results.glob(f"*/{name}.json")):
         return _json(path)
     return None
@@ -145,7 +145,7 @@ def read_benchmark_json(path: Path) -> list[Case]:
 
 
 def by_device(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """Sort cases into the devices that they ran on."""
+    """Group cases by the device that they ran on."""
     found: dict[str, list[Case]] = {}
     for case in cases:
         found.setdefault(case.device, []).append(case)
@@ -162,6 +162,7 @@ def _json(path: Path) -> Any:
 
 
 def _case(values: Any, where: str) -> Case:
+    # A case is saved with its computed fields. They are no input fields, and Case forbids unknown ones.
     computed = Case.model_computed_fields
     try:
         return Case.model_validate({field: value for field, value in values.items() if field not in computed})

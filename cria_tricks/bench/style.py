@@ -1,4 +1,4 @@
-"""How figures look: colours of both modes, panels, markers, and how one is saved."""
+"""Define how figures look (colours of the light and the dark theme, panels, markers), and save them as SVG."""
 
 import io
 import math
@@ -17,6 +17,7 @@ GIB = 2**30
 
 
 Drawing = Callable[[Theme], Figure]
+"""A function that draws one figure in any theme."""
 
 SAYS = {
     "ladder": "Peak bytes of Llama-3.2-1B by dry run, one switch after the other, beside what a T4 has",
@@ -28,7 +29,7 @@ SAYS = {
     "growth_rows": "Bytes and seconds of a step against the rows of a micro-batch",
     "growth_model": "Bytes and seconds of a step against the weights of the model",
 }
-"""Each figure's name, and what it shows in words."""
+"""Each figure's name -> what it shows in words, for readers who cannot see it."""
 
 
 MARKERS = ("o", "s", "D", "^")
@@ -41,10 +42,10 @@ def marked(theme: Theme, number: int) -> dict[str, Any]:
 
 
 def save(drawing: Drawing, theme: str) -> bytes:
-    """Draw an SVG without a background, for a page of that theme."""
+    """Draw a figure as an SVG with a transparent background, for pages of that theme."""
     chosen = THEMES[theme]
     style = {
-        "svg.hashsalt": "cria_tricks",  # names inside the file do not change from run to run
+        "svg.hashsalt": "cria_tricks",  # else the ids inside the file would differ from run to run
         "font.family": "DejaVu Sans",
         "font.size": 9,
         "text.color": chosen.ink,
@@ -65,7 +66,7 @@ def save(drawing: Drawing, theme: str) -> bytes:
 
 
 def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure with panels beside each other.
+    """Make an empty figure with panels side by side.
 
     Args:
         number: how many panels.
@@ -73,7 +74,7 @@ def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[A
         **arguments: for matplotlib's ``subplots``.
     """
     figure = Figure(figsize=(8.2, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no screen, and no global state, needed
+    FigureCanvasAgg(figure)  # needs no screen, and none of pyplot's global state
     axes = list(numpy.atleast_1d(figure.subplots(1, number, **arguments)))
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
@@ -82,7 +83,7 @@ def panels(number: int, height: float, **arguments: Any) -> tuple[Figure, list[A
 
 
 def readable(labels: Iterable[str]) -> list[str]:
-    """Write the labels of a ladder: a plus stands before what is switched on."""
+    """Write the labels of a ladder, with a plus in front of each setting that is switched on."""
     return [f"+ {label}" if "=" in label else label for label in labels]
 
 
@@ -98,7 +99,7 @@ def short(value: float) -> str:
 
 
 def picture(name: str, sentence: str) -> str:
-    """Write the HTML of a figure in the page's own mode, light or dark, with what it shows in words."""
+    """Return the HTML of a figure that follows the page's theme, light or dark, with a sentence on what it shows."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
         f'<img alt="{sentence}" src="{name}-light.svg"></picture>'

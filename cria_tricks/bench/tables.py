@@ -19,27 +19,27 @@ TITLES = {
     "peers": "Beside others, in the same run",
     "growth": "Growth",
 }
-"""The heading of each table."""
+"""Each table's name -> its heading."""
 
 Measure = Callable[[Case], float | None]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out rows."""
+    """Return a Markdown table as text."""
     return "\n".join(markdown_table(columns, rows))
 
 
 def tricks(cases: Iterable[Case]) -> str:
-    """Lay out every case of every trick, one table a device, refusals included."""
+    """Lay out every case of every trick, refusals included, in one table for each device."""
     return "\n\n".join(f"{heading(some)}\n\n{_cases(some)}" for some in by_device(cases).values())
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-    """Lay out the tables in which a reader's own cases can stand, by name.
+    """Return the tables that can show a reader's own cases, by name.
 
     Args:
         cases: cases of any devices.
-        counted: the dry runs of growth, by their labels.
+        counted: results of the dry runs of growth, by label (see ``growth.counted`` in ``bench/growth.py``).
     """
     cases = list(cases)
     curves = {}
@@ -57,10 +57,10 @@ def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) ->
 
 
 def rungs(cases: Iterable[Case]) -> str:
-    """Lay out the capstone's ladder as it was measured, rung by rung."""
+    """Lay out the measured ladder of the capstone, in which each rung switches one more toggle on."""
     found = []
     for some in by_device(case for case in cases if case.bench == "together").values():
-        # Each rung names the one below it as its baseline, so the order is that of a linked list.
+        # Each rung names the rung below as its baseline. Begin at "off" and follow these names, as in a linked list.
         above = {case.against: case for case in some if case.name.startswith("ladder_")}
         chain = [case for case in some if case.name == "off"][:1]
         while chain and chain[-1].name in above:
@@ -80,6 +80,7 @@ def heading(cases: Sequence[Case]) -> str:
 
 
 def _cases(cases: Sequence[Case]) -> str:
+    """Lay out cases, each with its ratios to its baseline."""
     baselines = {(case.bench, case.name): baseline for case, baseline in against(cases)}
     rows = []
     for case in cases:
@@ -104,7 +105,7 @@ def _cases(cases: Sequence[Case]) -> str:
 
 
 def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
-    """Lay out every rung of the dry run's ladder, and what the bill by hand says of it."""
+    """Lay out every rung of the ladder by dry run, and how far the estimate by hand is from its peak."""
     rows = []
     before = None
     for label, rung in counted.items():
@@ -123,7 +124,7 @@ def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def toggles(compared: Sequence[Pair]) -> str:
-    """Lay out the capstone's toggles: bytes and time of each alone, and beside all others."""
+    """Lay out the ratios of bytes and time for each toggle of the capstone: alone, and with all the others."""
     series = list(dict.fromkeys(pair.series for pair in compared))
     found = {(pair.label, pair.series): pair for pair in compared}
     rows = []
@@ -143,7 +144,7 @@ def toggles(compared: Sequence[Pair]) -> str:
 
 
 def interactions(cases: Iterable[Case]) -> str:
-    """Lay out two tricks at a time: neither, one, the other, both, and both if each did what it does alone."""
+    """Lay out pairs of tricks: a step with neither, one or both, and what both would give if they were independent."""
     rows = []
     for device, some in by_device(case for case in cases if case.bench == "interactions").items():
         found: dict[str, dict[str, Case]] = {}
@@ -158,22 +159,22 @@ def interactions(cases: Iterable[Case]) -> str:
 
 
 FOUR = ("neither", "first", "second", "both")
-"""The cases of a pair of tricks."""
+"""The four cases of a pair of tricks."""
 
 
 def _of_four(four: Mapping[str, Case], measure: Measure) -> list[float | None]:
-    """Read a measure of each of four cases, and compute it for two tricks that do not touch each other."""
+    """Return a measure of the four cases, and the value that both tricks would give if they were independent."""
     values = [measure(four[which]) if which in four else None for which in FOUR]
     neither, first, second, _ = values
     if not neither or not first or not second:
         return [*values, None]
-    if measure is PEAK:  # bytes of one moment add
+    if measure is PEAK:  # what the tricks save adds up
         return [*values, first + second - neither]
-    return [*values, first * second / neither]  # each trick multiplies the seconds by a ratio of its own
+    return [*values, first * second / neither]  # each trick multiplies the time by its own factor
 
 
 def frontier(result: Mapping[str, Any]) -> str:
-    """Lay out every point of the frontier, and how our two recipes, ``fast`` and ``small``, compare with TRL's."""
+    """Lay out every point of the frontier; beside TRL's points, how our ``fast`` and ``small`` compare with them."""
     points = result["points"]
     rows = []
     for name, entry in points.items():
@@ -208,7 +209,7 @@ def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
 
 
 def quality(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Lay out held-out loss and peak of what changes the numbers, or what trains, beside fp32 LoRA of the same seed."""
+    """Lay out held-out loss and peak of some settings, each compared with fp32 LoRA of the same seed."""
     plain = {run["seed"]: run["eval_loss_after"] for run in runs if run["case"] == "fp32"}
     rows = []
     for case in dict.fromkeys(run["case"] for run in runs):
@@ -229,14 +230,14 @@ def quality(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _ends(numbers: Sequence[float]) -> list[float]:
-    """The smallest and the largest, or the only one."""
+    """Return the smallest and the largest number, or the only one."""
     if not numbers:
         return []
     return sorted({min(numbers), max(numbers)})
 
 
 def over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """Divide one point of the frontier by another: its speed run by run, and its bytes."""
+    """Return the ratios of two points of the frontier: of their speeds, run by run, and of their bytes."""
     found = {}
     speeds = theirs["speeds"]
     ratios = [speed / speeds[run] for run, speed in ours["speeds"].items() if run in speeds]
@@ -274,7 +275,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _times(case: Case, baseline: Case | None, measure: Measure) -> str:
-    """Write how many times the baseline's value a case has."""
+    """Write a case's value as a multiple of its baseline's; empty if one of them is missing."""
     mine = measure(case)
     its = measure(baseline) if baseline else None
     if not mine or not its:

@@ -1,7 +1,7 @@
-"""The attention of a block on paper: what its kernel keeps for the backward pass, and what is open around it.
+"""List the operations of attention for the memory bill: what each kernel saves, and its temporary tensors [bytes].
 
-Letters as in ``block_operations.py``: n tokens of a micro-batch, T of a row; a bytes of an element of what products
-multiply.
+Short names as in ``block_operations.py``: n is the number of tokens of a micro-batch, T of a row, H the number of query
+heads, and a the bytes of one element in the compute dtype.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cria_tricks.bill.operation import ATTENDED, Operation
 
 @dataclass(frozen=True)
 class _Operands:
-    """What attention multiplies, in the dtype of products [bytes]; and how many scores, n T H."""
+    """The inputs of attention in the compute dtype [bytes], and the number of its scores, n T H."""
 
     queries: int
     keys: int
@@ -22,16 +22,16 @@ class _Operands:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """As a bill calls them."""
+        """The bytes of the inputs, by their names in the bill."""
         return {"queries": self.queries, "keys": self.keys, "values": self.values}
 
 
 def attention(memory: StepFacts, residual: int) -> list[Operation]:
-    """What the kernel keeps: what it multiplies, and, of those that hold it, the T x T matrix.
+    """List the operations of the kernel that runs. All kernels save their inputs, and some each head's T x T matrix.
 
     Args:
-        memory: the setting.
-        residual: bytes of gradient that wait beside it.
+        memory: the facts of the step.
+        residual: the gradient of the residual stream, which waits in the backward pass [bytes].
     """
     operands = _operands(memory)
     if memory.kernel == "math":
@@ -47,27 +47,30 @@ def _operands(memory: StepFacts) -> _Operands:
     a = memory.compute_itemsize
     queries = n * shape.query_width * a
     keys = n * shape.kv_width * a
-    if memory.repeats_keys or memory.kernel == "math":  # which repeats them itself
+    if memory.repeats_keys or memory.kernel == "math":  # the math kernel repeats them itself
         keys = queries
     values = keys
+    # Phi-3's values are a slice of one product, which gives queries and keys, too. If the slice is saved as it is (not
+    # cast, not repeated), it keeps the whole product alive.
     if shape.joined and a == memory.product_itemsize and (shape.heads == shape.kv_heads or not memory.repeats_keys):
-        values = n * (shape.query_width + 2 * shape.kv_width) * a  # as a part of what one matrix gave, they keep it all
+        values = n * (shape.query_width + 2 * shape.kv_width) * a
     return _Operands(queries, keys, values, n * memory.tokens * shape.heads)
 
 
 def _math(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
-    """The math kernel computes in fp32 whatever it is given.
+    """Bill the math kernel, which computes in fp32 even if its inputs are in 16 bits.
 
-    What it is given waits, as do its casts to 16 bits and to fp32; the causal mask, as numbers and as what they were
-    made from. The softmax holds its input beside its result, and a byte for each number that says where a row is -inf;
-    back: the gradients of both.
+    In the forward pass its inputs are alive in each dtype that they have had: as they were computed, in the compute
+    dtype, and in fp32. So is the causal mask, as fp32 numbers and as the booleans that these were made from. The
+    softmax has its input beside its result, and one byte for each score, which marks those that are -inf. In the
+    backward pass it has the gradients of both.
     """
     a = memory.compute_itemsize
     shape = memory.shape
     scores = operands.scores
     kept = {name: size // a * FP32 for name, size in operands.by_name.items()}
     kept["probabilities"] = scores * FP32
-    ways = a
+    ways = a  # bytes of one element of the inputs, summed over all dtypes in which it is alive
     if a < FP32:
         ways += FP32
     if memory.widest_itemsize != a:
@@ -79,7 +82,10 @@ def _math(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
 
 
 def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operation]:
-    """Scores, scaled and masked, then the softmax in fp32; back: the gradients of both, beside that of the values."""
+    """Bill attention without a fused kernel: scores, scaled and masked, then the softmax in fp32, then the values.
+
+    The backward pass of the softmax has the gradients of its input and its result, beside the gradient of the values.
+    """
     a = memory.compute_itemsize
     queries = operands.queries
     keys = operands.keys
@@ -90,13 +96,15 @@ def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operat
         multiplied["probabilities in 16 bits"] = scores * a
     if memory.shape.caps_scores:
         kept["capped scores"] = scores * a
-    # A mask in fp32 makes the scores so, and else the softmax does.
+    # The softmax needs fp32 scores. If the mask is fp32, adding it gives these; else the softmax makes an fp32 copy.
     forward = scores * FP32
     if max(a, memory.hidden_itemsize) < FP32:
         forward += scores * a
-    # The values' gradient waits, as wide as their product gave them.
+    # The gradient of the values waits in the dtype in which v_proj gave the values.
     of_values = keys // a * memory.product_itemsize
-    if memory.keeps_nothing:  # not the 16 bits that are multiplied are alive then, but what they were made from
+    # If nothing is kept on the device, queries and keys are not alive in the compute dtype, but as they were before the
+    # cast, and so are the values.
+    if memory.keeps_nothing:
         forward += (queries + keys) // a * memory.widest_itemsize + of_values - queries - keys
     backward = residual + of_values + 2 * scores * FP32
     reads = {"probabilities": scores * FP32}
@@ -108,13 +116,15 @@ def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operat
 
 
 def _fused(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
-    """A kernel that keeps no score: flash, or memory-efficient."""
+    """Bill a fused kernel, flash or memory-efficient: it saves no scores, only a log-sum-exp for each query."""
     n = memory.all_tokens
     queries = operands.queries
     kept = operands.by_name
     if not memory.maskless:
-        kept["mask"] = n * memory.tokens * memory.compute_itemsize  # for each row, and all heads
+        kept["mask"] = n * memory.tokens * memory.compute_itemsize  # T x T for each row, for all heads
     kept |= {ATTENDED: queries, "log-sum-exp": n * memory.shape.heads * FP32}
-    if memory.shape.joined and memory.kernel == "flash":  # its result lies as the queries do, here head by head
+    # The flash kernel lays its result out in memory like the queries. In Phi-3 these lie head by head, so o_proj needs
+    # a copy, and both are saved.
+    if memory.shape.joined and memory.kernel == "flash":
         kept["attention's output, by heads"] = queries
     return Operation("attention", kept, {}, queries, residual + 2 * queries + 2 * operands.keys)

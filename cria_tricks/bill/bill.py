@@ -1,4 +1,4 @@
-"""The bill of a process: moments of a step, the lines of each, and what the largest of them needs on a card."""
+"""Compute what one process needs: the moments of its step, the largest of them, and the overhead of a GPU."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,26 @@ CONTEXT = 400_000_000
 
 
 WORKSPACE_CONFIG = ":4096:2:16:8"
-"""cuBLAS' workspaces as torch sets them (``CUBLAS_WORKSPACE_CONFIG``): KiB and how many, twice."""
+"""cuBLAS' workspaces as torch sets them (``CUBLAS_WORKSPACE_CONFIG``): 2 of 4,096 KiB, and 8 of 16 KiB."""
 
 
 WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
-"""Bytes of the two that a step needs: a handle belongs to a thread, and the backward pass has its own."""
+"""Bytes of the workspaces of a step, which needs them twice: the backward pass runs in a thread of its own, and each
+thread has its own cuBLAS handle."""
 
 STATE = ("weights: blocks' matrices", "weights: all others", "weights: added", "gradients", "optimizer states")
-"""Rows of a bill that are there between two steps."""
+"""Names of the lines for weights, gradients and optimizer states, whose bytes do not depend on the batch."""
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What a process needs in a step of training [bytes].
+    """The memory that a process needs in a training step [bytes].
 
     Attributes:
-        facts: what the process computes.
-        moments: of the step; the optimizer's step is the last one.
-        strategy: how several processes share the work; ``none`` for a single one.
-        processes: how many share it; for the strategy ``model``, cards.
+        facts: the facts of the part of the step that this process computes.
+        moments: the moments of the step; the optimizer step is the last one.
+        strategy: how several processes share the work; ``none`` for a single process.
+        processes: how many processes share the work; for the strategy ``model``, how many GPUs.
     """
 
     facts: StepFacts
@@ -38,53 +39,53 @@ class Bill:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is alive."""
+        """The moment with the most bytes alive."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The lines of the peak that are not empty."""
+        """The lines of the peak, without empty ones; they sum to :attr:`peak_bytes`."""
         return tuple(row for row in self.peak.rows if row.bytes)
 
     @property
     def state(self) -> tuple[Row, ...]:
-        """Weights, gradients and optimizer states, as they lie there when the optimizer steps."""
+        """The lines of weights, gradients and optimizer states in the optimizer step."""
         return tuple(row for row in self.moments[-1].rows if row.name in STATE)
 
     @property
     def state_bytes(self) -> int:
-        """All of these."""
+        """The sum of :attr:`state`."""
         return sum(row.bytes for row in self.state)
 
     @property
     def peak_bytes(self) -> int:
-        """What the step's own tensors take."""
+        """Bytes of all tensors at the peak."""
         return self.peak.bytes
 
     @property
     def workspaces(self) -> Row:
-        """What products on a card work in: no tensor, but of the same allocator."""
+        """The memory in which a GPU's matrix products work. It holds no tensor, but torch's allocator counts it."""
         needed = WORKSPACES * (self.facts.device.kind == "cuda")
         return Row("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_allocated`` sees."""
+        """What ``torch.cuda.max_memory_allocated`` reports."""
         return self.peak_bytes + self.workspaces.bytes
 
     @property
     def around(self) -> tuple[Row, ...]:
-        """What a card holds besides."""
+        """The lines of what a GPU holds besides the step's tensors; none on a CPU."""
         if self.facts.device.kind != "cuda":
             return ()
         return (Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
 
     @property
     def needed_bytes(self) -> int:
-        """What the card must have: the peak, and what no tensor of the step is."""
+        """The memory that the device must have: the peak, and the lines of :attr:`around`."""
         return self.peak_bytes + sum(row.bytes for row in self.around)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether the device has that much memory."""
         return self.needed_bytes <= self.facts.device.memory_bytes

@@ -1,11 +1,11 @@
-r"""One block of a decoder on paper: what each operation keeps for the backward pass, and what is open around it.
+r"""Add up what one block of a decoder has alive at each of its operations, and find its deepest point [bytes].
 
-The block is walked once, operation by operation, in bytes. What the operations up to one keep is there when that one
-has run; and it is there again in its backward pass, because what later operations kept is gone by then. On top come
-tensors that are open only around the operation. The largest of these sums is the block's deepest point.
+The block is walked once, operation by operation. When an operation has run, the saved tensors of all operations up to
+it are alive. The same tensors are alive in its backward pass, because those that later operations saved have been freed
+by then. On top come temporary tensors, which are alive only around this operation. The largest of these sums is the
+block's deepest point.
 
-Letters: n tokens of a micro-batch, D width, Q = H C of the queries, K of the keys and values each, F inside the MLP,
-T tokens of a row.
+In the code n is the number of tokens of a micro-batch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from cria_tricks.bill.operation import Operation
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a block. The one at which most is alive is its deepest.
+    """The forward or the backward pass of one operation, and what is alive there because of its block [bytes].
 
     Attributes:
-        operation: where it is, in words.
-        kept: bytes that the operations up to there keep.
-        opened: bytes open around it.
-        learnt: bytes of gradients that this block's weights have by then.
+        operation: which pass of which operation, in words.
+        kept: the saved tensors of the operations up to this one.
+        opened: temporary tensors around this operation.
+        learnt: the gradients that the block's weights have by then.
         backward: whether it is in the backward pass.
     """
 
@@ -35,12 +35,12 @@ class Point:
 
     @property
     def bytes(self) -> int:
-        """What lives because of this block."""
+        """The sum of all three."""
         return self.kept + self.opened + self.learnt
 
 
 def kept(operations: list[Operation]) -> dict[str, int]:
-    """What a block keeps from its forward pass to its backward pass, in bytes by tensor."""
+    """Return the tensors that a block saves for its backward pass, by name [bytes]."""
     found: dict[str, int] = {}
     for operation in operations:
         found |= operation.pins
@@ -49,7 +49,7 @@ def kept(operations: list[Operation]) -> dict[str, int]:
 
 
 def _pinned(operations: list[Operation]) -> dict[str, int]:
-    """What of it checkpointing and offloading cannot take away, by tensor."""
+    """Return the saved tensors that checkpointing and offloading cannot remove, by name [bytes]."""
     found: dict[str, int] = {}
     for operation in operations:
         found |= operation.pins
@@ -57,18 +57,24 @@ def _pinned(operations: list[Operation]) -> dict[str, int]:
 
 
 def pinned_bytes(operations: list[Operation]) -> int:
-    """Bytes of what checkpointing and offloading cannot take away."""
+    """Return the bytes of the saved tensors that checkpointing and offloading cannot remove."""
     return sum(_pinned(operations).values())
 
 
 def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
-    """Bytes that a block would keep, if a gradient went below its first adapted matrix."""
+    """Return how much less the first block saves, because no gradient is needed below its first adapter [bytes].
+
+    In every other block the gradient flows on to the block below. Nothing below the first block learns, so in it
+    autograd does not save what only the gradients below the first adapted matrix would need.
+    """
     names = [operation.name for operation in operations]
     first = next(number for number, name in enumerate(names) if name in memory.adapted)
-    alike = next(stage for stage in memory.shape.stages if names[first] in stage)  # their input has no gradient
+    # An int8 product pins its input only if the input needs a gradient.
+    alike = next(stage for stage in memory.shape.stages if names[first] in stage)  # they share an input
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)
+    # Of these matrices, DoRA's whole weight and the dropout mask are needed only for the gradient of the input.
     above = kept(learning)
     spared = sum(above.get(f"{name} whole", 0) + above.get(f"{name}'s dropout", 0) for name in alike)
     if memory.kernel in ("eager", "math"):
@@ -77,13 +83,15 @@ def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
 
 
 def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
-    """Bytes of what attention does not keep in the first block: without a kernel it keeps factor by factor.
+    """Return the bytes of factors that attention does not save in the first block, if it runs product by product.
 
-    A product keeps a factor for the gradient of the other one, so those of matrices without an adapter need none.
+    A product saves each factor for the gradient of the other one. In the first block queries, keys and values have a
+    gradient only if their matrix has an adapter. So a factor is not saved if none of the matrices listed here with it
+    has one.
     """
     scores = {"q_proj", "k_proj"}
     needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, "probabilities": scores | {"v_proj"}}
-    if "probabilities in 16 bits" in above:  # these are what the values are multiplied with
+    if "probabilities in 16 bits" in above:  # the values are multiplied by this copy
         needed |= {"probabilities": scores, "probabilities in 16 bits": {"v_proj"}}
     adapted = set(memory.adapted)
     if "qkv_proj" in adapted:
@@ -93,11 +101,11 @@ def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What lives beside every operation of an open block.
+    """What is alive beside every operation of a block while the block runs.
 
     Attributes:
-        bytes: of all of it.
-        skips_down: whether the block that is made again ends before its last product, down_proj.
+        bytes: all of it [bytes].
+        skips_down: whether checkpointing's repetition of the block ends before its last product, down_proj.
     """
 
     bytes: int
@@ -108,14 +116,17 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     n = memory.all_tokens
     width = memory.shape.width
     again = memory.checkpointed and not memory.keeps_nothing
-    # The backward pass of a quantised matrix needs nothing that is made again. Where it is the last operation, the
-    # block is made again, up to the one before, while the gradient of what that one gave waits.
+    # The backward pass of a quantised matrix without an adapter needs no saved activation. So if down_proj, the last
+    # product, is such a matrix, its backward pass runs first. Then the block is repeated up to the operation before it,
+    # while the gradient of down_proj's input waits.
     frozen_down = any(operation.name == "down_proj" and not operation.learns for operation in operations)
     late = memory.checkpointed and memory.quantised and frozen_down
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
-    # Beside the forward pass of an operation live what the embedding gave, the block's input and the stream behind its
-    # attention, unless norms keep them as they are; below adapters none keeps the first. Where a block is made again,
-    # it is the last of these, the stream's gradient, and the same once more on its way through the last operation.
+    # How many tensors as large as the hidden states are alive beside an operation. In a forward pass there are three:
+    # the embedding's result, the block's input, and the residual stream after attention. Norms save fp32 ones as they
+    # are, so those are counted already; only below the first adapters no norm saves the embedding's result. In a
+    # repetition there are: the residual stream after attention, the gradient of the block's result, and the same
+    # gradient once more on its way through the last operation.
     if again:
         many = (memory.hidden_itemsize < FP32) + 2 - (late or magnitudes)
     elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
@@ -124,20 +135,20 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
         many = int(bool(memory.adapted))
     found = many * n * width * memory.hidden_itemsize + n * memory.shape.inner * memory.product_itemsize * late
     if magnitudes:
-        # The way back to a magnitude begins in fp32, before anything is made again: the gradient, and that of B A x;
-        # and the base waits for the gradient as narrow as its product.
+        # The backward pass of DoRA's down_proj begins before the block is repeated. The gradient of its result is fp32.
+        # If products give 16 bits, an fp32 gradient of B A x is alive, too, and the base's gradient in 16 bits.
         narrow = memory.product_itemsize < FP32
         found += n * width * (FP32 + narrow * (FP32 + memory.product_itemsize))
     return _Beside(found, late)
 
 
 def points(memory: StepFacts, operations: list[Operation], *, learns: bool = False) -> list[Point]:
-    """Walk a block, and see what is alive around each operation, forward and backward.
+    """Walk through a block, and return what is alive at each operation, in the forward and in the backward pass.
 
     Args:
-        memory: the setting.
-        operations: of the block.
-        learns: whether its weights' gradients are counted here.
+        memory: the facts of the step.
+        operations: the operations of the block.
+        learns: whether to count the gradients of the block's weights here.
     """
     around = _beside(memory, operations)
     beside = around.bytes
@@ -152,30 +163,30 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         if around.skips_down and operation.name == "down_proj":
             continue
         if memory.keeps_nothing:
-            tensors = {}  # each operation's own are fetched when their turn comes
+            tensors = {}  # those of earlier operations are not on the device
         tensors |= operation.keeps
-        if memory.learning_blocks:
+        if memory.learning_blocks:  # without a gradient int8 pins nothing
             pins |= operation.pins
         held = pins | tensors
         if memory.keeps_nothing:
             held = pins | dict(operation.reads) | tensors
         if operation.name in ("first norm", "second norm"):
-            normed = f"{operation.name}'s output"  # is read until the next norm has run
+            normed = f"{operation.name}'s output"  # alive until the next norm has run
         opened = operation.forward + beside
         if normed not in held:
             opened += hidden
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
         if operation.name == "weighted values" and memory.keeps_nothing:
-            # The block is given the probabilities too, and drops them at its end.
+            # Eager attention also returns the probabilities, and the block drops them only at its end.
             beside += memory.all_tokens * memory.tokens * memory.shape.heads * memory.widest_itemsize
-        # What is pinned stays until the whole backward pass has run.
+        # Pinned tensors are freed only when the whole backward pass has run.
         alive = sum((pinned | tensors).values())
         if memory.checkpointed:
             alive = sum(tensors.values())
         if memory.keeps_nothing and operation.fetched is not None:
             alive = sum(pinned.values()) + operation.fetched
-        made = operation.learns * memory.accumulates  # a new gradient, which is added to an earlier one
+        made = operation.learns * memory.accumulates  # a new gradient, before it is added to an earlier one
         found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
         if learns:
-            learnt -= operation.learns  # those of the operations after it are there already
+            learnt -= operation.learns  # at the next operation this gradient does not exist yet
     return found

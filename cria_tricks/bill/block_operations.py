@@ -20,7 +20,7 @@ from cria_tricks.bill.product_operations import linear
 def walk(memory: StepFacts) -> list[Operation]:
     """List the operations of a block, in the order of the forward pass."""
     shape = memory.shape
-    # While backpropagation goes through attention or the MLP, the gradient of the residual stream beside it waits.
+    # While the backward pass goes through attention or the MLP, the gradient of the residual stream beside it waits.
     residual = memory.all_tokens * shape.width * memory.hidden_itemsize
     # Most models have a norm before attention and one before the MLP. OLMo 2 has them behind instead, and models with
     # four norms have them on both sides.
@@ -68,7 +68,7 @@ def _queries_keys_values(memory: StepFacts, source: str, residual: int) -> list[
 
 
 def _attend(memory: StepFacts, residual: int) -> list[Operation]:
-    """Rotary embeddings, the attention itself, and the output projection."""
+    """List rotary embeddings, the attention itself, and the output projection."""
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize
@@ -89,13 +89,13 @@ def _attend(memory: StepFacts, residual: int) -> list[Operation]:
 
 
 def _gate_and_up(memory: StepFacts, source: str, residual: int) -> list[Operation]:
-    """The first half of a gated MLP, activation(gate(x)) * up(x), with two matrices."""
+    """List the first half of a gated MLP, activation(gate(x)) * up(x), with two matrices."""
     inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
     gate, up = (linear(memory, name, source, memory.hidden_itemsize, residual) for name in ("gate_proj", "up_proj"))
     activated_gate = {"activated gate": inner}
     fetched = sum(up.keeps.values())
-    # During up_proj's backward pass the gradient of the activated gate waits beside it. With DoRA it is not added: not
-    # all that DoRA keeps is back at once, and what is missing is larger than this gradient.
+    # During up_proj's backward pass the gradient of the activated gate waits beside it. With DoRA it is not added: the
+    # tensors that DoRA saved do not come back all at once, and those still missing are larger than this gradient.
     if not memory.dora:
         fetched += inner
     activation = Operation(
@@ -117,12 +117,13 @@ def _gate_and_up(memory: StepFacts, source: str, residual: int) -> list[Operatio
 
 
 def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[Operation]:
-    """The first half of a gated MLP where one matrix gives gate and up together (Phi-3)."""
+    """List the first half of a gated MLP in which one matrix gives gate and up together (Phi-3)."""
     inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
     gate_and_up = {"gate and up": 2 * inner}
     activated_gate = {"activated gate": inner}
     return [
         linear(memory, "gate_up_proj", source, memory.hidden_itemsize, residual),
+        # The gradients of gate and of up, and the tensor into which the backward pass joins the two.
         Operation("gate and up apart", backward=residual + 4 * inner),
         Operation(
             "gate's activation",
@@ -141,7 +142,7 @@ def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[O
 
 
 def _norm(memory: StepFacts, name: str) -> Operation:
-    """An RMS norm. It computes in fp32, so it keeps an fp32 copy of a 16-bit input; an fp32 input needs no copy."""
+    """Bill an RMS norm. It computes in fp32, so it saves an fp32 copy of a 16-bit input, but no copy of an fp32 one."""
     elements = memory.all_tokens * memory.shape.width
     x = memory.hidden_itemsize
     keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
@@ -151,7 +152,7 @@ def _norm(memory: StepFacts, name: str) -> Operation:
 
 
 def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
-    """RMS norms of each head's queries and keys, where a model has them."""
+    """Bill the RMS norms of queries and keys; no operation for a model without them."""
     shape = memory.shape
     n = memory.all_tokens
     if not shape.qk_norm:
@@ -164,7 +165,7 @@ def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
 
 
 def _experts(memory: StepFacts, residual: int) -> list[Operation]:
-    """The MLP of a mixture of experts: each token goes through a few experts; each expert multiplies all its tokens.
+    """List the MLP of a mixture of experts. Each token goes through a few experts; an expert multiplies all its tokens.
 
     Experts compute in the dtype of their weights, even under autocast to another one.
     """

@@ -1,9 +1,10 @@
-r"""What processes send each other: the formula's side, and a count of what really went out.
+r"""Describe the collectives of a step for the estimate, and count those that a real step runs.
 
-A collective is counted by the bytes of the whole tensor that it makes or consumes: what goes into an all-reduce or a
-reduce-scatter, what comes out of an all-gather, what is sent from one process to another. How much of it a process
-sends follows from the ring: N processes cut the tensor into N pieces, and a piece travels N - 1 hops to be added up
-and N - 1 more to be known to all (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms", sec. 3).
+The size of a collective is that of the whole tensor that it makes or consumes: the input of an all-reduce or a
+reduce-scatter, the output of an all-gather, the tensor that one process sends to another. How many of these bytes each
+process sends follows from the ring algorithm. N processes cut the tensor into N pieces. Each piece travels N - 1 hops
+until it is summed over all processes, and N - 1 more until all have the sum (Patarasuk and Yuan 2009, "Bandwidth
+optimal all-reduce algorithms", sec. 3).
 """
 
 from collections import Counter
@@ -20,14 +21,14 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a step, or several alike.
+    """A collective of a step, or several of the same kind and size.
 
     Attributes:
-        kind: of :data:`KINDS`.
-        bytes: of the whole tensor, each time.
-        times: how often in one optimizer step.
-        processes: that take part.
-        why: what is in it, in words.
+        kind: one of :data:`KINDS`.
+        bytes: bytes of the whole tensor, for each time.
+        times: how often it runs in one optimizer step.
+        processes: how many processes take part.
+        why: what the tensor holds, in words.
     """
 
     kind: str
@@ -38,17 +39,19 @@ class Call:
 
     @property
     def total(self) -> int:
-        """Bytes of all times, as :class:`CountCollectives` counts them."""
+        """Bytes of all times together, as :class:`CountCollectives` counts them."""
         return self.bytes * self.times
 
     @property
     def sent(self) -> float:
-        """Bytes that each process sends in one step, over a ring."""
+        """Bytes that each process sends in one step with the ring algorithm."""
         return self.total * ring_share(self.kind, self.processes)
 
 
 def ring_share(kind: str, processes: int) -> float:
-    """The part of a tensor that each process sends.
+    """Return how much each process sends with the ring algorithm, as a multiple of the whole tensor.
+
+    An all-reduce is a reduce-scatter and an all-gather, so it sends twice as much as either.
 
     Examples:
         >>> ring_share("all_reduce", 2), ring_share("all_gather", 4)
@@ -59,7 +62,7 @@ def ring_share(kind: str, processes: int) -> float:
 
 
 def totals(calls: Iterable[Call]) -> dict[str, int]:
-    """Bytes of a step by kind of collective."""
+    """Return the bytes of a step for each kind of collective."""
     found: Counter[str] = Counter()
     for call in calls:
         found[call.kind] += call.total
@@ -69,12 +72,13 @@ def totals(calls: Iterable[Call]) -> dict[str, int]:
 class CountCollectives(TorchDispatchMode):
     """Count the bytes of the collectives that this process takes part in, by kind.
 
-    It sees what goes through torch's dispatcher: DistributedDataParallel's, FSDP2's and DTensor's collectives, those
-    of ``torch.distributed``'s functions, and sends; not objects, which are pickled into such calls of their own size.
+    It sees all collectives and sends that go through torch's dispatcher: those of DistributedDataParallel, FSDP2,
+    DTensor, and the functions of ``torch.distributed``. Python objects are pickled into tensors first, so they appear
+    with the size of the pickle.
 
     Attributes:
-        bytes: by kind, of the whole tensors; the same measure as :attr:`Call.total`.
-        calls: how many, by kind.
+        bytes: bytes of the whole tensors by kind; the same measure as :attr:`Call.total`.
+        calls: number of calls by kind.
     """
 
     def __init__(self) -> None:
@@ -85,7 +89,7 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if kind := _KIND.get(func.name()):
-            # An all-gather's result is the whole, of all others it is what they are given.
+            # The whole tensor is the result of a functional all-gather; for all other operators it is an argument.
             given = _tensors(out if func.name().startswith("_c10d_functional::all_gather") else args[_whole(func)])
             self.calls[kind] += 1
             self.bytes[kind] += sum(tensor.nbytes for tensor in given)
@@ -108,11 +112,11 @@ _KIND = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::broadcast": "broadcast",
 }
-"""Operators of torch's dispatcher that move bytes between processes."""
+"""Operator of torch's dispatcher -> the kind of collective that it runs."""
 
 
 def _whole(func: Any) -> int:
-    """Which argument is the whole tensor: (output, input, ...) for a base reduce-scatter, else the first."""
+    """Return which argument is the whole tensor: the input of a reduce-scatter (the second), else the first."""
     return 1 if func.name() in ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_") else 0
 
 

@@ -1,8 +1,8 @@
-"""Numbers of the libraries that several bills count with."""
+"""Constants that several parts of the memory bill share."""
 
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes of one fp32 number."""
 BLOCK = 64
-"""4-bit weights that share one absmax."""
+"""How many 4-bit weights share one scale (bitsandbytes' absmax)."""
 TOKENS_PER_CHUNK = 256
-"""Trained tokens whose logits the chunked loss makes at once."""
+"""How many trained tokens the chunked loss computes logits for at once."""

@@ -1,4 +1,4 @@
-"""What is known about a step of training before its bytes are added up: the tricks change it one after the other."""
+"""Collect what is known about a training step before its bytes are added up: sizes, dtypes, and what trains."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,50 +14,53 @@ from cria_tricks.models.shape import Shape
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known about a step, in bytes an element; the tricks change it one after the other.
+    """The facts of a training step from which its memory bill is computed.
 
-    What a trick does to lines of its own is a number or a rule that it sets here. A flag is left where a trick changes
-    the course of a step, so that many lines of a block change. Two bills are compared without their rules, because two
-    equal functions made at different times are not equal; what the rules give stands in the bill's moments.
+    They begin as plain fp32 full fine-tuning, and each trick that is on returns a changed copy. A trick that changes
+    only bytes of its own sets a number or a rule, which is a function. A flag is used only if a trick changes the order
+    of events in a step, because then many lines of a block change. Two bills are compared without their rules, because
+    two equal functions made at different times are not equal; what the rules return is compared in the bills' moments.
+
+    An item size is in bytes for one element.
 
     Attributes:
-        shape: of the model.
-        device: that it is meant for.
+        shape: widths of the model.
+        device: the device that the step is meant for.
         batch: rows of a micro-batch.
-        tokens: of a row.
-        trained_tokens: of a micro-batch.
-        block_weight_bytes: bytes of the blocks' matrices as they are stored, experts' apart.
-        learning_operations: rule for the operations of what learns: of a block, or of a trained copy beside it.
-        product_bytes: rule for the bytes around one product with a block's matrix.
-        block_waits: rule for what of a block waits until its backward pass.
-        loss_moments: rule for the rows at the moments around the loss, by the names of these moments.
-        state_bytes: rule for the bytes of the optimizer's two states of a tensor of so many elements.
-        embedding_state_bytes: the same for the embedding.
-        other_weight_itemsize: bytes of an element of the other weights: embedding, head, norms, biases, experts.
-        compute_itemsize: bytes of an element of what products multiply.
-        bf16: whether these two bytes are bf16.
-        hidden_itemsize: of the hidden states between the blocks.
-        product_itemsize: of what a product gives.
-        quantised: whether the blocks' matrices are stored in 8 bits or 4.
-        elements_per_byte: how many of a matrix's elements share a byte, where they do.
+        tokens: tokens of a row, the vectors of a learnt prompt included.
+        trained_tokens: trained tokens of a micro-batch.
+        block_weight_bytes: bytes of the matrices of all blocks as they are stored, without those of experts.
+        learning_operations: rule: facts -> operations of a block that learns, or of the trained copy beside a block.
+        product_bytes: rule: one product with a block's matrix -> bytes that it needs.
+        block_waits: rule: saved tensors of a block -> bytes that wait on the device for its backward pass.
+        loss_moments: rule: facts -> lines of the bill at the moments around the loss, by the names of these moments.
+        state_bytes: rule: elements of a tensor -> bytes of its two optimizer states.
+        embedding_state_bytes: the same rule for the embedding.
+        other_weight_itemsize: item size of the other loaded weights: embedding, head, norms, biases, experts.
+        compute_itemsize: item size of the compute dtype, in which products multiply.
+        bf16: whether a compute dtype of 2 bytes is bf16; else it is fp16.
+        hidden_itemsize: item size of the hidden states between the blocks.
+        product_itemsize: item size of a product's result.
+        quantised: whether the blocks' matrices are stored in 8 or 4 bits.
+        elements_per_byte: elements of a matrix in one byte, where several share one.
         trains_all: whether the loaded weights train.
-        added: trained tensors beside the loaded weights: how many, elements of each.
-        adapted: the matrices that have an adapter.
-        rank: of the adapters.
-        dora: whether they learn magnitudes too.
-        dropout: whether some of their inputs are dropped.
-        adapter_input_itemsize: bytes of an element to which adapters raise narrower inputs first.
-        learning_blocks: blocks through which the gradient flows, from the last one on.
-        learns_beside: whether each of these has a trained copy of itself beside it.
+        added: trained tensors besides the loaded weights, as pairs (number of tensors, elements of each).
+        adapted: names of the matrices that have an adapter.
+        rank: rank of the adapters.
+        dora: whether the adapters learn magnitudes, too.
+        dropout: whether the adapters' inputs go through dropout.
+        adapter_input_itemsize: item size to which adapters cast narrower inputs first.
+        learning_blocks: number of blocks through which the gradient flows, counted from the last one.
+        learns_beside: whether each of these is a frozen block with a trained copy beside it (side network).
         trains_head: whether the head trains.
-        kernel: the attention's: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
-        repeats_keys: whether keys and values are repeated for every query head.
+        kernel: the attention's kernel: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
+        repeats_keys: whether keys and values are repeated for every query head before the kernel gets them.
         maskless: whether attention runs without a mask.
-        joins_documents: whether attention's results are joined from those of each document.
-        checkpointed: whether blocks keep their input only.
+        joins_documents: whether each document of a packed row is attended alone, and the results are joined.
+        checkpointed: whether blocks save only their input, and run forward again in the backward pass.
         offloaded: whether the saved activations of the blocks wait in the host's memory.
-        waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which wait through the step.
-        optimizer_state_bits: bits of an element of the optimizer's two states.
+        waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which are alive in the whole step.
+        optimizer_state_bits: bits of one number of the optimizer's two states.
     """
 
     shape: Shape
@@ -105,30 +108,30 @@ class StepFacts:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether blocks keep nothing on the device from their forward pass: none learns, or all is sent away."""
+        """Whether blocks save no activations on the device: no block learns, or all are offloaded."""
         return not self.learning_blocks or (self.offloaded and not self.checkpointed)
 
     @property
     def widest_itemsize(self) -> int:
-        """Bytes of an element of what comes of a hidden state and a product's result together."""
+        """Item size of the result when a hidden state and a product's result are combined: the wider one."""
         return max(self.hidden_itemsize, self.product_itemsize)
 
     @property
     def all_tokens(self) -> int:
-        """n, of a micro-batch."""
+        """n, the number of tokens of a micro-batch."""
         return self.batch * self.tokens
 
     @property
     def trained(self) -> tuple[tuple[int, int], ...]:
-        """Trained tensors: how many, elements of each."""
+        """All trained tensors, as pairs (number of tensors, elements of each)."""
         return (self.shape.tensors if self.trains_all else ()) + self.added
 
     @property
     def trained_weights(self) -> int:
-        """Elements that train."""
+        """The number of trained weights."""
         return sum(many * elements for many, elements in self.trained)
 
 
 def fp32_states(elements: int) -> int:
-    """Bytes of the two states of a tensor, in fp32."""
+    """Return the bytes of a tensor's two optimizer states in fp32."""
     return 2 * FP32 * elements

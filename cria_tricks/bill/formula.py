@@ -1,9 +1,10 @@
-r"""Sizes as formulas: the bill by hand, once for all batches and lengths.
+r"""Compute with formulas in place of numbers, so that one estimate holds for all batch sizes and row lengths.
 
-The estimate is plain arithmetic on a batch B, a length T and an accumulation k. Given formulas for these in place of
-numbers, the same code gives formulas: polynomials with whole coefficients and, where it takes the larger of two sizes,
-several of them, of which the largest counts. What a polynomial cannot say has a letter of its own, defined in
-:data:`RULES`. So the page "Will it fit?" moves without Python, and no formula is written twice.
+The estimate is plain arithmetic on B rows of a micro-batch, T tokens of a row and k micro-batches of a step. If it gets
+formulas in place of these numbers, the same code returns formulas: polynomials in B, T and k. Where the code takes the
+larger of two sizes, the formula holds several polynomials, and the largest of their values counts. What a polynomial
+cannot express has a letter of its own, defined in :data:`RULES`. The page "Will it fit?" puts numbers into these
+formulas in the browser, without Python, so no formula has to be written twice.
 """
 
 import itertools
@@ -11,20 +12,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Polynomial = Mapping[str, float]
-"""Coefficients by monomial: ``{"BTT": 128, "": 5}`` is 128 B T T + 5."""
+"""Monomial, its letters in alphabetical order -> coefficient: ``{"BTT": 128, "": 5}`` is 128 B T^2 + 5."""
 
 RULES = {"m": "min(chunk, B (T - 1))", "c": "ceil(B T / chunk)"}
-"""Letters that stand for a rounding: logits of at most a chunk are alive at once, and a chunk is begun or it is not."""
+"""Letters for what is no polynomial: m, the tokens whose logits are alive at once; c, the number of chunks."""
 
 
 class Formula:
-    """The largest of some polynomials, and what it is for a sample.
+    """A size as a formula: the largest of some polynomials, with its value for one sample of the letters.
 
-    Comparisons are answered for the sample: they decide which formula it is, as a mask does that only batches have.
+    Comparisons (``<`` and ``>``) compare the values for the sample. So the sample decides which branch of the code
+    makes the formula. For example only batches of several rows have a mask, so B = 1 has another formula than B >= 2.
 
     Args:
-        polynomials: of which the largest counts.
-        sample: the number that it is for one choice of the letters.
+        polynomials: the value of the formula is the largest of their values.
+        sample: the value for one choice of the letters.
     """
 
     def __init__(self, polynomials: Iterable[Polynomial], sample: float):
@@ -37,23 +39,24 @@ class Formula:
 
     @classmethod
     def letter(cls, name: str, sample: float) -> "Formula":
-        """A letter alone."""
+        """Return the formula of a single letter."""
         return cls([{name: 1}], sample)
 
     def __add__(self, other: Any) -> "Formula":
         if not isinstance(other, Formula) and not other:
-            return self  # as each sum begins
+            return self  # plus 0, with which sum() begins
         other = _formula(other)
+        # max(a, b) + max(c, d) is the largest of all pairs: a + c, a + d, b + c, b + d.
         pairs = itertools.product(self.polynomials, other.polynomials)
         sums = [{name: one.get(name, 0) + two.get(name, 0) for name in {**one, **two}} for one, two in pairs]
         return Formula(sums, self.sample + other.sample)
 
     def __mul__(self, other: Any) -> "Formula":
-        if not isinstance(other, Formula):  # the quick way, because most factors are numbers
+        if not isinstance(other, Formula):  # most factors are numbers, so this way is kept fast
             return Formula(
                 [{name: x * other for name, x in one.items()} for one in self.polynomials], self.sample * other
             )
-        products = []
+        products = []  # of all pairs, as in a sum, because no size is negative
         for one, two in itertools.product(self.polynomials, other.polynomials):
             products.append(dict[str, float]())
             for (a, x), (b, y) in itertools.product(one.items(), two.items()):
@@ -65,7 +68,7 @@ class Formula:
     __rmul__ = __mul__
 
     def __sub__(self, other: Any) -> "Formula":
-        return self + -1 * _single(other)  # less the largest of two is not the largest of less
+        return self + -1 * _single(other)  # -max(a, b) is not max(-a, -b)
 
     def __rsub__(self, other: Any) -> "Formula":
         return _formula(other) - self
@@ -89,7 +92,7 @@ class Formula:
 
 
 def largest(*sizes: Any) -> Any:
-    """The largest of some numbers or formulas."""
+    """Return the largest of some numbers or formulas."""
     if not any(isinstance(size, Formula) for size in sizes):
         return max(sizes)
     found = [_formula(size) for size in sizes]
@@ -97,12 +100,13 @@ def largest(*sizes: Any) -> Any:
 
 
 def at_most(chunk: int, tokens: Any) -> Any:
-    """Tokens whose logits are alive at once, of B (T - 1)."""
+    """Return how many tokens have logits at once, at most ``chunk``. For a formula, which must be B (T - 1), m."""
     return Formula.letter("m", min(chunk, tokens.sample)) if isinstance(tokens, Formula) else min(chunk, tokens)
 
 
 def chunks(tokens: Any, chunk: int) -> Any:
-    """How many chunks there are in B T."""
+    """Return the number of chunks, rounded up. For a formula, which must be B T, c."""
+    # // rounds down; between two minus signs it rounds up.
     if isinstance(tokens, Formula):
         return Formula.letter("c", -(-int(tokens.sample) // chunk))
     return -(-int(tokens) // chunk)
@@ -113,6 +117,7 @@ def _formula(size: Any) -> Formula:
 
 
 def _single(size: Any) -> Formula:
+    """Return a size as a formula with one polynomial, which can be subtracted."""
     found = _formula(size)
     assert len(found.polynomials) <= 1, "nothing is known of less than the largest of several"
     return found

@@ -1,8 +1,8 @@
 r"""Estimate the memory of one process under FSDP2 (torch 2.13), that is, ZeRO-3 applied block by block.
 
-FSDP2 shards every tensor along its first dimension over N processes. A shard consists of whole rows of that dimension.
-If N does not divide it, the first shards are larger, and this file counts the largest one. LoRA's A of shape (r, D) has
-r rows, so at most r processes have a shard of it.
+FSDP2 shards every tensor along its first dimension over N processes. A shard consists of whole slices along that
+dimension. If N does not divide it, the first shards are larger, and this file counts the largest one. LoRA's A of shape
+(r, D) has r slices, so at most r processes have a shard of it.
 
 On top of the shards come tensors that are unsharded for a while:
 
@@ -61,9 +61,9 @@ _UNSHARDED = {
 """The name of a moment of ``bill/moments.py`` -> what is unsharded. In the optimizer step nothing is."""
 
 _FIXED_ROWS = 6
-"""How many of a moment's first rows live through the whole step, at the first moment of ``bill/moments.py``.
+"""How many lines of the first moment of ``bill/moments.py`` live through the whole step; they come first.
 
-They are the five rows of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
+They are the five lines of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
 micro-batches.
 """
 
@@ -90,7 +90,7 @@ class _Sizes(NamedTuple):
     """Sizes in one process [bytes].
 
     Attributes:
-        shards: the shards of weights, gradients and optimizer states, by the names of their rows (:data:`STATE`).
+        shards: the shards of weights, gradients and optimizer states, by the names of their lines (:data:`STATE`).
         block: the unsharded weights of one block.
         block_gradients: the unsharded gradients of one block.
         reduced_gradients: the shards of the gradients of all blocks.
@@ -188,14 +188,14 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
     steps = moments(memory)
     state = {name: size for name, size in sizes.shards.items() if name != "gradients"}
     found = _arrivals(sizes, steps, state)
-    # Here the row "gradients" of ``bill/moments.py`` already has the new gradient of the tied embedding.
+    # Here the line "gradients" of ``bill/moments.py`` already has the new gradient of the tied embedding.
     has_root_gradient = memory.accumulates and memory.trains_all and memory.shape.tied
     for moment in steps[:-1]:
         here = _UNSHARDED[moment.name]
         limits = dict(state)
         blocks_with_gradients = here.gradients
         if memory.accumulates:
-            # Nothing is reduced before the last micro-batch. So the row "gradients" stays as it is, with all gradients
+            # Nothing is reduced before the last micro-batch. So the line "gradients" stays as it is, with all gradients
             # unsharded, and on top come the new gradients of the open block only.
             blocks_with_gradients = min(here.gradients, 1)
         else:
@@ -217,7 +217,7 @@ def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list
     Args:
         sizes: of the process.
         steps: the moments of ``bill/moments.py``.
-        state: the shards by row name, without the gradients [bytes].
+        state: the shards by the names of their lines, without the gradients [bytes].
     """
     fixed = smaller(Moment("", steps[0].rows[:_FIXED_ROWS]), state).rows
     saved: list[Row] = []
@@ -233,7 +233,7 @@ def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list
 
 
 def _unsharded_rows(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) -> tuple[Row, Row]:
-    """Return the bill's rows of unsharded tensors.
+    """Return the bill's lines of unsharded tensors.
 
     Args:
         sizes: of the process.
@@ -311,11 +311,11 @@ def _stored(memory: StepFacts, matrices: list[_Group]) -> tuple[list[_Group], fl
 
 
 def smaller(moment: Moment, bytes: dict[str, int]) -> Moment:
-    """Return a copy of a moment, in which some rows are limited to a number of bytes.
+    """Return a copy of a moment, in which some lines are limited to a number of bytes.
 
     Args:
         moment: the moment; it is not changed.
-        bytes: the limits by the names of the rows [bytes]. All other rows stay as they are.
+        bytes: the limits by the names of the lines [bytes]. All other lines stay as they are.
     """
     rows = (replace(row, bytes=min(row.bytes, bytes.get(row.name, row.bytes))) for row in moment.rows)
     return Moment(moment.name, tuple(rows))

@@ -1,4 +1,4 @@
-"""The end of the forward pass on paper, and the beginning of the backward pass: last norm, head, logits."""
+"""Bill the end of the forward pass and the beginning of the backward pass: last norm, head and logits."""
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
@@ -7,12 +7,20 @@ from cria_tricks.bill.rows import Row
 
 
 def full_loss(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
-    """Rows at the moments around a loss of all positions, whose logits are there at once: n V numbers, thrice."""
+    """Return the lines at the moments around a loss that makes the logits of all positions at once.
+
+    These are n V logits, for n tokens and a vocabulary of V. The largest moment has them three times in fp32.
+    """
     return {"loss": _loss(memory), "log-softmax": _log_softmax(memory)}
 
 
 def cast_copies(memory: StepFacts, *, kept: bool) -> Row:
-    """Autocast's copies of what trains in blocks, which autocast holds until the forward pass ends."""
+    """Return the line of autocast's 16-bit copies of the blocks' trained weights, until the forward pass ends.
+
+    Args:
+        memory: the facts of the step.
+        kept: whether to count them here; false if the bytes that the blocks save include them already.
+    """
     copied = memory.trained_weights
     matrices = sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
     if memory.trains_all:
@@ -26,28 +34,28 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Row:
 
 
 def normalised(memory: StepFacts) -> int:
-    """Bytes that the last norm keeps: its input in fp32, and a root for each position."""
+    """Return the bytes that the last norm saves: its input in fp32, and one fp32 number for each position."""
     n = memory.all_tokens
     return n * memory.shape.width * FP32 + n * FP32
 
 
 def head_copy(memory: StepFacts) -> int:
-    """Bytes of autocast's copy of the head, which waits where a gradient goes through what it multiplied."""
+    """Return the bytes of autocast's copy of the head, which is saved if the head's input needs a gradient; else 0."""
     if memory.compute_itemsize == memory.other_weight_itemsize or not memory.learning_blocks:
         return 0
     return memory.shape.embedding_weights * memory.compute_itemsize
 
 
 def _loss(memory: StepFacts) -> tuple[Row, ...]:
-    """The end of the forward pass and the beginning of the backward pass, where all logits are made at once."""
+    """Bill the beginning of the backward pass, where the gradients of the logits are made."""
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize
     norm = normalised(memory)
-    if memory.trains_head:
+    if memory.trains_head:  # it saves its input, and a norm that trains its normalised input
         norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.hidden_itemsize * memory.trains_all)
     head = head_copy(memory)
-    if memory.offloaded:  # of what was kept nothing is back before its turn
+    if memory.offloaded:  # saved tensors come back from the host later, when their operation runs backward
         norm = head = 0
     return (
         Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
@@ -64,18 +72,18 @@ def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
     a = memory.compute_itemsize
     head = shape.embedding_weights * a * (a < FP32 and (a != memory.other_weight_itemsize or memory.trains_head))
     logits = n * shape.vocabulary * (2 * FP32 + a * (a < FP32))
-    if memory.offloaded and not memory.trains_head:  # then its copy has gone to the host when the next operation runs
+    if memory.offloaded and not memory.trains_head:  # the copy goes to the host before the fp32 logits are made
         head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
         Row("final norm", _final_norm(memory), "its input and output"),
         Row("head in 16 bits", head, "autocast's copy"),
-        cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else the blocks' saved tensors hold them
+        cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else blocks save them
         Row("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
     )
 
 
 def _final_norm(memory: StepFacts) -> int:
-    """Bytes around the last norm when the head has just run."""
+    """Return the bytes around the last norm when the head has just run: what it saved, its result, and a cast of it."""
     a = memory.compute_itemsize
     hidden = memory.hidden_itemsize
     kept = (FP32 + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
@@ -83,7 +91,7 @@ def _final_norm(memory: StepFacts) -> int:
 
 
 def head_gradient(memory: StepFacts) -> tuple[Row, ...]:
-    """Backward through a trained head: its gradient comes in the operand's dtype, then in fp32."""
+    """Bill the backward pass of a trained head: its gradient comes in the compute dtype, and is then cast to fp32."""
     shape = memory.shape
     n = memory.all_tokens
     a = memory.compute_itemsize
@@ -91,6 +99,7 @@ def head_gradient(memory: StepFacts) -> tuple[Row, ...]:
     logits = n * shape.vocabulary
     given = n * shape.width * a
     opened = weights * a + logits * a + given * (1 + bool(memory.learning_blocks))
+    # In 16 bits there are two candidates: the product, beside the head's copy; and the cast, with the gradient twice.
     if a < FP32:
         opened = largest(opened + weights * a, weights * (a + FP32) + given)
     kept = n * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + n * FP32

@@ -1,15 +1,17 @@
-r"""The bill by hand: what a recipe costs in bytes, from the widths of the model alone.
+r"""Estimate the memory of a training step by hand: its peak in bytes, from the widths of the model alone.
 
-A recipe is folded over the same tricks that switch it on. It begins as plain fp32 full fine-tuning; each trick changes
-what it changes: how weights are stored, what trains, what a block keeps. Then the moments of a step are added up:
+The estimate begins with plain fp32 full fine-tuning. Each trick of the recipe then changes its part of the facts: how
+weights are stored, what trains, what a block saves. From the facts the bytes that are alive are added up, for each
+moment of the step that may be the peak:
 
-- the end of the forward pass, where everything kept meets the logits, and the loss, where their gradients come;
-- the deepest point of the last block, where all other blocks still wait;
-- the deepest point of the first block, where the gradients of all others have come;
-- the gradient of the embedding, at the very end;
-- the optimizer's step.
+- the end of the forward pass, where all saved activations meet the logits, and the loss, where the gradients of the
+  logits are made;
+- the deepest point of the last block, while the saved activations of all other blocks wait;
+- the deepest point of the first block, when the gradients of all other blocks are there;
+- the gradient of the embedding, at the end of the backward pass;
+- the optimizer step.
 
-The peak is the largest of them, and the bill is its rows. They sum to it exactly.
+The peak is the largest of these moments, and the bill consists of its lines, which sum exactly to the peak.
 """
 
 from collections.abc import Callable
@@ -26,17 +28,19 @@ from cria_tricks.bill.rows import Moment, Row
 from cria_tricks.bill.waiting import BlockTensors
 
 IDS = 8
-"""Bytes of a token's number, a label and a position."""
+"""Bytes of one token id, one label or one position: each is a 64-bit integer."""
 
 
 class _Waiting(NamedTuple):
-    """What waits in blocks for their backward pass.
+    """The bill's line for what blocks have saved for their backward pass, at four moments.
+
+    A block is open while its forward or backward pass runs. What an open block has alive is in lines of its own.
 
     Attributes:
-        all: of all blocks.
-        others: of all but the last, while the last is open.
-        one: while the first is open, and the others are done.
-        frozen: while a frozen block is open that has a trained copy beside it.
+        all: around the loss, when all blocks wait.
+        others: while the last block is open, and all others wait.
+        one: while the first block is open, and all others are done.
+        frozen: while a frozen block is open that has a trained copy beside it (side network).
     """
 
     all: Row
@@ -46,21 +50,22 @@ class _Waiting(NamedTuple):
 
 
 _Pick = Callable[[list[block.Point]], list[block.Point]]
-"""Which points of a block are moments of the step."""
+"""A function that chooses which points of a block become moments of the step."""
 
 
 def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
-    """Everything that is alive at the moments of a step of which one is the peak.
+    """Return the moments of a step that may be its peak, each with all that is alive there.
 
     Args:
-        memory: what is known about the step.
-        every_point: of a block all points, and not its deepest only.
+        memory: the facts of the step.
+        every_point: whether to return all points of a block, and not only the deepest. Formulas need all of them,
+            because the deepest point may depend on the numbers.
     """
     operations = memory.learning_operations(memory)
     gradients = _gradients(memory)
-    over = _fixed(memory, masked=memory.checkpointed)  # only blocks that are made again need the mask afterwards
+    over = _fixed(memory, masked=memory.checkpointed)  # after the forward pass only repeated blocks need the mask
     waiting = _waiting(memory, operations)
-    # Gradients of earlier micro-batches wait from the beginning.
+    # The gradients of earlier micro-batches are alive from the beginning of the step.
     before = replace(gradients, bytes=memory.waiting_gradient_bytes)
     at_the_end = memory.loss_moments(memory)
     if memory.trains_head:
@@ -74,18 +79,18 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
         found += _frozen_backward(memory, waiting, over, pick)
     if memory.trains_all:
         found.append(Moment("embedding", (*over, gradients, _embedding_gradient(memory))))
-    return [*found, Moment("optimizer step", (*over, gradients))]  # every kernel updates in place
+    return [*found, Moment("optimizer step", (*over, gradients))]  # all optimizers update in place
 
 
 def _forward(memory: StepFacts, waiting: _Waiting, before: Row, pick: _Pick) -> list[Moment]:
-    """The forward pass of the last block, and of a frozen one below all that learn."""
+    """Return moments of the forward pass: of the last block, and of a frozen block below all trained copies, if any."""
     fixed = _fixed(memory, masked=True)
     found: list[Moment] = []
-    if memory.learns_beside:  # the frozen blocks below, where no gradient goes and no copy has run
+    if memory.learns_beside:  # in the blocks below the copies there is no gradient, and no copy has run yet
         below = replace(memory, checkpointed=False, learning_blocks=0)
         points = [point for point in block.points(below, walk(below)) if not point.backward]
         found += [Moment("forward", (*fixed, before, *_inside(point))) for point in pick(points)]
-    # In its forward pass a block that is made again keeps as little here as one whose tensors are sent away.
+    # In its first forward pass a checkpointed block saves as little on the device as an offloaded one.
     once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
     copies = cast_copies(memory, kept=once.offloaded)
     points = [point for point in block.points(once, memory.learning_operations(once)) if not point.backward]
@@ -97,9 +102,9 @@ def _forward(memory: StepFacts, waiting: _Waiting, before: Row, pick: _Pick) -> 
 def _backward(
     memory: StepFacts, operations: list[Operation], waiting: _Waiting, over: tuple[Row, ...], pick: _Pick
 ) -> list[Moment]:
-    """The backward pass of the last block, where all others wait, and of the first one, where all others are done."""
+    """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them."""
     points = block.points(memory, operations, learns=not memory.accumulates)
-    if not memory.checkpointed:
+    if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
     of_a_block = sum(operation.learns for operation in operations)
     found = []
@@ -107,7 +112,8 @@ def _backward(
         behind, nearly = _gradients_at(memory, point, of_a_block)
         lowest = point
         if memory.learns_beside and not memory.checkpointed:
-            # Nothing learns below the first copy, so no gradient waits for the frozen block beside it.
+            # Nothing learns below the first copy. So the frozen block beside it has no backward pass, and no gradient
+            # waits for that.
             lowest = replace(point, opened=point.opened - _block_input(memory))
         last = point if memory.learning_blocks > 1 else lowest
         found.append(Moment("last block", (*over, behind, waiting.others, *_inside(last))))
@@ -116,18 +122,19 @@ def _backward(
 
 
 def _frozen_backward(memory: StepFacts, waiting: _Waiting, over: tuple[Row, ...], pick: _Pick) -> list[Moment]:
-    """The backward pass of a frozen block beside a trained copy.
+    """Return moments of the backward pass of a frozen block that has a trained copy beside it.
 
-    It is the lowest of them, when all copies above have learnt, if inputs are all that waits, or all else is on the
-    host; else the highest, when its own copy is the only one that has learnt.
+    Only one of these blocks can be the peak. If blocks save only their input, or the host has what they save, it is the
+    lowest block, because by then all copies above it have their gradients. Else it is the highest, because most saved
+    activations still wait; then only its own copy has gradients.
     """
-    waits = _block_input(memory)  # the gradient that the copy gave for the input of both
+    waits = _block_input(memory)  # the gradient of the input, which the copy has given already
     frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in walk(memory)]
     blocks = memory.learning_blocks
     learnt = 1
     if memory.checkpointed or memory.accumulates:
         learnt = blocks
-    elif memory.offloaded:
+    elif memory.offloaded:  # the block beside the first copy has no backward pass, so the lowest is the second
         learnt = blocks - 1
     gradients = _gradients(memory)
     of_copies = replace(gradients, bytes=gradients.bytes * learnt // blocks)
@@ -146,17 +153,17 @@ def _all_of(points: list[block.Point]) -> list[block.Point]:
 
 
 def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tuple[Row, Row]:
-    """The gradients that are there while the last block's backward pass is at a point, and while the first block's is.
+    """Return the line of gradients for a point of the last block's backward pass, and for that point of the first's.
 
     Args:
-        memory: what is known about the step.
-        point: of a block.
-        of_a_block: bytes of the gradients of all its weights.
+        memory: the facts of the step.
+        point: a point of a block.
+        of_a_block: bytes of the gradients of all weights of a block.
     """
     gradients = _gradients(memory)
     embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
     if memory.accumulates:
-        # Of an embedding that is the head too, the first part of the new gradient waits to be added to the second.
+        # If the embedding is also the head, its new gradient has two parts. The head's comes first, and waits here.
         with_head = replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
         return with_head, with_head
     to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
@@ -167,7 +174,7 @@ def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tup
 
 
 def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
-    """What lives through the whole step, and the mask, if it is still there."""
+    """Return the lines that are the same in the whole step; the batch includes the attention mask if ``masked``."""
     shape = memory.shape
     n = memory.all_tokens
     leftovers = shape.weights - shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values())
@@ -175,10 +182,10 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
     mask = 0
     if masked and not memory.maskless:
         mask = memory.batch * memory.tokens**2
-        if memory.kernel == "eager":  # which adds it to the scores; else it has one byte
+        if memory.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
             mask = mask * memory.hidden_itemsize
-    rows = 1
-    if memory.joins_documents:  # where documents begin is another place in each row
+    rows = 1  # all rows of a batch share their positions, unless each begins its documents at other places
+    if memory.joins_documents:
         rows = memory.batch
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
     return (
@@ -195,7 +202,7 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
 
 
 def _inside(point: block.Point) -> tuple[Row, Row]:
-    """The block that is open."""
+    """Return the two lines of the open block."""
     return (
         Row("block: kept", point.kept, f"one block up to the {point.operation}"),
         Row("block: open", point.opened, f"results and gradients around the {point.operation}"),
@@ -203,6 +210,7 @@ def _inside(point: block.Point) -> tuple[Row, Row]:
 
 
 def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
+    """Compute what waits in the blocks at the four moments of :class:`_Waiting`."""
     tensors = block.kept(operations)
     pinned = block.pinned_bytes(operations)
     a_block = BlockTensors(
@@ -210,7 +218,7 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
         kept=sum(tensors.values()),
         pinned=pinned,
         joined=sum(tensors.get(name, 0) for name in JOINED),
-        # A matrix keeps its input as it is, a norm only if it is fp32.
+        # A matrix saves the block's input itself. A norm saves an fp32 copy, which is the input only if that is fp32.
         keeps_input=INPUT in tensors or (memory.hidden_itemsize == FP32 and FIRST_NORM in tensors),
     )
     waits = memory.block_waits(a_block)
@@ -218,20 +226,20 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
     blocks = memory.learning_blocks
     each = waits.each + frozen.each
     below = frozen.below
-    # A prompt is what trains where nothing else does; its vectors and the embedded tokens together are a new tensor.
+    # If nothing else trains, it is prompt tuning. The prompt and the embedded tokens are joined into a new tensor.
     prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
     if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
-        below += _block_input(memory)  # checkpointing asks for a gradient of what the embedding gives, so it stays here
+        below += _block_input(memory)  # checkpointing asks for the gradient of the embedding's result, so that stays
     through = below + frozen.between
     if memory.adapted and not memory.checkpointed:
-        through -= block.below_adapters(memory, operations)  # of the first block: no gradient goes there
+        through -= block.below_adapters(memory, operations)  # the first block saves less
     if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
-        through -= tensors.get(FIRST_NORM, 0)  # nor to what the first copy is given
+        through -= tensors.get(FIRST_NORM, 0)  # and so does the first copy
     why = waits.why + frozen.why
     open_too = waits.open_too
     everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
-    # What is pinned goes when the whole backward pass has run.
+    # Pinned tensors are freed only when the whole backward pass has run.
     one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
     beside = one if memory.checkpointed else others - frozen.open
     return _Waiting(
@@ -243,9 +251,16 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
 
 
 class _Frozen(NamedTuple):
-    """What frozen blocks keep that have a trained copy beside them, or are below such: each, between them, below.
+    """What the frozen blocks of a side network save [bytes].
 
-    Of what is between them, one's goes when that one is open; a part of it stays until the whole backward pass has run.
+    Attributes:
+        each: comes on top for each block with a copy beside it.
+        between: of the frozen blocks beside copies, but the lowest, which the gradient does not reach.
+        open: the share of one of these blocks, which does not wait while that block is open.
+        stays: the part of ``between`` that stays until the whole backward pass has run.
+        below: of the frozen blocks below all copies.
+        pinned: the part of ``each`` that stays until the whole backward pass has run.
+        why: the words that the bill adds.
     """
 
     each: int = 0
@@ -258,13 +273,13 @@ class _Frozen(NamedTuple):
 
 
 def _frozen_beside(memory: StepFacts) -> _Frozen:
-    """A side network's. The gradient goes through a frozen block only if something learns below it."""
+    """Compute what frozen blocks save. The gradient goes only through those that have something to train below."""
     if not memory.learns_beside:
         return _Frozen()
     operations = walk(memory)
     pinned = block.pinned_bytes(operations)
     if memory.checkpointed:
-        # Checkpointing wants a gradient of the embedding's result, so it goes through all frozen blocks down to there.
+        # Checkpointing asks for the gradient of the embedding's result, so it goes down through all frozen blocks.
         below = memory.shape.layers - memory.learning_blocks
         one = pinned
         if not memory.offloaded:
@@ -273,7 +288,7 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
     each = pinned
     if not memory.offloaded:
         each = sum(block.kept(operations).values())
-        if memory.hidden_itemsize == FP32:  # an fp32 input is the copy's, too
+        if memory.hidden_itemsize == FP32:  # the copy saves the same fp32 input, so count it once
             each -= _block_input(memory)
     between = memory.learning_blocks - 1
     why = f", and {between} x the frozen ones'"
@@ -289,7 +304,10 @@ def _gradients(memory: StepFacts) -> Row:
 
 
 def _embedding_gradient(memory: StepFacts) -> Row:
-    many = 2 * memory.shape.tied + memory.accumulates  # and the one that is added to
+    """Return the line of what is alive beside all weight gradients when the embedding gets its gradient."""
+    # If the embedding is also the head, their two gradients are alive beside the sum of both. With accumulation the new
+    # gradient is alive beside the earlier one, to which it is added.
+    many = 2 * memory.shape.tied + memory.accumulates
     came = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
     return Row(
         "embedding's gradient",
@@ -299,6 +317,7 @@ def _embedding_gradient(memory: StepFacts) -> Row:
 
 
 def _states(memory: StepFacts) -> int:
+    """Return the bytes of all optimizer states; the embedding has a rule of its own."""
     every = sum(many * memory.state_bytes(elements) for many, elements in memory.trained)
     if memory.trains_all:
         of_embedding = memory.shape.embedding_weights

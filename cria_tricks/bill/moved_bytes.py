@@ -33,7 +33,7 @@ _BETWEEN: dict[tuple[int, int], Each] = {
     FULL: ((80, 250), (20, 36), (42, 66)),
 }
 # Traffic for one element of an adapter's input. peft casts the input to fp32, and autocast casts it back to 16 bits: 6
-# bytes each. The first cast drops out where the input is fp32 already, both where products are fp32, too.
+# bytes each. The first is not needed if the input is fp32 already, and neither is needed if products are fp32, too.
 _ADAPTER_CAST = {HALF: 12, MIXED: 6, FULL: 0}
 # Bytes that autograd saves without checkpointing, for one element of the three kinds of :data:`Each`. A tensor that two
 # operations save counts twice, because activation offload would copy it twice.

@@ -1,7 +1,8 @@
-"""A product of a block on paper, and its adapter: what it keeps for the backward pass, and what is open around it.
+"""Bill the product with one matrix of a block, and its adapter: saved and temporary tensors [bytes].
 
-Letters as in ``block_operations.py``: n tokens of a micro-batch; bytes of an element: a of what products multiply, x of
-an input, o of a product's result.
+Short names as in ``block_operations.py``: n is the number of tokens of a micro-batch. One element takes a bytes in the
+compute dtype, x bytes in the product's input, and o bytes in its result. W is the matrix, and A and B are the thin
+matrices of LoRA, which adds B A x to W x.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from cria_tricks.bill.product_bytes import Product
 
 
 def _product(memory: StepFacts, name: str, x: int) -> Product:
-    """Return the product with a matrix, for an input of x bytes an element."""
+    """Return the sizes of the product with a matrix, for an input of x bytes an element."""
     d_in, d_out = memory.shape.linears[name]
     n = memory.all_tokens
     return Product(
@@ -29,21 +30,21 @@ def _product(memory: StepFacts, name: str, x: int) -> Product:
 
 
 def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> Operation:
-    """A product and its adapter.
+    """Return the operation of a product with one matrix, its adapter included.
 
     Args:
-        memory: the setting.
-        name: of the matrix.
-        source: what its input is called; several products may share one.
-        x: bytes of an element of the input.
-        residual: bytes of gradient that wait beside it.
+        memory: the facts of the step.
+        name: the name of the matrix.
+        source: the name of its input. Products that share an input save it once.
+        x: bytes of one element of the input.
+        residual: the gradient of the residual stream, which waits in the backward pass [bytes].
     """
     a = memory.compute_itemsize
     size = _product(memory, name, x)
     needs = memory.product_bytes(size)
     keeps: dict[str, int] = {}
     learns = 0
-    if memory.trains_all:  # the input for the weight's gradient, and the weight as it was multiplied
+    if memory.trains_all:  # it saves its input, and the weight if that was cast
         learns = size.weight * FP32
         keeps[source if x == a else f"{name}'s input"] = size.given * a
         if a < FP32:
@@ -56,32 +57,33 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
     if name in memory.adapted:
         found = _adapted(memory, found, source, x)
     if source == GATED and source not in found.keeps and source not in pins:
-        # The gated product is kept by nobody where nothing needs it, but it is read.
+        # No operation saves the gated product if no gradient needs it. It is still alive here, because it is read.
         found = replace(found, forward=found.forward + size.given * x)
     return replace(found, backward=residual + found.backward)
 
 
 def _backward(memory: StepFacts, name: str, size: Product, unpacked: int) -> int:
-    """Bytes open in the backward pass: the result's gradient, the unpacked weight, the input's gradient."""
+    """Return the temporary bytes of the backward pass: both gradients, of result and input, and the unpacked weight."""
     a = memory.compute_itemsize
     x = size.input_itemsize
     of_result = size.made * memory.product_itemsize
     found = of_result + unpacked + size.given * max(a, x)
     if memory.trains_all and memory.accumulates and a < FP32:
-        # A new gradient comes in 16 bits, and is cast when the result's is gone, and an input that nothing else reads.
+        # The product gives the weight's new gradient in 16 bits. When it is cast to fp32, the result's gradient has
+        # been freed, and so has an input that no other product reads. (``block.points`` adds the fp32 gradient.)
         own = size.given * a * (x != a or name in ("o_proj", "down_proj"))
         found = largest(found - size.weight * (FP32 - a), found - of_result - own)
     return found
 
 
 def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
-    """A product with its adapter, LoRA's or DoRA's.
+    """Add the adapter, LoRA's or DoRA's, to the operation of a product.
 
     Args:
-        memory: the setting.
-        base: the product alone.
-        source: what its input is called.
-        x: bytes of an element of the input.
+        memory: the facts of the step.
+        base: the operation of the product alone.
+        source: the name of its input.
+        x: bytes of one element of the input.
     """
     name = base.name
     n = memory.all_tokens
@@ -90,6 +92,7 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     size = _product(memory, name, x)
     thin = memory.rank * sum(memory.shape.linears[name])
     keeps = dict(base.keeps)
+    # Adapters cast narrower inputs first, usually to fp32. Then they have an input of their own.
     raised = 0
     if x < memory.adapter_input_itemsize:
         raised = size.given * memory.adapter_input_itemsize
@@ -99,23 +102,26 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     if memory.dropout:
         masked = size.given * _mask_itemsize(memory, x, raised=bool(raised))
         keeps[f"{name}'s dropout"] = masked
-        # Before and after; what is multiplied is counted.
+        # The input before and after dropout; a copy that is multiplied is in ``keeps`` already.
         raised = 2 * raised or size.given * x * (x != a)
     keeps[f"{name}'s A x"] = n * memory.rank * a
     if a < FP32:
         keeps[f"{name}'s A and B in 16 bits"] = thin * a
-    # The base's product, before the adapter's input is there; then its result beside the raised input, B A x in the
-    # result's dtype, and the sum. A block that is made again ends where nothing more is kept: before B A x.
+    # The forward pass has three candidates: the base's product, before the adapter's input exists; its result beside
+    # the adapter's input in fp32; and the same with B A x in the result's dtype and the sum of both. When checkpointing
+    # repeats a block, it stops where nothing more is saved. In down_proj that is before B A x. Saved tensors are added
+    # in ``block.py``; those that do not exist yet are subtracted here.
     ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
     beside = 2 * size.made * max(a, o) * (not ends)
     copied = size.given * a * (x != a or bool(raised))
-    # Where blocks keep nothing on the device, what nobody but autograd holds is gone at once.
+    # If blocks keep nothing on the device, tensors that only autograd holds leave it at once.
     masked_away = masked * memory.keeps_nothing
     sent = copied * memory.keeps_nothing + masked_away
     product = base.forward - masked - size.given * a * (not shared)
     forward = largest(product, size.made * o + raised - masked_away, size.made * o + raised + beside - sent)
-    # Back through the adapter first; then through the base, when what the adapter kept is gone; then the sum.
-    gone = size.given * a * (not shared or source == GATED)
+    # The backward pass has three, too: through the adapter; through the base, when what the adapter saved is freed; and
+    # the sum of their two gradients for the input.
+    gone = size.given * a * (not shared or source == GATED)  # the saved input of A, if nothing else holds it
     of_input = size.given * x
     backward = largest(size.made * o + of_input + raised, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)
@@ -126,7 +132,7 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
 
 
 def _mask_itemsize(memory: StepFacts, x: int, *, raised: bool) -> int:
-    """Bytes of an element of dropout's mask: CUDA's says in a byte what stays, a CPU's is multiplied by."""
+    """Return the item size of dropout's mask: a boolean on CUDA; on a CPU a factor in the input's dtype."""
     if memory.device.kind == "cuda":
         return 1
     return FP32 if raised else x
@@ -134,16 +140,16 @@ def _mask_itemsize(memory: StepFacts, x: int, *, raised: bool) -> int:
 
 @dataclass(frozen=True)
 class _Inside:
-    """What is known inside an adapter [bytes].
+    """What :func:`_adapted` has found out about LoRA, and DoRA needs, too [bytes].
 
     Attributes:
-        x: of an element of the input.
-        raised: open for the input in fp32, and for it before dropout.
-        shared: whether the adapter multiplies the input that the base keeps.
-        ends: whether the block that is made again ends before B A x.
-        copied: of the input in the dtype it is multiplied in, if that is a copy.
-        sent: gone to the host, or dropped, as soon as the next operation runs.
-        masked_away: of these, dropout's mask.
+        x: one element of the input.
+        raised: the input in fp32 (with dropout before and after it), while it is temporary.
+        shared: whether base and adapter multiply the same saved input.
+        ends: whether checkpointing's repetition of the block stops before B A x.
+        copied: the input in the compute dtype, if that is a copy.
+        sent: tensors that leave the device as soon as the next operation runs.
+        masked_away: the part of ``sent`` that is dropout's mask.
     """
 
     x: int
@@ -156,40 +162,45 @@ class _Inside:
 
 
 def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Operation:
-    """A DoRA product: LoRA's, and the norms of W + B A, whose magnitudes learn."""
+    """Turn LoRA's operation into DoRA's, which also takes the norms of W + B A and trains magnitudes."""
     name = lora.name
     x = inside.x
     a = memory.compute_itemsize
     o = memory.product_itemsize
     size = _product(memory, name, x)
-    # Both results, for the magnitudes' gradient; of the dropped input a product of its own.
+    # DoRA saves W x and B A x for the gradient of the magnitudes. With dropout it computes W x anew, from the input
+    # after dropout, and saves the whole W if that had to be unpacked or cast.
     own = size.made * (a if memory.dropout else o)
     wide = FP32 if inside.raised else x
     whole = size.weight * a * (memory.dropout and (memory.quantised or wide != a))
     keeps = {**lora.keeps, f"{name}'s W x": own, f"{name}'s B A x": size.made * a, f"{name} whole": whole}
     first, then = _norms(memory, name, wide)
     beside = inside.raised + size.made * o * memory.dropout
-    # Of what is kept, some comes later, or is on the host.
+    # Subtract the saved tensors that do not exist yet while the norms are taken, or are on the host.
     first += beside - own * memory.dropout - size.made * a - whole - inside.masked_away
     if not inside.shared and not (memory.dropout and wide == a):
         first -= size.given * a
     scaled = size.made * FP32 * (3 - 2 * inside.ends)
-    then += beside - inside.sent - whole * (wide == a)  # which is W
+    then += beside - inside.sent - whole * (wide == a)  # which is the W of the norms
     scaled -= whole * (wide != a) * memory.keeps_nothing
     forward = largest(lora.forward, first, then + inside.copied * memory.dropout, then + scaled)
-    # The result's gradient, in fp32, and those of both parts and of the magnitudes; one as narrow as the result
-    # waits for the base. Both results are gone when the way back goes on, and the second's gradient is there.
-    # Besides, the gradient waits that up_proj, or k_proj and v_proj, gave for the input they share.
+    # Backward: in fp32 the gradients of the result, of both its parts, and of the magnitudes; one in the result's dtype
+    # waits for the base. Later W x and B A x are freed, and the gradient of B A x is alive. The gradient that up_proj
+    # (or k_proj and v_proj) gave for the shared input waits, too.
     shares = size.given * x * (name in ("q_proj", "k_proj", "gate_proj"))
     backward = largest(lora.backward - own, size.made * FP32 * 4 + size.made * o * (o < FP32) + shares)
     return replace(lora, keeps=keeps, forward=forward, backward=backward)
 
 
 def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
-    """What peft's DoRA holds to take the norms of W + B A, and what of it stays while it uses them.
+    """Bill the norms of W + B A in peft's DoRA.
 
-    B A is made by multiplying an identity, D_in x D_in, which autograd keeps as long as the product, in 16 bits where
-    products have these, and A beside it. Then come W and B A in the input's dtype, B A scaled, and the sum.
+    peft makes B A by sending an identity matrix, D_in x D_in, through A and B. Autograd holds the identity in the
+    compute dtype as long as the result lives, and A's result beside it. Then come W and B A in the input's dtype, B A
+    scaled, and the sum.
+
+    Returns:
+        Bytes at most while the norms are taken, and bytes that stay while they are used.
     """
     a = memory.compute_itemsize
     d_in, d_out = memory.shape.linears[name]
@@ -200,6 +211,6 @@ def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
     cast = identity * a * (a < FP32)
     made = largest(cast + thin * a, cast * on_device + (thin + weight) * a)
     stays = (identity + thin) * a * on_device + weight * x
-    if memory.quantised or x != a:  # W is another than the stored one
+    if memory.quantised or x != a:  # W is a copy
         stays += weight * x
     return largest(identity * FP32 + made, stays + 2 * weight * x), stays

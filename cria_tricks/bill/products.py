@@ -1,9 +1,10 @@
-"""The matrix products of a training step, counted: who is multiplied with what, forward, once more, and backward.
+"""Count the matrix products of a training step: in the forward pass, in recomputation, and in the backward pass.
 
-A product of N positions with a matrix (D_in, D_out) takes 2 N D_in D_out floating-point operations. On the way back it
-takes as many again for the gradient of its input, if anything before it learns, and as many for the gradient of the
-matrix, if that is trained. So a trained weight costs 6 operations a token, a frozen one 4, and 2 more are spent on it
-when its block is checkpointed.
+Multiplying N positions (tokens, padding included) by a matrix of shape (D_in, D_out) takes 2 N D_in D_out
+floating-point operations. The backward pass takes as many again for the gradient of the input, if anything below the
+matrix is trained, and as many for the gradient of the matrix, if the matrix itself is trained. So for each token a
+trained weight costs 6 operations and a frozen weight 4. Gradient checkpointing adds 2, because it repeats the forward
+pass of the block.
 """
 
 from collections.abc import Iterable
@@ -15,37 +16,38 @@ from cria_tricks.models.shape import Shape
 
 @dataclass
 class Products:
-    """A sum of products, for one position.
+    """A running sum over matrix products, for one position.
 
     Attributes:
-        flops: floating-point operations; a multiplication and an addition are two.
-        elements: numbers that are read and written, those of the matrices not counted.
+        flops: floating-point operations; a multiplication and an addition count as two.
+        elements: how many numbers of activations the products read and write; the matrices' own are not counted.
     """
 
     flops: int = 0
     elements: int = 0
 
     def add(self, d_in: int, d_out: int, times: int = 1) -> None:
-        """Add a product with a (d_in, d_out) matrix."""
+        """Add ``times`` products with a matrix of shape (d_in, d_out); a negative ``times`` takes them away again."""
         self.flops += 2 * times * d_in * d_out
         self.elements += times * (d_in + d_out)
 
 
 @dataclass
 class Blocks:
-    """What the blocks of a model do in a step.
+    """The matrix products of all blocks, counted for one position.
 
     Attributes:
-        forward: products with the blocks' own matrices.
-        again: those that checkpointing repeats.
-        backward: those of the gradients.
-        adapter: products with LoRA's thin matrices, all passes.
-        norms: operations of DoRA's W + B A, all passes; they do not depend on how many positions there are.
-        passes: how many blocks run ``forward``, ``again`` and ``backward``.
-        attention_grads: products for attention's gradients when the T x T matrix is there: four a block, fewer in a
-            first block that does not adapt all of q, k and v.
-        attended_back: blocks whose attention has a gradient at all.
-        learns: whether a gradient comes back to the last block's output.
+        forward: products with the blocks' own matrices in the forward pass.
+        again: products that gradient checkpointing repeats.
+        backward: products that compute gradients of the blocks' own matrices and of their inputs.
+        adapter: products with LoRA's thin matrices A and B, in all passes.
+        norms: operations of B A in DoRA's weight norm, in all passes. They are a total, not a count for one position,
+            because they do not depend on the number of positions.
+        passes: how many blocks run ``forward``, ``again`` (recomputation) and ``backward``.
+        attention_grads: how many products compute gradients in attention, if it keeps the T x T matrix of attention
+            weights: four in each block, fewer in a first block that does not adapt all of q, k and v.
+        attended_back: how many blocks run the backward pass of their attention.
+        learns: whether the backward pass needs the gradient of the last block's output.
     """
 
     forward: Products = field(default_factory=Products)
@@ -60,14 +62,17 @@ class Blocks:
 
 
 def blocks(work: Work) -> Blocks:
-    """Walk through the blocks, once forward, and see what each owes the way back."""
+    """Count the products of all blocks, from the first to the last.
+
+    A block needs the gradient of its input only if something below it is trained; ``found.learns`` carries this along.
+    """
     shape = work.shape
     found = Blocks()
     found.learns = work.gradient_reaches_embedding
     for number in range(shape.layers):
         before = found.learns
         found.learns = _block(found, work, before, work.adapted, trained=work.trains_blocks)
-        if number >= shape.layers - work.copied_blocks:  # its trained copy, and the matrix that joins the two
+        if number >= shape.layers - work.copied_blocks:  # side network: a trained copy, and the matrix that joins it
             _block(found, work, before, (), trained=True)
             found.forward.add(shape.width, shape.width)
             found.backward.add(shape.width, shape.width, 2)
@@ -76,20 +81,28 @@ def blocks(work: Work) -> Blocks:
 
 
 def passes_of_a_token(shape: Shape, name: str) -> int:
-    """How many matrices of this name one token goes through: one, or one for each of its experts."""
+    """Return how many matrices of this name multiply one token: one, or one for each expert that the token uses."""
     if shape.copies(name) == 1:
         return 1
     return shape.experts_per_token
 
 
 def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
-    """Add one block; returns whether what it hands on needs a gradient, given whether what it was handed does."""
+    """Add the products of one block to ``found``, and return whether the block's output needs a gradient.
+
+    Args:
+        found: the sums so far.
+        work: the step.
+        learns: whether the block's input needs a gradient.
+        adapts: names of the block's matrices that have a LoRA adapter.
+        trained: whether the block's own weights are trained.
+    """
     own = Products()
     thin = Products()
     r = work.rank
     norms = 0
     for number, stage in enumerate(work.shape.stages):
-        input_learns = learns or trained  # the norm in front trains too
+        input_learns = learns or trained  # a trained block trains its norms, too, so it needs this gradient
         if number == 0:
             _attention_grads(found, [input_learns or name in adapts for name in stage])
         for name in stage:
@@ -101,8 +114,10 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
             if name in adapts:
                 thin.add(d_in, r, times)
                 thin.add(r, d_out, times)
+                # Gradients: of A, and of its input if that needs one. Of B, and always of its input, which A computes.
                 found.adapter.add(d_in, r, times * (input_learns + 1))
                 found.adapter.add(r, d_out, times * 2)
+                # peft computes B A by sending an identity matrix of D_in rows through A and B.
                 norms += 2 * r * d_in * (d_in + d_out) * times * work.dora
                 learns = True
     forward_passes = 1 + learns * work.forward_repeats
@@ -120,14 +135,25 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
 
 
 def _attention_grads(found: Blocks, asked: list[bool]) -> None:
-    """Attention's gradients in one block, given which of q, k and v learn or have an input that does."""
-    q, k, v = asked if len(asked) == 3 else asked * 3  # or one matrix gives all of them
-    found.attention_grads += (q or k) + q + k + v  # of the weights, the queries, the keys and the values
+    """Count attention's products for gradients in one block.
+
+    Args:
+        found: the sums so far.
+        asked: for q, k and v (or for the one matrix that computes all three): whether its output needs a gradient,
+            because the matrix is trained or adapted, or because its input needs one.
+    """
+    q, k, v = asked if len(asked) == 3 else asked * 3  # one value, if one matrix computes all three
+    # One product each for the gradients of the attention weights, the queries, the keys and the values.
+    found.attention_grads += (q or k) + q + k + v
     found.attended_back += q or k or v
 
 
 def _skip_last(own: Products, thin: Products, work: Work, down_adapted: bool) -> None:
-    """torch's checkpoint stops as soon as it has again what was kept, so the last product is not repeated."""
+    """Take the block's last product out of what is recomputed.
+
+    torch's checkpoint stops as soon as it has recomputed the last saved tensor, and the backward pass needs no output
+    of the last product. DoRA is the exception: it saves that output, to compute the gradient of its magnitudes.
+    """
     d_in, d_out = work.shape.linears["down_proj"]
     if not down_adapted:
         own.add(d_in, d_out, -work.shape.experts_per_token)
@@ -141,34 +167,34 @@ def _add(total: Products, more: Products) -> None:
 
 
 def head(work: Work, learns: bool) -> Products:
-    """The head's products for a position whose logits are made.
+    """Count the head's products, forward and backward, for one position whose logits are computed.
 
-    The chunked loss makes its gradient while the logits are there, so it repeats nothing.
+    The chunked loss repeats no product, because it computes the gradients while the logits of a chunk still exist.
 
     Args:
-        work: decides what trains.
-        learns: whether anything below the head does.
+        work: the step; it says what is trained.
+        learns: whether the head's input needs a gradient.
     """
     found = Products()
     d_in = work.shape.width
     d_out = work.shape.vocabulary
-    found.add(d_in, d_out, 1 + learns + work.trains_head)
-    if work.head_rank:
+    found.add(d_in, d_out, 1 + learns + work.trains_head)  # forward, gradient of the input, gradient of the weights
+    if work.head_rank:  # an adapter on the head: A, then B, whose input always needs a gradient
         found.add(d_in, work.head_rank, 2 + learns)
         found.add(work.head_rank, d_out, 3)
     return found
 
 
 def attention(work: Work, blocks: Blocks, *, fused: bool) -> int:
-    """Operations of all attention, when no token pair is left out.
+    """Count the floating-point operations of attention in all blocks, as if every token attended to every other.
 
-    Forward two products: queries with keys, weights with values. Backward four; a fused kernel makes a fifth, the
-    scores once more, which it has not kept, and always all of them.
+    The forward pass takes two products: queries with keys, and attention weights with values. The backward pass takes
+    four at most. A fused kernel always takes all four, and a fifth for the scores, which it did not save.
 
     Args:
-        work: rows and their length.
-        blocks: how often attention runs.
-        fused: whether a kernel does it all (flash, memory-efficient) or one operation after the other.
+        work: the step; it gives the rows of a micro-batch and their length.
+        blocks: how many blocks run attention, forward and backward.
+        fused: whether one kernel computes all of attention (flash, memory-efficient), or each operation has its own.
     """
     runs = blocks.passes["forward"] + blocks.passes["again"]
     back = 5 * blocks.attended_back if fused else blocks.attention_grads

@@ -1,16 +1,16 @@
-"""Lines of a bill, and the moments of a step that they are of."""
+"""Define a line of the memory bill, and a moment of the training step: the lines of all that is in memory then."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the bill.
+    """A line of the memory bill.
 
     Attributes:
-        name: what it is.
-        bytes: what it takes at the peak.
-        why: its formula, in words.
+        name: what takes the memory, e.g. ``"gradients"``.
+        bytes: how much it takes at the moment that the line belongs to.
+        why: how this number comes about: its formula in words.
     """
 
     name: str
@@ -20,12 +20,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of the step, and all that is alive there."""
+    """A point of the training step, and everything that is in memory at that point.
+
+    Attributes:
+        name: which point, e.g. ``"optimizer step"``.
+        rows: the lines of the memory bill at this point.
+    """
 
     name: str
     rows: tuple[Row, ...]
 
     @property
     def bytes(self) -> int:
-        """What is alive."""
+        """The memory in use at this point: the sum of all lines."""
         return sum(row.bytes for row in self.rows)

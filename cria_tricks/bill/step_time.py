@@ -47,7 +47,7 @@ class StepPart:
 
     Attributes:
         name: what it does.
-        flops: floating-point operations of its products.
+        flops: floating-point operations of its matrix products.
         bytes: memory traffic: what the GPU reads from its memory and writes to it.
         link_bytes: traffic over the card's PCIe link.
         seconds: estimated time, :data:`EFFICIENCY` included.
@@ -146,7 +146,7 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
 
 def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     """Count what the parts of one optimizer step have to do; arguments as for :func:`step`."""
-    k = work.micro_batches
+    k = work.micro_batches  # of one optimizer step
     found = []
     for counted in _micro_batch(work):
         found.append(counted._replace(flops=k * counted.flops, bytes=k * counted.bytes, link=k * counted.link))
@@ -154,7 +154,7 @@ def counts(work: Work, cards: int = 1) -> list[PartCounts]:
 
 
 def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
-    """Turn counts into time."""
+    """Turn the counts of a part into its time, by the roofline model of this module's docstring."""
     compute_seconds = counted.flops / card.flops(precision)
     memory_seconds = counted.bytes / card.memory_rate
     link_seconds = counted.link / card.link_rate
@@ -171,7 +171,7 @@ def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
 
 def _micro_batch(work: Work) -> Iterator[PartCounts]:
     """Count the parts of one micro-batch."""
-    n = work.positions
+    n = work.positions  # the tokens of a micro-batch, learned prompt vectors included
     wide = work.compute_itemsize  # bytes of a number that products read or write
     blocks = products.blocks(work)
     weights_forward, weights_again, weights_backward = moved_bytes.weights(work, blocks)
@@ -192,6 +192,7 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
     yield PartCounts("between products", 0, n * moved, 0, why)
     yield _head(work, blocks)
     if work.link_trips:  # activation offload; the logits are saved outside the blocks
+        # Saved bytes of one position: in all blocks, and in the loss.
         kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
         why = "what the way back needs goes to the host and comes back"
         yield PartCounts("offload", 0, 0, work.link_trips * n * kept, why)

@@ -1,18 +1,19 @@
-"""What a block leaves for its backward pass, and how much of it waits on the device."""
+"""Describe the activations that blocks save for their backward pass, and how many bytes of them stay on the device."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """What one block has to leave for its backward pass [bytes].
+    """The tensors that one block saves for its backward pass [bytes].
 
     Attributes:
         input: the block's input, s in formulas.
-        kept: all that its operations keep.
-        pinned: of these, what int8 products keep out of autograd's sight, where no hook can take it away.
-        joined: of these, what the matrix keeps that joins a trained copy to its block.
-        keeps_input: whether one of its operations keeps the block's input as it is.
+        kept: everything that its operations save, when nothing is recomputed or offloaded.
+        pinned: the part of ``kept`` that int8 products save out of autograd's sight. Checkpointing and offloading act
+            through autograd's hooks, so they cannot remove it.
+        joined: the part of ``kept`` that is saved by the matrix which joins a side network's trained copy to its block.
+        keeps_input: whether ``kept`` contains the block's input itself.
     """
 
     input: int
@@ -24,12 +25,12 @@ class BlockTensors:
 
 @dataclass(frozen=True)
 class WaitingBytes:
-    """What waits in blocks [bytes].
+    """How much of the saved activations stays on the device until the backward pass [bytes].
 
     Attributes:
-        each: of each block that waits for its backward pass.
-        open_too: comes on top, once, while one block's backward pass runs.
-        why: what these are, in words.
+        each: for each block whose backward pass is still to come.
+        open_too: added once, while the backward pass of one block runs.
+        why: what these bytes are, in words.
     """
 
     each: int
@@ -38,5 +39,5 @@ class WaitingBytes:
 
 
 def everything(block: BlockTensors) -> WaitingBytes:
-    """All that a block's operations keep waits, for each block from its forward to its backward pass."""
+    """Return the bytes without checkpointing and offloading: each block keeps all that its operations save."""
     return WaitingBytes(block.kept, 0, "all that their operations keep")

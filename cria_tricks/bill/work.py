@@ -1,4 +1,8 @@
-"""What is known about the work of a step before it is counted: the tricks change it one after the other."""
+"""Describe the work of a training step before its operations and memory traffic are counted.
+
+The description begins as plain fp32 full fine-tuning. Then each trick in turn changes the fields that it acts on
+(``tricks/folds.py``).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,46 +13,48 @@ from cria_tricks.models.shape import Shape
 
 @dataclass(frozen=True)
 class Work:
-    """What an optimizer step computes and moves. With nothing changed it is plain fp32 full fine-tuning.
+    """What an optimizer step computes and moves. The default values are those of plain fp32 full fine-tuning.
 
-    An item size is in bytes for one number.
+    "Item size" means bytes of one number, "bytes moved" means read from the GPU's memory and written to it.
 
     Attributes:
-        shape: of the model.
-        device: the card; it decides which kernel attention gets.
+        shape: the model's shape.
+        device: the GPU; it decides which kernel attention gets.
         batch: rows of a micro-batch.
         tokens: tokens of a row.
-        trained_tokens: trained tokens of a micro-batch.
+        trained_tokens: trained tokens (those with a label) of a micro-batch.
         trained_weights: how many weights have a gradient and optimizer states.
-        between: rule for the bytes moved between a block's products, for one position: forward, backward.
-        saved: rule for the bytes that autograd saves in one block, for one position.
+        between: function of this object: bytes moved between the matrix products of one block, for one position, as
+            (forward, backward).
+        saved: function of this object: bytes that autograd saves in one block, for one position.
         micro_batches: how many make an optimizer step.
-        prompt_tokens: learnt vectors in front of each row.
-        precision: which of a card's rates the products reach: ``fp32``, ``fp16`` or ``bf16``.
-        compute_itemsize: of what products multiply.
-        hidden_itemsize: of the residual stream.
-        stored_itemsize: of a block's weights in memory, with their scales.
-        head_itemsize: of the head's weights in memory.
-        backward_unpacks: how often the backward pass unpacks a block's weights again.
-        trains_blocks: whether the blocks' own weights have a gradient.
-        trains_head: whether the head's have.
-        gradient_reaches_embedding: whether the embedded tokens have a gradient.
-        adapted: the matrices of a block that have an adapter.
-        rank: of these adapters.
-        dora: whether the adapters learn magnitudes, which need the norms of W + B A.
+        prompt_tokens: learned vectors in front of each row (prompt tuning).
+        precision: which of a GPU's peak rates the products use: ``fp32``, ``fp16`` or ``bf16``.
+        compute_itemsize: item size of the numbers that products multiply.
+        hidden_itemsize: item size of the residual stream.
+        stored_itemsize: item size of a block's weights as they are stored, with their share of quantization scales.
+        head_itemsize: item size of the head's weights as they are stored.
+        backward_unpacks: how often the backward pass unpacks a block's weights (0 or 1).
+        trains_blocks: whether the blocks' own weights are trained.
+        trains_head: whether the head's weights are trained.
+        gradient_reaches_embedding: whether the embedding's output needs a gradient.
+        adapted: names of a block's matrices that have a LoRA adapter.
+        rank: the rank of these adapters.
+        dora: whether the adapters learn magnitudes (DoRA), which need the norms of W + B A.
         head_rank: rank of the head's adapter; 0 for none.
         adapter_casts: whether adapters cast their inputs to fp32 and back.
-        copied_blocks: blocks that run beside a trained copy, from the last one on.
-        forward_repeats: how often a block runs forward again for its backward pass.
-        kernel: of attention: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
-        masked: whether a mask comes with attention's inputs.
-        logit_positions: positions of a micro-batch whose logits are made; ``None`` for all.
-        logit_bytes: moved for one logit.
-        logit_saved_bytes: saved by autograd for one logit.
+        copied_blocks: how many of the last blocks run beside a trained copy (side network).
+        forward_repeats: how often checkpointing repeats a block's forward pass (0 or 1).
+        kernel: attention's kernel: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
+        masked: whether attention gets a mask.
+        logit_positions: positions of a micro-batch for which logits are computed; ``None`` for all.
+        logit_bytes: bytes moved for one logit, forward and backward together.
+        logit_saved_bytes: bytes that autograd saves for one logit.
         head_reads: how often a micro-batch reads the head's weights.
-        optimizer_bytes: moved for a trained weight by the optimizer's kernel.
-        gradient_bytes: moved for a trained weight by all that is done to its gradient before.
-        link_trips: how often what autograd saves crosses the link between card and host.
+        optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
+        gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
+            accumulation, unscaling and clipping.
+        link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
     """
 
     shape: Shape
@@ -89,10 +95,10 @@ class Work:
 
     @property
     def row_positions(self) -> int:
-        """Positions of a row: its tokens, and the learnt vectors in front of them."""
+        """Positions of a row: its tokens, and the learned vectors in front of them."""
         return self.tokens + self.prompt_tokens
 
     @property
     def positions(self) -> int:
-        """n, all positions of a micro-batch."""
+        """All positions of a micro-batch, n in formulas."""
         return self.batch * self.row_positions

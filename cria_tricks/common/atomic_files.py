@@ -1,7 +1,8 @@
-"""Folders and files that are there whole or not at all, also after a power cut.
+"""Write folders and files atomically: after a crash or a power cut they are complete or not there at all.
 
-A folder is written aside, hashed into a manifest, synced to the disk and only then renamed. So whatever stops a
-process, at whatever moment: what has its name is whole, and the manifest says later whether it still is.
+A folder is filled under a temporary name, its files are hashed into a manifest, everything is synced to the disk, and
+only then is the folder renamed. So a folder under its final name is always complete, whenever the process stopped.
+Later the manifest tells whether the folder still holds what was written.
 """
 
 import contextlib
@@ -31,32 +32,35 @@ from cria_tricks.common.units import human
 
 MANIFEST = "manifest.json"
 ASIDE = ".partial"
-"""What a folder's name ends with while it is being written."""
+"""The suffix of a file's or folder's name while it is being written."""
 OLD = ".old"
-"""What the name of a folder that is being replaced ends with, for the moment between two renames."""
+"""The suffix of an older folder's name while it is being replaced, between the two renames of :func:`new_folder`."""
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
-    """Fill a folder aside; it takes its name, and the place of an older one, when the block ends well.
+    """Let the ``with`` block fill a temporary folder, and rename it to ``folder`` if the block ends without an error.
+
+    An older folder of this name is replaced. After an error it is still there, unchanged.
 
     Args:
-        folder: the name it gets.
-        manifest: whether to write one; a copy brings its own.
+        folder: the final name.
+        manifest: whether to write a manifest; a copy brings its own.
 
     Yields:
         The empty folder to fill.
 
     Raises:
-        Unwritten: if the disk is full or cannot be written; what was there before still is.
-        OutOfMemory, Unfinished: if something else went wrong in the block; the same holds.
+        Unwritten: if the disk is full, broken or protected.
+        OutOfMemory: if there was not enough memory to write the files.
+        Unfinished: if anything else went wrong in the block.
     """
     aside = folder.with_name(folder.name + ASIDE)
     old = folder.with_name(folder.name + OLD)
     try:
         with unwritten_in_one_line(folder):
             _put_back(old, folder)
-            for leftover in (aside, old):  # of a process that was killed
+            for leftover in (aside, old):  # an earlier process may have been killed here
                 shutil.rmtree(leftover, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
@@ -67,11 +71,11 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
             for path in aside.rglob("*"):
                 _sync(path)
             _sync(aside)
-            # A folder cannot replace another that holds files, so the old one steps aside for a moment.
+            # rename cannot replace a folder that holds files, so the old one is renamed first, and deleted at the end.
             if folder.exists():
                 folder.rename(old)
             aside.rename(folder)
-            _sync(folder.parent)  # the names themselves are in there
+            _sync(folder.parent)  # a rename changes the parent folder, which must reach the disk, too
     except BaseException:
         _put_back(old, folder)
         shutil.rmtree(aside, ignore_errors=True)
@@ -80,28 +84,28 @@ def new_folder(folder: Path, *, manifest: bool = True) -> Iterator[Path]:
 
 
 def _as_the_umask_says(folder: Path) -> None:
-    """Give all files the mode that a plainly opened one gets; safetensors makes files that only their owner can read.
+    """Give all files the permissions that ``open`` would give; safetensors makes files that only their owner can read.
 
-    The folder was made by mkdir, so its own mode shows the umask.
+    The folder was made by mkdir, so its own permissions tell the process's umask.
     """
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_mode & 0o777 != mode:
-            with contextlib.suppress(OSError):  # a file system without modes, such as Drive's
+            with contextlib.suppress(OSError):  # a file system without permissions, such as Google Drive's
                 path.chmod(mode)
 
 
 def _put_back(old: Path, folder: Path) -> None:
-    """After a stop between the two renames there is only the old one, under its passing name."""
+    """Give the old folder its name back, if a process was stopped between the two renames of :func:`new_folder`."""
     if old.exists() and not folder.exists():
         old.rename(folder)
 
 
 def copy_folder(folder: Path, to: Path) -> None:
-    """Copy a whole folder with its manifest, under the same promise.
+    """Copy a folder with its manifest, as atomically as :func:`new_folder`, and check the copy against the manifest.
 
     Raises:
-        Unwritten: if it cannot be written there, or the copy is not what the manifest says.
+        Unwritten: if the copy cannot be written, or differs from what the manifest lists.
     """
     with new_folder(to, manifest=False) as aside:
         shutil.copytree(folder, aside, dirs_exist_ok=True)
@@ -111,10 +115,10 @@ def copy_folder(folder: Path, to: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a small file, or replace it, in one stroke.
+    """Write or replace a small file atomically: under a temporary name first, then by renaming it.
 
     Raises:
-        Unwritten: if it cannot be written; an older one is still there.
+        Unwritten: if it cannot be written; an older file of this name is still there, unchanged.
     """
     aside = path.with_name(path.name + ASIDE)
     try:
@@ -134,10 +138,12 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Be the only process that writes into a folder; the system ends that with the process, however it ends.
+    """Lock a folder, so that no second run writes into it at the same time.
+
+    The lock is the operating system's, which releases it when the process ends, even if the process is killed.
 
     Raises:
-        BadInput: if another process is at it.
+        BadInput: if another process holds the lock.
     """
     with unwritten_in_one_line(folder):
         lock = (folder / ".lock").open("w")
@@ -152,7 +158,11 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a folder, held against its manifest: ``"optimizer.pt is missing"``; empty when whole."""
+    """Compare a folder with its manifest, and describe the first difference: ``"optimizer.pt is missing"``.
+
+    Returns:
+        An empty string if every file in the manifest is there with the same size and content.
+    """
     try:
         wanted = listed(folder)
     except FileNotFoundError:
@@ -176,14 +186,17 @@ def damage(folder: Path) -> str:
 
 
 class _Odd(ValueError):
-    """The manifest is JSON, but not as we write it."""
+    """The manifest is valid JSON, but this module cannot have written it."""
 
 
 def listed(folder: Path) -> dict[str, Any]:
-    """The manifest: ``bytes`` and ``sha256`` of every file, by its path in the folder.
+    """Read the manifest: ``bytes`` and ``sha256`` of every file, by the file's path in the folder.
+
+    Its text must be exactly as this module writes it, so that every other program reads the same from it.
 
     Raises:
-        ValueError: if it lists a file twice or outside of the folder, none at all, or says something else of it.
+        ValueError: if it lists no file, one file twice, or one outside the folder, or differs in any other way from
+            what this module writes.
     """
     text = (folder / MANIFEST).read_text(encoding="utf-8")
     files = json.loads(text, object_pairs_hook=_each_once)["files"]
@@ -202,7 +215,7 @@ def listed(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(about: dict[str, Any]) -> bool:
-    """Whether this is what :func:`entry` makes: a size and a sha256, and nothing else."""
+    """Return whether this is what :func:`entry` makes: a size and a sha256, and nothing else."""
     size = about["bytes"]
     sha256 = about["sha256"]
     is_size = type(size) is int and size >= 0
@@ -214,7 +227,7 @@ def _as_text(files: dict[str, Any]) -> str:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that comes twice, json takes the last; another reader may take the first."""
+    """Refuse a JSON object that has a key twice: Python's reader takes the last value, another may take the first."""
     twice = repeated([name for name, _ in pairs])
     if twice is not None:
         raise _Odd(f"it names {twice!r} twice")
@@ -222,23 +235,23 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def unlisted(folder: Path) -> tuple[str, ...]:
-    """List the files that the manifest does not name."""
+    """List the files in a folder that its manifest does not name."""
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return tuple(sorted(present - set(listed(folder)) - {MANIFEST}))
 
 
 @contextlib.contextmanager
 def unwritten_in_one_line(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while a result is written into one sentence that names the result and the reason.
+    """Turn any error while a result is written into an error of one sentence, which names the result and the reason.
 
     Raises:
-        Unwritten: if the disk is full, broken or protected. Libraries have many names for that.
-        OutOfMemory: if there was no memory to write it.
+        Unwritten: if the disk is full, broken or protected. Each library raises another error for this.
+        OutOfMemory: if there was not enough memory to write the result.
         Unfinished: for everything else.
     """
     try:
         yield
-    except FORESEEN:
+    except FORESEEN:  # one sentence already
         raise
     except OSError as error:
         raise Unwritten(path, error.strerror or str(error), error.errno) from None
@@ -256,16 +269,19 @@ def unwritten_in_one_line(path: Path) -> Iterator[None]:
 
 
 def _system_error(error: Exception) -> int:
-    """The system's number in an error of a library written in Rust; tokenizers raises a bare Exception with it."""
+    """Find the operating system's error number in the message of a library written in Rust; 0 if there is none.
+
+    For example, tokenizers raises a plain ``Exception`` whose message contains the number.
+    """
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else 0
 
 
 def _is_about_writing(error: Exception) -> bool:
-    """Whether torch or safetensors says, in its own way, that the disk did not take a file."""
+    """Return whether torch or safetensors reports, without an error number, that a file could not be written."""
     if type(error).__name__ == "SafetensorError":
         return True
-    words = ("PytorchStreamWriter", "inline_container")  # of the C++ code behind torch.save
+    words = ("PytorchStreamWriter", "inline_container")  # names in the C++ code behind torch.save
     return type(error) is RuntimeError and any(word in str(error) for word in words)
 
 
@@ -285,7 +301,10 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    """Ask the system to really write it; a file system that cannot sync a folder (Drive) is not asked twice."""
+    """Make the system write a file or folder from its cache to the disk.
+
+    Some file systems, such as Google Drive's, cannot sync folders; that error is ignored.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,17 +4,20 @@ from rich.console import Console
 
 
 class Aside(Console):
-    """Standard error. Brackets in a path are no markup, and a reader who left (``| tee``, Ctrl-C) stops nothing."""
+    """A console on standard error that prints brackets as they are, and whose errors never stop the run.
+
+    Writing fails if nobody reads any more, for example when ``| tee`` has ended or the terminal was closed.
+    """
 
     def __init__(self) -> None:
         super().__init__(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Go on in silence; rich would end the process, and with it the save that is to come."""
+        """Print nothing from now on. rich would end the process here, before the run is saved."""
         self.quiet = True
 
     def _check_buffer(self) -> None:
-        """Do the same for a terminal that is gone (EIO), or a log on a full disk; rich knows broken pipes alone."""
+        """Do so after any ``OSError``, as of a closed terminal (EIO) or a full disk; rich catches broken pipes only."""
         try:
             super()._check_buffer()
         except OSError:
@@ -22,10 +25,10 @@ class Aside(Console):
 
 
 class Voice:
-    """Print sentences on a console; a copy that is sent to another process stays silent.
+    """Print sentences on a console; a pickled copy in another process prints nothing.
 
     Args:
-        console: where; nowhere when left out.
+        console: where to print; without one, nothing is printed.
     """
 
     def __init__(self, console: Console | None = None):
@@ -36,4 +39,5 @@ class Voice:
             self.console.print(sentence)
 
     def __reduce__(self):
+        # Pickle it as a Voice without a console.
         return Voice, ()

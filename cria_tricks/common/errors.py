@@ -1,4 +1,4 @@
-"""The errors a user can meet. Everything else that raises is a bug of ours."""
+"""Define the errors that a user can meet; any other exception that ends a command is a bug of this package."""
 
 import errno
 import logging
@@ -7,21 +7,21 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# bitsandbytes tells every user of a CPU with 16-bit products about a package that nothing here needs. This module is
-# imported before bitsandbytes is, whatever of ours is used.
+# On a CPU with 16-bit products bitsandbytes warns of a missing package that nothing here needs. The filter is set here,
+# because every use of this package imports this module before bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
 
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_TOKEN")
-"""Variables that hold a token of the hub."""
+"""Environment variables that hold an access token of the Hugging Face hub."""
 
 
 class BadInput(ValueError):
-    """The input is wrong: one line that says what, where, and what would be right. Exit code 2.
+    """The input is wrong: one line says what, where, and what would be right. Exit code 2.
 
     Args:
-        line: what to say. Of a word longer than 300 letters, a user's that is quoted, the middle is left out.
+        line: the message. It may quote a word of the user's; the middle of a word of 300 or more letters is left out.
     """
 
     def __init__(self, line: str):
@@ -29,16 +29,16 @@ class BadInput(ValueError):
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""What the system says when there is no room."""
+"""The system's error numbers for a full disk: no space, quota used up, file too large."""
 
 
 class Unwritten(BadInput):
-    """A file or folder could not be written; what was saved before it is whole. Exit code 2.
+    """A file or folder could not be written; everything saved before is complete. Exit code 2.
 
     Args:
         path: what could not be written.
         reason: why, in the system's words.
-        number: the system's number for the reason, if there is one; it decides what is advised.
+        number: the system's error number, if there is one; for a full disk the advice is to make room.
     """
 
     def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
@@ -52,11 +52,11 @@ AGAIN = "run the command again (a training run: with --resume)"
 
 
 class Unfinished(RuntimeError):
-    """Something unforeseen stopped a result from being written; what was saved before it is whole. Exit code 1.
+    """An unforeseen error stopped a result from being written; everything saved before is complete. Exit code 1.
 
     Args:
         path: what could not be written.
-        error: why.
+        error: the unforeseen error.
     """
 
     def __init__(self, path: Path, error: BaseException):
@@ -73,11 +73,11 @@ class OutOfMemory(RuntimeError):
 
 
 class Lost(RuntimeError):
-    """Another process of the run died or stopped answering; what was saved is whole. Exit code 1."""
+    """Another process of the run died or stopped answering; everything saved before is complete. Exit code 1."""
 
 
 class JobFailed(RuntimeError):
-    """A job on a rented machine was not taken, or did not end well. Exit code 1."""
+    """A job on a rented machine was refused, or ended with an error. Exit code 1."""
 
 
 class Interrupted(RuntimeError):
@@ -85,13 +85,14 @@ class Interrupted(RuntimeError):
 
 
 FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interrupted)
-"""Errors that are one sentence already."""
+"""Errors whose message is one sentence for the user already."""
 
 
 def redacted(text: str) -> str:
-    """Hide secrets in a text: tokens of the hub, by their looks or from the environment, and a URL's part before its @.
+    """Hide secrets in a text: access tokens of the hub, and user and password in a URL.
 
-    Every error passes through here, and so does what a library printed into it.
+    A token is found by its form (``hf_...``) or because an environment variable holds it. Every error message passes
+    through here, because it may quote what a library said.
 
     Examples:
         >>> redacted("https://me:secret@example.org/x")
@@ -99,17 +100,24 @@ def redacted(text: str) -> str:
     """
     for name in _SECRETS:
         secret = os.environ.get(name, "").strip()
-        if len(secret) >= 8:  # a shorter word is nobody's token, and too common to cut out
+        if len(secret) >= 8:  # a shorter value is no token, and may be a common word
             text = text.replace(secret, "[hidden]")
     text = re.sub(r"\bhf_[A-Za-z0-9]{20,}", "[hidden]", text)
     return re.sub(r"(?<=://)[^/\s@]+(?=@)", "[hidden]", text)
 
 
 def usable_path(option: str, text: str | Path) -> Path:
-    """Check that the system can take a path, whether or not there is something.
+    """Check that the system accepts a path, whether or not it exists.
+
+    Args:
+        option: what the error message calls it, e.g. ``"--out"``.
+        text: the path as it was typed.
+
+    Returns:
+        The path, with ``~`` replaced by the home folder.
 
     Raises:
-        BadInput: if it is too long, not UTF-8, holds a zero byte, or may not be looked at.
+        BadInput: if it is too long, cannot be written as UTF-8, holds a zero byte, or access is denied.
     """
     try:
         str(text).encode()
@@ -124,29 +132,33 @@ def usable_path(option: str, text: str | Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """Take the first line of what a library's error says."""
+    """Return the first line of a library's error message, or the error's class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """Put all that a library's error says into one line."""
+    """Return a library's error message with its lines joined into one."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def cure(error: BaseException, cures: Mapping[int, str]) -> str:
-    """Look up what to do about a library's HTTP error: ``"; is the token right?"``, or nothing.
+    """Look up the advice for a library's HTTP error, to append to a message: ``"; is the token right?"``.
 
     Args:
-        error: whose ``response`` has a status code, if it is an HTTP error.
-        cures: what to do, by status code.
+        error: an HTTP error has a ``response`` with a status code.
+        cures: the advice, by status code.
+
+    Returns:
+        An empty string if there is no advice for this error.
     """
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return f"; {cures[status]}" if status in cures else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the GPU, bitsandbytes' managed memory or the machine ran out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's; it is not imported here
+    """Return whether the error says that the GPU, bitsandbytes' managed memory or the machine ran out of memory."""
+    # torch's error is recognised by its name, because importing torch here would take seconds.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

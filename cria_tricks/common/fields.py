@@ -1,4 +1,7 @@
-"""Find the field of a recipe that a user means: by its own name, by a name of other libraries, or without its group."""
+"""Find the field of a recipe that a user means, by its own name, by another library's name, or without its group.
+
+The field ``train.learning_rate`` belongs to the group ``train``. A user may also type ``learning_rate`` or ``lr``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +49,7 @@ field's own name, so that all files use the same names.
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten one level of groups: their fields get dotted names.
+    """Flatten one level of nested groups: each field gets a dotted name.
 
     Examples:
         >>> flat({"name": "smoke", "train": {"epochs": 3}})
@@ -62,14 +65,14 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_field(key: str, known: Sequence[str]) -> str | None:
-    """Find the field that a key names.
+    """Find the field that a key means.
 
     Args:
         key: as it was typed, e.g. ``"LR"``, ``"max_steps"`` or ``"train.max_steps"``.
         known: all fields, dotted.
 
     Returns:
-        The field's full name, or ``None`` when no field is meant or more than one could be.
+        The field's full name, or ``None`` if no field fits or several do.
 
     Examples:
         >>> find_field("LR", ["train.learning_rate"])
@@ -88,12 +91,12 @@ def find_field(key: str, known: Sequence[str]) -> str | None:
 
 
 def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> str:
-    """Say in one line that there is no such field, and which one may be meant.
+    """Write the error message for an unknown field, in one line, with the field that may be meant.
 
     Args:
         key: as it was typed.
         known: all fields, dotted.
-        is_table: whether the key opens a table of a recipe file, so that a group is looked for, and not a field.
+        is_table: whether the key is the heading of a TOML table, as in ``[train]``: then a group is meant, not a field.
     """
     groups = _groups(known)
     if is_table:
@@ -114,12 +117,12 @@ def unknown_field(key: str, known: Sequence[str], *, is_table: bool = False) -> 
 
 
 def a_group(group: str, known: Sequence[str]) -> str:
-    """Say in one line that a name stands for several fields, and which."""
+    """Write the error message for a group where a field is expected, in one line, with the group's fields."""
     return f"{group} is a group of fields; there are {_fields_of(group, known)}"
 
 
 def _a_group_or_field(group: str, known: Sequence[str]) -> str:
-    """Say that a name is a group's; a field of another group may have the same name, and be meant."""
+    """Write the message of :func:`a_group`, and ask whether a field of the same name in another group was meant."""
     field = _only(group, known)
     or_field = f"; or did you mean {field}?" if field else ""
     return a_group(group, known) + or_field
@@ -130,7 +133,7 @@ def _fields_of(group: str, known: Sequence[str]) -> str:
 
 
 def _nearer_group(key: str, known: Sequence[str]) -> str | None:
-    """The group that a misspelt key without a dot stands for, unless it is more like a field."""
+    """Find the group that a misspelt key without a dot means; ``None`` if it looks more like a field."""
     if "." in key:
         return None
     groups = _groups(known)
@@ -143,10 +146,10 @@ def _nearest_field(key: str, known: Sequence[str]) -> str | None:
     group, _, last = plain(key).rpartition(".")
     found = find_field(key, known) or ALIASES.get(last) or _only(last, known)
     if found:
-        return found  # the group was left out, or is the wrong one
+        return found  # the field exists, but the key had no group or a wrong one
     if group and group not in _groups(known):
         return nearest(key, known)
-    # Only the last parts are compared: all names of a group begin alike, so train.lr would be like train.mirror.
+    # Compare only the parts behind the dot. All names of a group begin alike, so train.lr would look like train.mirror.
     within = {_last(name): name for name in known if group in ("", _group(name))}
     near = nearest(last, within)
     if near is None:

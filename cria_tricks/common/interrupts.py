@@ -73,7 +73,7 @@ def _install() -> None:
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """Return the signals to handle. nohup starts a command with SIGHUP ignored; then SIGHUP is left out."""
+    """Return the signals to handle, without SIGHUP if it is ignored already: nohup starts a command that way."""
     import signal
 
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -82,7 +82,7 @@ def heard() -> tuple[signal.Signals, ...]:
 
 
 class AtOnce:
-    """A context manager in which the first signal ends the process at once, as there is nothing to clean up."""
+    """A context manager in which the first signal ends the process at once, because there is nothing to clean up."""
 
     def __enter__(self) -> None:
         _state.hasty += 1
@@ -104,7 +104,7 @@ def now_saved(sentence: str) -> None:
 
 
 def asked() -> bool:
-    """Whether a signal asked the command to stop. Then any exception that ends the command is due to the signal."""
+    """Return whether a signal asked the command to stop; if so, any exception that ends it is due to the signal."""
     return _state.asked
 
 
@@ -119,7 +119,7 @@ def speaking() -> None:
 
 
 def is_speaking() -> bool:
-    """Whether the command's last line is printed, or being printed."""
+    """Return whether the command's last line is printed, or being printed."""
     return _state.speaking or _state.code is not None
 
 
@@ -179,7 +179,7 @@ def _handle(signal_number: int, frame: Any) -> None:
 
 
 def _imports(frame: Any) -> bool:
-    """Whether an import is running, in this frame or in a caller, also if C++ code of the library has started it."""
+    """Return whether an import is running, in this frame or in a caller; C++ code of a library may have started it."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

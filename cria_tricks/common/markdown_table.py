@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Write a table, as a list of lines.
+    """Return a Markdown table as a list of lines.
 
     Args:
-        columns: their headings.
-        rows: the cells of each row, as they are; see :func:`cell` for texts that may hold a bar.
+        columns: the headings.
+        rows: the cells of each table row. They are not escaped; use :func:`cell` for a text that may contain ``|``.
 
     Examples:
         >>> print("\\n".join(markdown_table(["what", "bytes"], [["weights", "4 B"]])))
@@ -21,7 +21,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 
 
 def cell(text: str) -> str:
-    """Escape the bars of a text, which would end its cell."""
+    """Escape each ``|`` in a text, because it would end the cell."""
     return text.replace("|", "\\|")
 
 

@@ -22,7 +22,7 @@ def same(name: str, known: Iterable[str]) -> str | None:
         known: the right names.
 
     Returns:
-        The known name, or ``None`` when there is none, or when more than one could be meant.
+        The known name, or ``None`` if none fits or several do.
 
     Examples:
         >>> same("SmolLM2", ["smollm2", "llama-3.2-1b"])
@@ -41,7 +41,7 @@ def the_only(found: Iterable[str]) -> str | None:
 
 
 def repeated(names: Sequence[str]) -> str | None:
-    """Find the first name that is there more than once; ``None`` if each is there once."""
+    """Find the first name that occurs more than once; ``None`` if there is none."""
     return next((name for name in names if names.count(name) > 1), None)
 
 
@@ -51,7 +51,10 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     Args:
         name: as it was typed.
         known: the right names.
-        cutoff: how alike two names must be, from 0 (any two) to 1 (equal), by ``difflib``.
+        cutoff: the least similarity by ``difflib``, from 0 (any two names) to 1 (equal names).
+
+    Returns:
+        The known name, or ``None`` if none is similar enough.
     """
     by_plain = {plain(other): other for other in known}
     found = difflib.get_close_matches(plain(name), by_plain, n=1, cutoff=cutoff)
@@ -61,11 +64,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def hint(near: str | None, otherwise: str) -> str:
-    """Ask whether the nearest name was meant.
+    """Return the end of an error message: the question whether the nearest name was meant, or another hint.
 
     Args:
         near: the known name that looks most like the wrong one, if there is one.
-        otherwise: what to say where no name is near.
+        otherwise: the hint if no known name is similar.
 
     Examples:
         >>> hint("smoke", "there are smoke, kwanzaa")

@@ -1,4 +1,4 @@
-"""Show progress bars with counts and times."""
+"""Show progress bars with counts, times and a note."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 def new_bar(console: Console) -> Progress:
-    """Make a bar with counts and times, and a ``note`` at its end; it shows nothing where there is no terminal."""
+    """Make a bar with counts, times, and a ``note`` at its end. Without a terminal it shows nothing.
+
+    Each task must set the field ``note``: ``bar.add_task("reading", total=None, note="")``.
+    """
     return Progress(
         TextColumn("{task.description:<10}"),
         BarColumn(),
@@ -33,12 +36,15 @@ def new_bar(console: Console) -> Progress:
 
 @contextlib.contextmanager
 def counted(rows: Iterable[T], what: str, console: Console) -> Iterator[Iterator[T]]:
-    """Show how many rows were read, while they are: a bar without an end, and a plain line before and after.
+    """Show how many rows have been read so far, and print a plain line before and after.
 
     Args:
-        rows: to be read.
-        what: it is for.
-        console: where it is shown.
+        rows: the rows. How many there will be is not known, so the bar has no total.
+        what: what they are read for; the lines begin with it.
+        console: where to show it.
+
+    Yields:
+        An iterator over the rows, which counts them.
     """
     number = 0
     bar = new_bar(console)

@@ -1,8 +1,9 @@
-"""Check a folder before anything in it is read: it may hold plain files of its own, and nothing that runs.
+"""Check a folder before anything in it is loaded: it may contain only plain files, and none that runs code.
 
-JSON, TOML, text and safetensors hold data. A pickle is a program that runs when it is read, and so is a module of
-Python that a config names for transformers to fetch. A link, or a file name in a config, may lead out of the folder.
-Each function looks without reading any of that, and says in words what it found, or nothing.
+JSON, TOML, text and safetensors files hold data. But a pickle is a program, which runs when it is loaded. A config can
+name a Python module, which transformers then fetches and runs. And a symbolic link, or a file name in a config, can
+point to a file outside the folder. Each check loads none of these. It returns a sentence on the first problem that it
+finds, or an empty string.
 """
 
 import json
@@ -15,23 +16,27 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"}
-"""Endings under which torch, joblib and numpy read pickles."""
+"""Suffixes of files in which torch, joblib and numpy may read a pickle."""
 _ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")
-"""How torch.save's zip files, empty ones too, and numpy's files begin."""
+"""The first bytes of the zip files that torch.save writes, of an empty zip file, and of numpy's files."""
 _CODE = {"auto_map", "custom_pipelines", "trust_remote_code", "megatron_config"}
-"""Fields of transformers' and peft's configs that make a loader import what the folder names."""
+"""Fields of transformers' and peft's configs that make a loader import Python code which the folder names."""
 
 
 def leaves(name: str) -> bool:
-    """Tell whether a file name leads out of the folder in which it is looked up, on any system."""
+    """Return whether a file name is empty, or could lead out of its folder on Linux, macOS or Windows."""
     path = PurePosixPath(name)
     return not name or path.is_absolute() or ".." in path.parts or "\\" in name or bool(PureWindowsPath(name).drive)
 
 
 def way_out(folder: Path) -> str:
-    """Name a link that leaves the folder, or something that is no plain file; opening a pipe would wait for ever.
+    """Find a symbolic link that leaves the folder, or something that is neither a file nor a folder, such as a pipe.
 
-    The hub's cache is the exception: there a snapshot's files are links to ``blobs`` beside the snapshots.
+    A pipe is refused because opening it would wait for ever. Links are allowed in the hub's cache, where the files of a
+    snapshot are links into the folder ``blobs`` beside ``snapshots``.
+
+    Returns:
+        One sentence on what is wrong; empty if nothing is.
     """
     inside = [folder.resolve()]
     if folder.absolute().parent.name == "snapshots":
@@ -51,11 +56,14 @@ def way_out(folder: Path) -> str:
 
 
 def program(folder: Path, but: Collection[str] = ()) -> str:
-    """Name a file that would run when it is read: a pickle by name or by content, or a config that asks for code.
+    """Find a file that could run code when it is loaded: a pickle by name or content, or a config that asks for code.
 
     Args:
-        folder: whose files are looked at; the first bytes of each, and all of the configs.
-        but: names of pickles that are expected, for a reader that takes nothing but tensors from them.
+        folder: its files are checked by their first bytes, and the configs by their whole content.
+        but: names of pickles that are expected. The caller must load only tensors from them.
+
+    Returns:
+        One sentence on what is wrong; empty if nothing is.
     """
     for path in _everything(folder):
         name = path.relative_to(folder).as_posix()
@@ -73,13 +81,13 @@ def program(folder: Path, but: Collection[str] = ()) -> str:
 
 
 def _runs(path: Path, name: str) -> str:
-    """Say why a file is a program by its content, or not what its name says; empty for a file that may be read."""
+    """Describe why a file's content could run code, or is not what its name says; empty for a file that is safe."""
     with path.open("rb") as file:
         start = file.read(8)
     broken = ""
     if path.suffix.lower() == ".safetensors":
         broken = _no_safetensors(path)
-        # The file begins with the length of its header, which may look like a pickle's first bytes.
+        # A valid one begins with the length of its header, which may look like a pickle's first bytes.
         if not broken:
             return ""
     if _begins_like_a_program(start):
@@ -93,7 +101,7 @@ def _runs(path: Path, name: str) -> str:
 
 
 def _everything(folder: Path) -> Iterator[Path]:
-    """Every file, folder and link below a folder, in one order everywhere; links are not followed."""
+    """List every file, folder and link below a folder, in the same order on every machine; links are not followed."""
     for place, folders, files in os.walk(folder):
         folders.sort()
         yield from (Path(place) / name for name in sorted([*folders, *files]))
@@ -107,14 +115,17 @@ def _begins_like_a_program(start: bytes) -> bool:
 
 def _no_safetensors(path: Path) -> str:
     try:
-        with safe_open(path, framework="np"):  # reads the header, and holds it against the file's length
+        with safe_open(path, framework="np"):  # this reads the header only, and compares it with the file's length
             return ""
     except (SafetensorError, ValueError) as error:
         return str(error).splitlines()[0]
 
 
 def _asks_for(path: Path) -> str:
-    """What a config asks for that is not given: code, or a file from elsewhere. A broken one is its reader's affair."""
+    """Describe what a config asks for and may not have: code, or a file outside its folder; empty if nothing.
+
+    A config that is not valid JSON is left to the library that reads it.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         for key, value in _fields(config):
@@ -127,7 +138,7 @@ def _asks_for(path: Path) -> str:
 
 
 def _fields(node: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and value of a JSON document, however deep."""
+    """List every key and value of a JSON document, at any depth."""
     inside: Any = ()
     if isinstance(node, dict):
         yield from node.items()
@@ -143,7 +154,7 @@ def _refused(key: str, value: Any) -> str:
         return f"asks for code of its own ({key}), which is never run here"
     if key.endswith("attn_implementation") and "/" in str(value):
         return f"asks for a kernel from the hub ({value}), which is code and never run here"
-    # Written by old tokenizers and read by none: where their author's copy of that file was.
+    # Old tokenizers wrote this field: a path on their author's machine. No library reads it, so it does no harm.
     if key == "special_tokens_map_file":
         return ""
     if key == "weight_map" or key == "transformers_weights" or key.endswith(("_file", "_files")):
@@ -154,7 +165,7 @@ def _refused(key: str, value: Any) -> str:
 
 
 def _named_files(key: str, value: Any) -> Iterable[Any]:
-    """The files that a field of a config names: those of an index, a list of them, or a single one."""
+    """Return the files that a field of a config names: the values of an index, a list, or a single name."""
     if key == "weight_map" and isinstance(value, dict):
         return value.values()
     if key != "weight_map" and isinstance(value, list):

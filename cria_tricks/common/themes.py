@@ -1,17 +1,17 @@
-"""The colours of every figure, for pages in light and in dark mode."""
+"""The colours of all figures, for light and for dark pages."""
 
 from typing import NamedTuple
 
 
 class Theme(NamedTuple):
-    """Colours of one mode; the series' colours can be told apart with any kind of colour vision.
+    """Colours for light or for dark pages.
 
     Attributes:
-        ink: of text.
-        quiet: of axes and of what is said by the way.
-        grid: of grid lines.
-        series: of the series, the first one first.
-        alarm: of what does not fit.
+        ink: text.
+        quiet: axes, and what is not important.
+        grid: grid lines.
+        series: lines and points; they can be told apart with any kind of colour vision.
+        alarm: limits.
     """
 
     ink: str

@@ -6,7 +6,7 @@ Every other module formats them with these functions, so that all outputs look t
 import math
 
 DTYPE = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""The values of ``tricks.precision`` -> the names of torch's dtypes (``torch.float32``)."""
+"""The names of torch's dtypes (``torch.float32``), by the values of ``tricks.precision``."""
 
 
 def human(count: int | float) -> str:
@@ -79,7 +79,7 @@ def money(usd: float) -> str:
 
 
 def _short(number: float, unit: str) -> str:
-    """Return a number and its unit, with one decimal if the rounded number is below ten, else with none."""
+    """Return a number and its unit, with one decimal if the number rounds to less than ten, else with none."""
     tenths = _rounded(10 * number)
     if tenths < 100:
         return f"{tenths // 10}.{tenths % 10} {unit}"

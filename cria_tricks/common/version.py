@@ -11,9 +11,9 @@ except importlib.metadata.PackageNotFoundError:
 
 
 ARITHMETIC = ("torch", "transformers", "peft", "bitsandbytes")
-"""Libraries that compute a step: another version may change the last bits of a run."""
+"""Libraries that compute a step: with another version the results of a run may differ in their last bits."""
 PACKAGES = (*ARITHMETIC, "accelerate")
-"""Libraries whose versions stand in every report."""
+"""Libraries whose versions are in every report."""
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -22,5 +22,5 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Look up the versions of Python, of this package, and of the libraries that decide the numbers."""
+    """Look up the versions of Python, of this package, and of the libraries in :data:`PACKAGES`."""
     return {"python": platform.python_version(), "cria_tricks": __version__, **installed(PACKAGES)}

@@ -1,4 +1,4 @@
-"""Print a line on standard error every five seconds while a command works and prints nothing else."""
+"""Print a line on standard error every five seconds while a command is working but prints nothing else."""
 
 import contextlib
 import os
@@ -10,21 +10,23 @@ from typing import Any, TextIO
 from cria_tricks.common import interrupts
 
 PATIENCE = 4.0
-"""Seconds of silence before a line. A second less than promised, because a busy machine wakes the thread late."""
+"""Seconds without output before a line is printed: one less than five, because a busy machine wakes threads late."""
 
 
 class Waiting:
-    """Says what a command is doing when nothing else was printed for a while.
+    """Print what a command is doing when nothing else was printed for a while.
 
     Args:
-        say: takes a line.
-        clock: gives the time in seconds.
+        say: prints a text.
+        clock: returns the time [s].
 
     Attributes:
-        phases: what is being done, the innermost last.
-        began: when the innermost one began, or was gone back to.
-        printed: when something else was printed. A new phase is silent too, so it does not count here.
-        said: when the last line was said.
+        phases: what the command is doing, from the outermost phase to the innermost.
+        began: when the innermost phase began, or when it became the innermost again.
+        printed: when anything else was printed last. The beginning of a phase prints nothing, so it does not count.
+        said: when :meth:`tick` printed its last line.
+        in_a_line: whether the last output did not end its line, as a progress bar's.
+        paused: if it is above 0, nothing is printed. It counts, because :func:`paused` blocks may nest.
     """
 
     def __init__(self, say: Callable[[str], Any], clock: Callable[[], float] = time.monotonic):
@@ -36,25 +38,25 @@ class Waiting:
         self.paused = 0
 
     def tick(self) -> float:
-        """Say a line if it is time.
+        """Print a line if it is time.
 
         Returns:
-            Seconds until the next one may be due.
+            Seconds after which to call this again.
         """
         now = self.clock()
         left = max(self.printed, self.said) + PATIENCE - now
         if self.paused or not self.phases or interrupts.is_speaking():
-            return PATIENCE / 8  # nothing tells this thread when that is over, so it looks again soon
+            return PATIENCE / 8  # nothing wakes this thread when the pause is over, so it checks again soon
         if left > 0:
             return left
-        # A progress bar leaves the cursor in its line; the sentence begins a new one.
+        # A progress bar leaves the cursor in its line, so begin a new one.
         self.say("\n" * self.in_a_line + f"still {self.phases[-1]}, {now - max(self.began, self.printed):.0f} s\n")
         self.said = now
         self.in_a_line = False
         return PATIENCE
 
     def listen_to(self, stream: TextIO) -> None:
-        """Notice whatever is printed to a stream, also by libraries and progress bars."""
+        """Replace a stream's ``write``, to notice whatever libraries and progress bars print there."""
         write = stream.write
 
         def noticed(text: str) -> int:
@@ -69,11 +71,11 @@ _waiting: Waiting | None = None
 
 
 def start(what: str, streams: Iterable[TextIO]) -> None:
-    """Begin to say what the command is doing; of several processes only rank 0 does.
+    """Start the thread that prints the lines; of several processes only rank 0 starts it.
 
     Args:
-        what: the command, until :func:`doing` names something else.
-        streams: where else is printed.
+        what: what the lines name outside of :func:`doing`: the command.
+        streams: where other output is printed; any output there postpones the next line.
     """
     global _waiting
     if (os.environ.get("RANK") or "0") != "0":
@@ -87,7 +89,7 @@ def start(what: str, streams: Iterable[TextIO]) -> None:
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Name what is being done: ``"loading NAME"``."""
+    """Name a phase for the lines that are printed in it: ``"loading NAME"``."""
     waiting = _waiting
     if waiting is None:
         yield
@@ -103,7 +105,7 @@ def doing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Say nothing: the user is asked for something, or another process speaks."""
+    """Print no line inside: the user is asked for input, or another process prints."""
     waiting = _waiting
     if waiting is None:
         yield
@@ -122,5 +124,5 @@ def _tick(waiting: Waiting) -> None:
 
 
 def _to_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be there any more to read it
+    with contextlib.suppress(OSError):  # the terminal or the reader of a pipe may be gone
         os.write(2, line.encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""What lessons share: the job and its bill so far, figures, checks of exercises."""
+"""What the lessons share: the course's job with its memory bill so far, figures, and the checks of exercises."""
 
 from cria_tricks.course.drawing import DARK, LIGHT, Sketch, figure, show, staircase
 from cria_tricks.course.exercises import CHECKS, about, check, equal

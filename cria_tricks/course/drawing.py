@@ -26,8 +26,8 @@ def staircase(lesson: str) -> Drawing:
     """Draw the memory needed as one bar for each toggle that the course has reached, each added to those before it.
 
     Args:
-        lesson: the name of its file, e.g. ``03_gradient_checkpointing``. The bars of its own toggles are coloured, all
-            others are grey.
+        lesson: the name of the lesson's file, e.g. ``03_gradient_checkpointing``. The bars of the toggles that this
+            lesson explains are coloured, all others are grey.
     """
     reached = so_far(lesson)
     fields = toggles.switched_on(reached)
@@ -58,7 +58,7 @@ def figure(height: float = 3.0) -> tuple[Figure, Axes]:
     """Make an empty figure of the course's width, with one panel.
 
     Args:
-        height: height of the figure (inches).
+        height: height of the figure [inches].
     """
     drawn, (axes,) = style.panels(1, height)
     return drawn, axes
@@ -68,10 +68,10 @@ def show(drawing: Drawing, says: str) -> None:
     """Show a figure in a notebook, in both themes; outside a notebook, show nothing.
 
     Args:
-        drawing: theme -> figure; called once for a light page and once for a dark one.
+        drawing: a function from a theme to a figure; called once for the light theme and once for the dark one.
         says: one sentence on what the figure shows, for readers who cannot see it (alt text).
     """
-    # Both are drawn even where nothing is shown, so that a plain run of a lesson finds a broken figure.
+    # Draw both even if nothing is shown, so that running a lesson as a plain script finds a broken figure.
     light, dark = (style.save(drawing, theme).decode() for theme in ("light", "dark"))
     try:
         # Imported here, because a lesson also runs as a plain script on a machine without IPython.
@@ -80,6 +80,7 @@ def show(drawing: Drawing, says: str) -> None:
     except ImportError:
         return
     if get_ipython() is not None:
+        # A notebook may have a dark page, so the plain SVG gets a white background.
         white = light.replace("<defs>", '<rect width="100%" height="100%" fill="#ffffff"/>\n <defs>', 1)
         display({"image/svg+xml": white, LIGHT: light, DARK: dark, "text/plain": says}, raw=True)
 
@@ -111,7 +112,7 @@ class Sketch:
             h: height.
             name: the words in the middle of the box.
             color: index of one of the theme's series colours.
-            kept: whether the tensor is still there; its box is filled if so, else empty with a dashed edge.
+            kept: whether the tensor is still in memory; if not, its box is empty, with a dashed edge.
         """
         edge = self.theme.series[color]
         fill: dict[str, Any] = {"facecolor": (*_rgb(edge), 0.22)}

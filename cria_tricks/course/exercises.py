@@ -1,22 +1,22 @@
-"""The checks of a lesson's exercises: right, wrong with a hint, or not there yet."""
+"""Check the answers to a lesson's exercises: each is right, wrong (with a hint), or not there yet."""
 
 from collections.abc import Callable
 from typing import Any
 
 CHECKS: list[tuple[int, str, str]] = []
-"""The exercises that were checked in this process: number, ``right``, ``no`` or ``not yet``, and the words said."""
+"""The exercises checked in this process: number, verdict (``right``, ``no`` or ``not yet``), and the printed text."""
 
 
 def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str = "") -> None:
     """Print whether an answer to an exercise is right, wrong (with a hint) or not there yet, in one line.
 
     Args:
-        exercise: its number in the lesson.
-        answer: ``None`` until there is one.
-        grade: raises ``AssertionError`` with a hint for a wrong answer, ``NotImplementedError`` for none, as when a
-            function of the reader's returns nothing.
-        returns: what a right answer is, with shape and units: ``"a number of MiB"``. It is the hint where the answer is
-            of another kind, so that a reader never meets a bare traceback.
+        exercise: the exercise's number in the lesson.
+        answer: the reader's answer; ``None`` until there is one.
+        grade: checks the answer. It raises ``AssertionError`` with a hint if the answer is wrong, and
+            ``NotImplementedError`` if there is none, for example if the reader's function returns nothing.
+        returns: what a right answer is, with shape and units: ``"a number of MiB"``. If the answer is of another kind,
+            this is the hint, so that a reader never sees a bare traceback.
     """
     found = "no"
     try:
@@ -40,13 +40,13 @@ def check(exercise: int, answer: Any, grade: Callable[[Any], Any], returns: str 
 def about(
     right: float, hint: str, within: float = 0.01, mistakes: dict[float, str] | None = None
 ) -> Callable[[Any], None]:
-    """Make a grade for a number: an answer is right within a share of it.
+    """Return a grading function for a number with a relative tolerance.
 
     Args:
-        right: the answer.
+        right: the right answer.
         hint: what is printed for a wrong number.
-        within: the share.
-        mistakes: wrong numbers that a known mistake leads to, each with the hint that fits it better.
+        within: the tolerance, as a share of the right answer.
+        mistakes: wrong numbers that common mistakes lead to, each with a hint on that mistake.
     """
 
     def is_it(number: float, other: float) -> bool:
@@ -62,7 +62,7 @@ def about(
 
 
 def equal(right: Any, hint: str = "") -> Callable[[Any], None]:
-    """Make a grade for an answer that is right or wrong, with nothing between; a number may be of any numeric type."""
+    """Return a grading function for an answer that must be exactly right; a number may be of any numeric type."""
 
     def grade(answer: Any) -> None:
         value = answer

@@ -1,4 +1,7 @@
-"""The cube of ``parallel/hybrid.py`` on the tiny model, and one process on the same rows: lesson 24 compares them."""
+"""Train the tiny model by 3D parallelism (``parallel/hybrid.py``), and in one process on the same rows.
+
+Lesson 24 compares the losses of the two. The processes form a cube with the axes data, stage and tensor.
+"""
 
 import random
 import tempfile
@@ -29,12 +32,12 @@ TINY = (
 
 
 def planned(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> Plan:
-    """Hold a recipe and a number of processes against a cube, and plan the pipelines in it.
+    """Check that a recipe and a number of processes fit a cube, and make the plan of its pipelines.
 
     Args:
         recipe: what to train.
-        size: processes.
-        sizes: of the cube's axes.
+        size: the number of processes.
+        sizes: the lengths of the cube's axes ``data``, ``stage`` and ``tensor``.
 
     Raises:
         BadInput: with the reason and what to use.
@@ -46,6 +49,7 @@ def planned(recipe: Recipe, size: int, sizes: Mapping[str, int]) -> Plan:
     tensor.refuse_unsplittable(recipe)
     shape = find_shape(recipe.model)
     refuse_undivided(shape.name, shape.heads, shape.kv_heads, shape.inner, sizes["tensor"])
+    # The plan leaves the tensor axis out: over_the_cube splits the matrices, so the processes of a stage act as one.
     piped = ["parallel.strategy=pipeline", f"parallel.pipelines={sizes['data']}"]
     return resolve(with_settings(recipe, piped), processes=sizes["data"] * sizes["stage"])
 
@@ -56,16 +60,16 @@ def over_the_cube(
     sizes: Mapping[str, int],
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
-    """Train on rows in all processes; the losses are the same in each.
+    """Train on rows in all processes of a cube; every process calls this, and returns the same losses.
 
     Args:
         recipe: what to train.
-        rows: token rows.
-        sizes: of the cube's axes.
-        callbacks: of transformers.
+        rows: the tokenised rows.
+        sizes: the lengths of the cube's axes ``data``, ``stage`` and ``tensor``.
+        callbacks: passed to transformers' Trainer.
     """
     plan = planned(recipe, numbers.processes(), sizes)
-    torch.manual_seed(recipe.train.seed)
+    torch.manual_seed(recipe.train.seed)  # so that all processes draw the same weights
     loaded = load(plan, models.find(recipe.model))
     mesh = processes.grid(plan.device.kind, **sizes)
     tensor.split(loaded.model, mesh["tensor"])
@@ -94,7 +98,10 @@ def _fitted(
 
 
 def random_rows(many: int = 11, longest: int = 24) -> list[dict[str, list[int]]]:
-    """Rows of random words, of ragged lengths; eleven leave the last window of four one row short."""
+    """Draw rows of random token ids, with different lengths.
+
+    With four rows in an optimizer step, the default of eleven rows leaves the last step one row short.
+    """
     draw = random.Random(0)
     rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(many)]
     return [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]} for ids in rows]

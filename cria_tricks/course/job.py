@@ -1,4 +1,4 @@
-"""The course's one job, the Kwanzaa run on a T4: its recipe so far, and its bill."""
+"""Give the recipe of the course's one job, the Kwanzaa run on a T4, up to a lesson, and its memory bill."""
 
 from cria_tricks import recipes, tricks
 from cria_tricks.bill.bill import Bill
@@ -11,7 +11,7 @@ from cria_tricks.tricks.folds import estimate
 MIB = 2**20
 CAPSTONE = recipes.kwanzaa(T4)
 LESSON_OF: dict[str, str] = {}
-"""The lesson that explains a switch."""
+"""The file name of the lesson that explains a toggle, by the toggle's setting (``peft=lora``)."""
 for _trick in tricks.TRICKS:
     LESSON_OF |= dict.fromkeys(_trick.SWITCHES, _trick.LESSON)
 PEAK = "peak of a step"
@@ -19,32 +19,32 @@ NEEDED = "needed, with CUDA's own"
 
 
 def so_far(lesson: str) -> Recipe:
-    """The Kwanzaa run with the toggles that the course has reached.
+    """Return the recipe of the Kwanzaa run with the toggles of all lessons up to this one.
 
     Args:
-        lesson: its file's name, ``03_gradient_checkpointing``; its own toggles are on. ``00_the_bill`` has none: plain
-            fp32 full fine-tuning of Llama-3.2-1B, one row of 2,048 tokens.
+        lesson: the name of the lesson's file, e.g. ``03_gradient_checkpointing``. ``00_the_bill`` has no toggles on: it
+            is plain fp32 full fine-tuning of Llama-3.2-1B, one row of 2,048 tokens.
     """
     reached = []
     for field in toggles.switched_on(CAPSTONE):
         taught = LESSON_OF[toggles.named(CAPSTONE, field)]
-        if taught[:2] <= lesson[:2]:  # the numbers that the files' names begin with
+        if taught[:2] <= lesson[:2]:  # both file names begin with the lesson's number
             reached.append(field)
     return toggles.with_only(CAPSTONE, reached)
 
 
 def bill(recipe: Recipe) -> Bill:
-    """What one training step takes on a T4, by hand."""
+    """Estimate the memory of one training step on a T4, by formulas; nothing is run."""
     return estimate(recipe, find_shape(recipe.model), T4)
 
 
 def show_bill(before: Recipe, after: Recipe) -> None:
-    """Print two bills side by side, row by row, in MiB."""
+    """Print the memory bills of two recipes side by side, line by line, in MiB."""
     first = _lines(bill(before))
     second = _lines(bill(after))
     print(f"{'MiB':34}{'before':>10}{'after':>10}{'change':>11}")
     rows = [name for name in [*first, *second] if name not in (PEAK, NEEDED)]
-    for name in dict.fromkeys([*rows, PEAK, NEEDED]):  # each once, in this order
+    for name in dict.fromkeys([*rows, PEAK, NEEDED]):  # a set that keeps this order, so each name comes once
         old = first.get(name, 0)
         new = second.get(name, 0)
         change = ""
@@ -55,6 +55,6 @@ def show_bill(before: Recipe, after: Recipe) -> None:
 
 
 def _lines(found: Bill) -> dict[str, int]:
-    """Name -> bytes of everything that is printed of a bill."""
+    """Return the bytes of each line of a bill by its name, and of the totals."""
     lines = {row.name: row.bytes for row in found.rows}
     return lines | {PEAK: found.peak_bytes, NEEDED: found.needed_bytes}

@@ -1,4 +1,4 @@
-"""How long the real rows are. The rows themselves are under another licence, and not here."""
+"""Give the lengths of the Kwanzaa project's rows; the rows are under another licence and not in this package."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,6 @@ from typing import Literal
 
 
 def row_lengths(part: Literal["train", "eval"]) -> list[tuple[int, int]]:
-    """Tokens and trained tokens of each row, in its order; at most 2,048, counted by SmolLM2's tokenizer."""
+    """Return (tokens, trained tokens) of each row in the file's order, by SmolLM2's tokenizer, cut at 2,048 tokens."""
     found = json.loads(Path(__file__).with_name("kwanzaa_lengths.json").read_text(encoding="utf-8"))[part]
     return [(tokens, trained) for tokens, trained in found]

@@ -1,4 +1,4 @@
-"""A step on the reader's own GPU, or what was measured on one before."""
+"""Measure a training step on the reader's own GPU, or show what was measured on another one."""
 
 from dataclasses import replace
 
@@ -8,21 +8,22 @@ from cria_tricks.bench import results, tables
 
 
 def on_a_gpu(bench: str, off: str, on: str, shorter: int = 1) -> None:
-    """With a card, measure a step of Llama-3.2-1B's shape without a trick and with it; else show what is committed.
+    """Measure a step of Llama-3.2-1B's shape without and with a trick; without a GPU, print the committed results.
 
     Args:
-        bench: of the trick, ``benchmarks/bench_BENCH.py``.
-        off: the settings of the step without it, as in that file: ``"peft=lora attention=best precision=best"``.
-        on: those with it.
-        shorter: a part of 2,048 tokens, where that file takes shorter rows.
+        bench: the trick's benchmark, the BENCH of ``benchmarks/bench_BENCH.py``.
+        off: settings of the step without the trick, as in that file: ``"peft=lora attention=best precision=best"``.
+        on: settings of the step with the trick.
+        shorter: the rows have 2,048 / ``shorter`` tokens; not 1 where the benchmark takes shorter rows.
     """
     if torch.cuda.is_available():
-        # It brings transformers and peft, and only a machine with a GPU measures.
+        # This imports transformers and peft, which only a measurement needs.
         from cria_tricks.bench import case as cases
 
         setup = cases.default_setup()
         setup = replace(setup, tokens=setup.tokens // shorter)
-        with torch.random.fork_rng():  # what the lesson draws next is what it draws without a card
+        # Measuring draws random numbers. Restore the RNG state, so that the lesson goes on as it does without a GPU.
+        with torch.random.fork_rng():
             found = [cases.measure(bench, "off", off, setup), cases.measure(bench, "on", on, setup, "off")]
     else:
         found = [case for case in results.read(results.COMMITTED) if case.bench == bench]

@@ -1,13 +1,13 @@
-"""Joined processes to try things with, from a notebook or a test: started once, they run one function after the other.
+"""Start several joined processes from a notebook or a test, and run one function after the other in all of them.
 
 ::
 
     with Ranks(2) as ranks:
         ranks.run(lambda: torch.distributed.get_rank())  # [0, 1]
 
-Training is started by ``torchrun``; see ``launch/torchrun.py``. Torch and transformers take seconds to import, so the
-first process does it and forks the others, and all of them stay. They have one core each, no GPU, and
-gloo between them.
+This is for experiments; training is started by ``torchrun``, see ``launch/torchrun.py``. Importing torch and
+transformers takes seconds. So the first process imports them once, forks the others, and all of them stay. Each has one
+thread and no GPU. They communicate by gloo.
 """
 
 import contextlib
@@ -27,18 +27,19 @@ from typing import Any
 import cloudpickle
 
 SECONDS = 240.0
-"""How long a process waits for another before it gives up, in seconds."""
+"""How long a process waits for another one in a collective before it gives up [s]."""
 PATIENCE = 2.0
-"""How long the others have to answer when one has failed, in seconds."""
+"""How long the other processes may take to answer after one has failed [s]."""
 
 _ENDED = True, "it has ended, and what it printed says why"
+"""The answer of a process that has ended: it failed, and why."""
 
 
 class Ranks:
-    """N joined processes.
+    """Run functions in N joined processes, which stay until :meth:`close`.
 
     Args:
-        size: how many.
+        size: the number of processes, N.
     """
 
     def __init__(self, size: int):
@@ -53,7 +54,7 @@ class Ranks:
         self._first = subprocess.Popen(
             [sys.executable, "-m", "cria_tricks.course.processes", *map(str, theirs)],
             pass_fds=theirs,
-            start_new_session=True,  # Ctrl-C in a notebook is not meant for them
+            start_new_session=True,  # so Ctrl-C in a notebook does not reach them
             env={**os.environ, **place, "CUDA_VISIBLE_DEVICES": ""},
         )
         for _, end in pipes:
@@ -67,7 +68,7 @@ class Ranks:
         each.
 
         Returns:
-            What the processes return, by rank.
+            The results, by rank.
 
         Raises:
             RuntimeError: with the traceback of the first process that failed.
@@ -82,11 +83,11 @@ class Ranks:
             failed = any(wrong for wrong, _ in answers.values())
             patience = PATIENCE if failed else None
             ready = wait(waiting, patience)
-            if not ready:  # the others wait for what will never come
+            if not ready:  # the others may wait for a collective in which the failed process will never take part
                 break
             answers |= {rank: _answer(pipe) for pipe, rank in waiting.items() if pipe in ready}
         if len(answers) < self.size or _ENDED in answers.values():
-            self.close()  # and take new ones, for whoever asks next
+            self.close()  # processes that hang or are gone are replaced, so that the next call works
             self._open()
         for rank, (wrong, answer) in sorted(answers.items()):
             if wrong:
@@ -96,7 +97,7 @@ class Ranks:
     def close(self) -> None:
         """End the processes."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._first.pid, signal.SIGKILL)  # the first, and those it has forked
+            os.killpg(self._first.pid, signal.SIGKILL)  # the first process, and those that it has forked
         self._first.wait()
         for pipe in self._pipes:
             pipe.close()
@@ -109,7 +110,7 @@ class Ranks:
 
 
 def _answer(pipe: Connection) -> Any:
-    """Whether the call failed, and what it returned or the traceback."""
+    """Read a process's answer: whether the call failed, and its result or its traceback."""
     try:
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
@@ -117,23 +118,30 @@ def _answer(pipe: Connection) -> Any:
 
 
 def _start(numbers: list[int]) -> None:
-    """Import what takes long, fork, and serve with one end of a pipe each."""
-    os.dup2(2, 1)  # what a function prints is not what a notebook shows
+    """Import the slow libraries, fork the other processes, and serve calls in each.
+
+    Args:
+        numbers: file descriptors of the processes' pipe ends, by rank.
+    """
+    os.dup2(2, 1)  # send prints to standard error, so that they do not mix with the notebook's own output
     import cria_tricks.trainer.shared  # noqa: F401
 
-    gc.freeze()  # no collection of garbage goes through the libraries, or copies their pages for each process
-    os.environ["MASTER_PORT"] = str(_free_port())  # only now: seconds later another program might have it
+    # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
+    gc.freeze()
+    # Chosen after the slow imports, because another program could take the port in the meantime.
+    os.environ["MASTER_PORT"] = str(_free_port())
+    # fork returns 0 in a new process, which leaves the loop with its rank. The first process has rank 0.
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     for other, number in enumerate(numbers):
         if other != rank:
-            os.close(number)  # or nobody would see that the other has ended
+            os.close(number)  # a pipe reports that a process has ended only when all copies of its end are closed
     size = str(len(numbers))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     _serve(Connection(numbers[rank]))
 
 
 def _serve(pipe: Connection) -> None:
-    """What a process does: read a function, call it, answer, until nobody asks any more."""
+    """Join the processes, then read calls from the pipe and answer them until the notebook closes the pipe."""
     import torch
 
     from cria_tricks.processes import world
@@ -144,7 +152,7 @@ def _serve(pipe: Connection) -> None:
             try:
                 call = pipe.recv_bytes()
             except EOFError:
-                os._exit(0)  # without a farewell: the others may be gone already
+                os._exit(0)  # a clean exit would wait for the other processes, which may be gone already
             try:
                 function, arguments = pickle.loads(call)
                 result = cloudpickle.dumps((False, function(*arguments)))

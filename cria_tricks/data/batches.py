@@ -1,4 +1,4 @@
-"""Collate token rows, packed or not, into batches."""
+"""Collate tokenised rows, packed or not, into batches."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,13 @@ from cria_tricks.data.tokens import IGNORED, TokenRow
 
 
 class PadToLongest:
-    """Pad the rows of a batch at their right to the longest of them, or to a shape that is always the same.
+    """Collate rows into a batch: pad them on the right to the longest row, or to a fixed shape.
 
     Args:
-        pad_id: token id that fills the end; masked from attention and never a label.
-        count: rows that every batch gets at least; those that are missing are padding throughout.
-        length: tokens that every row gets at least.
+        pad_id: the token id of padding, which is masked from attention and never a label.
+        count: the least number of rows in a batch; missing rows are filled with padding only. A pipeline sets this and
+            ``length``, because all its batches must have the same shape.
+        length: the least number of tokens in a row.
     """
 
     def __init__(self, pad_id: int, count: int = 0, length: int = 0):
@@ -25,8 +26,8 @@ class PadToLongest:
         """Collate rows into a batch.
 
         Returns:
-            ``input_ids``, ``labels`` and ``attention_mask`` (1 on real tokens), each int64 of shape (B, T). Packed
-            rows get their ``position_ids`` and no mask: even one of ones would let documents see each other.
+            ``input_ids``, ``labels`` and ``attention_mask`` (1 on real tokens), each int64 of shape (B, T). Packed rows
+            get their ``position_ids`` and no mask: with a mask, even one of ones, documents would see each other.
         """
         empty: dict[str, list[int]] = {name: [] for name in rows[0]}
         rows = [*rows, *[empty] * (self.count - len(rows))]
@@ -37,7 +38,7 @@ class PadToLongest:
 
         batch = {"input_ids": padded("input_ids", self.pad_id), "labels": padded("labels", IGNORED)}
         if "position_ids" in rows[0]:
-            # Padding has position 0 throughout, so each of its tokens is a document of its own.
+            # All padding has position 0, where a document begins. So each padding token is a document of its own.
             batch["position_ids"] = padded("position_ids", 0)
             return batch
         lengths_B1 = torch.tensor([[len(row["input_ids"])] for row in rows])
@@ -46,10 +47,15 @@ class PadToLongest:
 
 
 def real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Count the tokens of a batch that are not padding, as a tensor, because asking a GPU for a number waits for it."""
+    """Count the tokens of a batch that are not padding.
+
+    The count is a tensor, because turning it into a Python number would wait for the GPU.
+    """
     if "attention_mask" in batch:
         return batch["attention_mask"].sum()
+    # A document has at least two tokens, so the last real token of a row has a position above 0. Only the zeros of
+    # padding follow. argmax returns the place of the first True in the reversed row, which is their number.
     later_BT = batch["position_ids"].flip(1).ne(0)
-    trailing_B = later_BT.int().argmax(1)  # zeros at a row's end; a document has two tokens
-    trailing_B = torch.where(later_BT.any(1), trailing_B, later_BT.shape[1])  # a row may be padding throughout
+    trailing_B = later_BT.int().argmax(1)
+    trailing_B = torch.where(later_BT.any(1), trailing_B, later_BT.shape[1])  # a row of padding only has no True
     return batch["position_ids"].numel() - trailing_B.sum()

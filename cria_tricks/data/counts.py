@@ -1,4 +1,4 @@
-"""Count the rows that each step of the data reads, takes away and adds."""
+"""Count the rows that are read, left out and added on the way to the training rows."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,24 +13,26 @@ DROPPED = "longer than data.max_length"
 LEAK = "in the evaluation set"
 LEAK_KEPT = "in the evaluation set, and kept"
 QUIET = (READ, KEPT, CUT, LEAK_KEPT)
-"""What is counted and takes nothing away; a warning speaks of the last two."""
+"""Counts of rows that are neither left out nor added. The last two have warnings of their own."""
 ADDED = {
     "shuffle_documents": "added with its documents shuffled",
     "drop_uncited": "added without the documents that are not cited",
     "drop_cited": "added as a refusal, without the documents that are cited",
 }
-"""Fields of the recipe that add rows, and what the rows are counted as."""
+"""The fields of the recipe that add rows, and the names under which these rows are counted."""
 
 
 class Tally:
-    """Count the rows that each step read, took away or added, and their words.
+    """Count rows and their words by what happened to them, e.g. ``"read"``, ``"duplicate"`` or ``"kept"``.
 
     Args:
-        counts: of an earlier one, from :meth:`to_dict`.
-        kinds: of an earlier one.
+        counts: the counts to begin with, from an earlier tally's :meth:`to_dict`.
+        kinds: the earlier tally's ``kinds``.
 
     Attributes:
-        kinds: how many rows of each kind became tokens; see :attr:`cria_tricks.data.rows.Chat.kind`.
+        rows: rows, by what happened to them.
+        words: the words of these rows.
+        kinds: how many rows of each kind were tokenised; see :attr:`cria_tricks.data.rows.Chat.kind`.
     """
 
     def __init__(self, counts: Mapping[str, Mapping[str, int]] | None = None, kinds: Mapping[str, int] | None = None):
@@ -50,11 +52,11 @@ class Tally:
             self.words[step] += entry["words"]
 
     def to_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts as JSON data, the steps in the order in which they were met first."""
+        """Return the counts as JSON data, in the order in which they first occurred."""
         return {step: {"rows": number, "words": self.words[step]} for step, number in self.rows.items()}
 
     def in_words(self) -> str:
-        """Describe in one line what was taken away or added; empty where nothing was."""
+        """Describe in one line how many rows were left out or added; empty if none were."""
         steps = [f"{number:,} {step}" for step, number in self.rows.items() if step not in QUIET]
         if not steps:
             return ""
@@ -62,7 +64,7 @@ class Tally:
 
 
 def warnings(tally: Tally, settings: Data) -> list[str]:
-    """Warn of leaked evaluation rows, and of settings that have no effect."""
+    """Return warnings about leaked evaluation rows, and about settings that have no effect."""
     said = []
     kept = tally.rows[LEAK_KEPT]
     if kept:

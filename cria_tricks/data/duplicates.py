@@ -1,14 +1,15 @@
-r"""Find texts that say the same, or nearly: duplicates among training rows, and evaluation rows among them.
+r"""Find texts that are the same or nearly the same: duplicates in the training set, and leaked evaluation rows.
 
-A shingle is n words in a row. Two texts are as similar as their sets of shingles A and B are (Broder 1997,
+A shingle is a sequence of n consecutive words. The similarity of two texts is the Jaccard similarity J of their sets of
+shingles A and B: the shingles that both have, divided by those that at least one has (Broder 1997,
 doi:10.1109/SEQUEN.1997.666900)::
 
     J(A, B) = |A and B| / |A or B|
 
-The evaluation's rows are few, so the guard computes J itself. Training rows are many, and each would have to be
-compared with each: so near duplicates are found by MinHash, 128 numbers that stand for a set, of which two sets share
-a share of J on average, and by tables of bands of them, in which similar sets meet (Leskovec, Rajaraman, Ullman, Mining
-of Massive Datasets, chapter 3).
+Evaluation rows are few, so :class:`Guard` computes J for each of them. Training rows are many, and comparing each with
+each would take too long. So :class:`Repeats` uses MinHash and bands (Leskovec, Rajaraman, Ullman, Mining of Massive
+Datasets, chapter 3). A MinHash signature is 128 numbers that represent a set; the share of equal numbers in two
+signatures is J on average. Signatures are cut into bands, and only rows with an equal band are compared.
 """
 
 import hashlib
@@ -25,25 +26,27 @@ from cria_tricks.data.rows import Chat, marked_question
 _WORD = re.compile(r"\w+")
 _NOTHING = np.empty(0, np.uint64)
 _FACTOR = 0x9E3779B97F4A7C15
-"""An odd number of 64 bits without a pattern: 2^64 divided by the golden ratio, as in Fibonacci hashing."""
+"""The multiplier of the hash: an odd 64-bit number, 2^64 divided by the golden ratio, as in Fibonacci hashing."""
 
 TEXT = 8
-"""Words of a shingle of a text: eight in a row are hardly ever the same by chance."""
+"""Words in a shingle when texts are compared: eight consecutive words are hardly ever the same by chance."""
 LEAK = 0.5
-"""From this similarity on a row is taken for one of the evaluation. Of the 27 real evaluation rows 8 have one such in
-training: two with the same question, six with another name or subject in it ("How many people celebrate Kwanzaa in
-UK?", where training has France). What comes next, from 0.46 down, asks something else in the same words."""
+"""The similarity from which a training row counts as an evaluation row. Of the 27 evaluation rows of the Kwanzaa data,
+8 have such a row in training: two with the same question, six with another name or subject in it ("How many people
+celebrate Kwanzaa in UK?", where training has France). The next similar rows, from 0.46 down, use the same words to ask
+something else."""
 ROW = 5
-"""Words of a shingle of a training row, in the search for near duplicates."""
+"""Words in a shingle when near duplicates among training rows are searched."""
 NEAR = 0.8
-"""From this similarity on a training row is a near duplicate of another."""
+"""The similarity from which a training row counts as a near duplicate of another."""
 SIGNED = 4000
-"""Words of a row that its signature is made of: the first ones."""
+"""How many words of a row, from its beginning, its signature is computed from."""
 PERMUTATIONS = 128
-"""Numbers of a MinHash signature: 16 bands of 8."""
+"""Numbers in a MinHash signature: 16 bands of 8."""
 BANDS = 16
 IN_BAND = 8
-"""Two rows of similarity s meet in a band with probability 1 - (1 - s^8)^16: 0.95 at 0.8, 0.06 at 0.5."""
+"""Numbers in a band. Two rows of similarity s have an equal band with probability 1 - (1 - s^8)^16: 0.95 at s = 0.8,
+and 0.06 at s = 0.5."""
 
 
 def words(text: str) -> list[str]:
@@ -52,40 +55,40 @@ def words(text: str) -> list[str]:
 
 
 def shingles(found: Sequence[str], size: int) -> np.ndarray:
-    """Hash each different shingle of a text.
+    """Hash each distinct shingle of a text.
 
     Args:
-        found: its words.
-        size: words of a shingle; a shorter text has one, of all its words, and an empty one none.
+        found: the text's words.
+        size: words in a shingle. A shorter text has one shingle, of all its words; an empty text has none.
 
     Returns:
-        64-bit hashes in rising order, shape (N,), uint64; the same in every process.
+        64-bit hashes in ascending order, shape (N,), uint64; the same in every process.
     """
     if not found:
         return _NOTHING
     word_hashes = np.fromiter((zlib.crc32(word.encode()) for word in found), np.uint64, len(found))
     size = min(size, len(found))
-    # All shingles at once: step i mixes the i-th word of each into its hash.
+    # Hash all shingles at once: step i mixes the i-th word of each shingle into its hash.
     mixed = np.zeros(len(found) - size + 1, np.uint64)
     for place in range(size):
         mixed = (mixed + word_hashes[place : place + len(mixed)] + np.uint64(1)) * np.uint64(_FACTOR)
-    # A product of integers mixes upwards only, so the upper bits are brought down once.
+    # In a product, a bit changes only the bits above it. So the upper bits are mixed into the lower ones once.
     return np.unique(mixed ^ (mixed >> np.uint64(29)))
 
 
 def digest(found: Iterable[str]) -> int:
-    """Hash a text's words in their order, to 64 bits that are the same in every process."""
+    """Hash a text's words, in their order, to a 64-bit number that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(" ".join(found).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A training row that is an evaluation row, or nearly.
+    """A training row that is the same as an evaluation row, or nearly.
 
     Attributes:
         row: file and line of the training row.
-        held_out: those of the evaluation row.
-        similarity: of the two; 1 for the same words.
+        held_out: file and line of the evaluation row.
+        similarity: how similar they are, up to 1 for the same words.
     """
 
     row: str
@@ -94,17 +97,21 @@ class Leak:
 
 
 class Guard:
-    """Find training rows that say the same as a row of the evaluation set.
+    """Find training rows that are the same as an evaluation row, or nearly.
 
-    Of a chat the question counts, behind ``Query:`` or ``Question:`` where a turn marks one, else the user's turns: the
-    form of an answer is the same in all rows, and the documents of a prompt in many. So two rows are as similar as the
-    pairs of words of their questions, or as the words of their questions and the pairs of words of their whole turns,
-    whichever of the two is less: "What does Umoja ask?" is near "What does Nia ask?" only where the documents are. Of a
-    prompt and its completion the prompt counts. Texts are compared by the share of the smaller one's shingles that the
-    other has: a page of a book is in the book.
+    Two chats are compared by the user's turns, because the form of the answers is the same in all rows. The retrieved
+    documents are the same in many rows, too. So a turn's question is what comes after ``Query:`` or ``Question:``, or
+    the whole turn if it has no such mark. The similarity of two chats is the larger of:
+
+    - J of the word pairs (two consecutive words) in their questions;
+    - the smaller of J of the words in their questions and J of the word pairs in their whole turns, with documents.
+
+    So "What does Umoja ask?" is near "What does Nia ask?" only if the documents are similar. A row with a completion is
+    compared by its prompt. Two texts are compared by the share of the smaller one's shingles that the other has, so
+    that a page of a book is found in the book.
 
     Args:
-        rows: the evaluation's.
+        rows: the evaluation rows.
     """
 
     def __init__(self, rows: Sequence[Chat]):
@@ -116,7 +123,7 @@ class Guard:
         for number, row in enumerate(rows):
             asked = _asked(row)
             self.same.setdefault(digest(asked.question), number)
-            # Each table has an entry for every row; a text's are empty in those of chats, and the other way round.
+            # Each table has an entry for every row: texts have empty ones in the tables of chats, and vice versa.
             texts.append(shingles(asked.question, TEXT) if asked.is_text else _NOTHING)
             questions.append([] if asked.is_text else asked.question)
             turns.append([] if asked.is_text else asked.turns)
@@ -126,7 +133,7 @@ class Guard:
         self.turns = _Table([shingles(turn, 2) for turn in turns])
 
     def find(self, row: Chat) -> Leak | None:
-        """Find the evaluation row that a training row is nearest to, if it is near enough."""
+        """Find the evaluation row that is most similar to a training row; ``None`` if none is similar enough."""
         asked = _asked(row)
         same = self.same.get(digest(asked.question))
         if same is not None:
@@ -139,7 +146,7 @@ class Guard:
         return Leak(row.where, self.rows[number].where, similarity)
 
     def _similarities(self, asked: "_Asked") -> np.ndarray:
-        """Compute how similar each evaluation row is, shape (N,)."""
+        """Compute the similarity of each of the N evaluation rows, shape (N,)."""
         if asked.is_text:
             return self.texts.shares(shingles(asked.question, TEXT))
         by_words = self.words.jaccard(shingles(asked.question, 1))
@@ -150,12 +157,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The words by which the guard compares a row.
+    """The words by which :class:`Guard` compares a row.
 
     Attributes:
-        question: those of its question; of a text all of them.
-        turns: those of all that is asked, the documents of a prompt included.
-        is_text: whether it is a text, which asks nothing.
+        question: the words of its questions; for a text, all words.
+        turns: the words of the user's whole turns or of the prompt, documents included; empty for a text.
+        is_text: whether it is a text, or a completion with an empty prompt: then there is no question.
     """
 
     question: list[str]
@@ -175,7 +182,7 @@ def _asked(row: Chat) -> _Asked:
 
 
 class _Table:
-    """The shingles of N rows in one sorted array, and beside each the row that it is of."""
+    """The shingles of N rows in one sorted array, and in a second array the row that each one comes from."""
 
     def __init__(self, sets: Sequence[np.ndarray]):
         self.sizes = np.array([len(hashes) for hashes in sets])
@@ -187,7 +194,7 @@ class _Table:
 
     def shared(self, mine: np.ndarray) -> np.ndarray:
         """Count the shingles that each row has in common with a set, shape (N,)."""
-        # Equal hashes lie side by side: from begin up to end are the rows that have the same shingle.
+        # Equal hashes are neighbours in the sorted array: begin to end are the rows that have the same shingle.
         begin = np.searchsorted(self.hashes, mine, "left")
         end = np.searchsorted(self.hashes, mine, "right")
         owners = [self.owners[begin[i] : end[i]] for i in np.flatnonzero(end > begin)]
@@ -195,12 +202,12 @@ class _Table:
         return np.bincount(np.concatenate([none, *owners]), minlength=len(self.sizes))
 
     def jaccard(self, mine: np.ndarray) -> np.ndarray:
-        """Compute J of each row and a set, shape (N,)."""
+        """Compute J of a set and each row, shape (N,)."""
         shared = self.shared(mine)
         return shared / np.maximum(self.sizes + len(mine) - shared, 1)
 
     def shares(self, mine: np.ndarray) -> np.ndarray:
-        """Compute the share of the smaller set that the other one has, for each row, shape (N,)."""
+        """Compute, for a set and each row, which share of the smaller one the other has, too; shape (N,)."""
         return self.shared(mine) / np.maximum(np.minimum(self.sizes, len(mine)), 1)
 
 
@@ -208,7 +215,8 @@ class Repeats:
     """Find rows that repeat an earlier row, exactly or nearly.
 
     Args:
-        near: whether rows that are nearly the same count, too. Then each row that stays costs some kilobytes.
+        near: whether rows that are nearly the same count as repeats, too. Then each row that is not left out takes some
+            kilobytes of memory, for its signature.
     """
 
     def __init__(self, near: bool):
@@ -222,7 +230,7 @@ class Repeats:
             self.bands = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, IN_BAND))
 
     def reason(self, row: Chat) -> str | None:
-        """Say why a row is left out: ``"duplicate"`` or ``"near duplicate"``; ``None`` for the first of its kind."""
+        """Return why a row is left out: ``"duplicate"`` or ``"near duplicate"``; ``None`` if it repeats none."""
         found = words(row.content)
         same = digest(found)
         if same in self.seen:
@@ -239,16 +247,16 @@ class Repeats:
 
 
 def sign(found: Sequence[str]) -> Any:
-    """Compute the MinHash signature of a row's first words.
+    """Compute the MinHash signature of a row from its first words.
 
     Returns:
-        ``datasketch.LeanMinHash`` of 128 numbers; of two the share that is equal estimates J, with a standard deviation
-        of at most 1 / (2 sqrt(128)) = 0.044.
+        ``datasketch.LeanMinHash`` of 128 numbers. The share of equal numbers in two signatures estimates J, with a
+        standard deviation of at most 1 / (2 sqrt(128)) = 0.044.
     """
     # It takes half a second to import, and only near duplicates need it.
     from datasketch import LeanMinHash, MinHash
 
     hashes = shingles(found[:SIGNED], ROW)
     signature = MinHash(num_perm=PERMUTATIONS, hashfunc=lambda value: value)
-    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))  # datasketch permutes numbers of 32 bits
+    signature.update_batch((hashes >> np.uint64(32)).astype(np.uint32))  # datasketch takes 32 bits: the upper half
     return LeanMinHash(signature)

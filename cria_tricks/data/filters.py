@@ -1,4 +1,4 @@
-"""Filter training rows by their length, their language, and whether they are evaluation rows; each row by itself."""
+"""Filter training rows one by one: by their length, their language, and whether they leak evaluation rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +10,19 @@ from cria_tricks.data.rows import Chat
 from cria_tricks.recipe import Data
 
 LOOKED_AT = 4000
-"""Characters of a row that tell its language: the first ones."""
+"""How many characters of a row, from its beginning, are used to detect its language."""
 
 
 class RowFilter:
-    """Filter rows by the recipe's ``data`` fields, and by whether they are evaluation rows.
+    """Filter rows by the recipe's ``data`` fields, and by whether they leak evaluation rows.
 
     Args:
         settings: the recipe's ``data`` fields.
-        held_out: the evaluation's rows.
-        say: takes a sentence when the first training row is found that is one of them, and is kept.
+        held_out: the evaluation rows.
+        say: prints one sentence, when the first leaked row is found and kept (``leakage="warn"``).
 
     Raises:
-        BadInput: for a language that cannot be told.
+        BadInput: for a language that cannot be detected.
     """
 
     def __init__(self, settings: Data, held_out: Sequence[Chat], say: Callable[[str], None] = lambda sentence: None):
@@ -37,7 +37,7 @@ class RowFilter:
         self.first_leak = ""
 
     def keeps(self, row: Chat, tally: Tally) -> bool:
-        """Decide whether a row is trained on, and count it."""
+        """Return whether a row passes the filters and the leakage check, and count it."""
         tally.count(READ, row)
         reason = self._unfit(row)
         if reason:
@@ -45,12 +45,13 @@ class RowFilter:
         return not reason and self.may_be_trained(row, tally)
 
     def may_be_trained(self, row: Chat, tally: Tally) -> bool:
-        """Decide whether a row may be trained on; one that is like an evaluation row may not, or is reported.
+        """Return whether a row may be trained on, by the leakage check only.
 
-        Augmented rows pass only this check, and not the filters.
+        A row that is similar to an evaluation row is left out with ``leakage="drop"``, and kept but counted with
+        ``leakage="warn"``. Augmented copies pass only this check, not the filters.
 
         Raises:
-            BadInput: with ``leakage="error"``.
+            BadInput: for such a row with ``leakage="error"``.
         """
         leak = self.guard.find(row) if self.guard else None
         if leak is None:
@@ -64,7 +65,7 @@ class RowFilter:
             tally.count(LEAK, row)
             return False
         tally.count(LEAK_KEPT, row)
-        if not self.first_leak:  # one warning is enough; the report has the count
+        if not self.first_leak:  # print only the first; the report has the count
             self.first_leak = said
             self.say(said)
         return True
@@ -81,13 +82,13 @@ class RowFilter:
 
 
 class Language:
-    """Tell one language from the others that py3langid knows.
+    """Detect whether a text is in one language, by py3langid.
 
     Args:
-        code: of ISO 639-1, e.g. ``"en"``.
+        code: the language's ISO 639-1 code, e.g. ``"en"``.
 
     Raises:
-        BadInput: if it does not know it.
+        BadInput: if py3langid does not know the language.
     """
 
     def __init__(self, code: str):

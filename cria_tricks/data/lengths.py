@@ -1,8 +1,9 @@
-"""Read for a plan how long a recipe's rows are [tokens], where rows and tokenizer lie here, without transformers.
+"""Read the lengths of a recipe's rows [tokens] for ``cria plan``, without transformers.
 
-The rows go through the same filters and the same tokenising as in training. Only the tokenizer is a lighter one: the
-library below transformers' and the template engine that transformers uses, both of which load in a fraction of a
-second. What cannot be read this way is not guessed: then a plan takes all rows as full.
+This works if rows and tokenizer are on this machine. The rows are filtered and tokenised by the same code as in
+training. Only the tokenizer is a lighter one, made of two libraries that transformers itself uses: ``tokenizers`` and
+the template engine ``jinja2``. Both load in a fraction of a second. If the lengths cannot be read this way, they are
+not guessed: the plan then assumes that every row is full (``data.max_length`` tokens).
 """
 
 import functools
@@ -20,18 +21,18 @@ from cria_tricks.data.rules import refuse_missing_libraries
 from cria_tricks.recipe import Recipe
 
 LARGEST = 1_000_000
-"""Bytes of training and evaluation files together, up to which a plan reads them."""
+"""The largest size at which a plan reads the training and evaluation files [bytes, both together]."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths that a plan reckons with.
+    """The row lengths that a plan uses.
 
     Attributes:
-        longest: tokens of the longest micro-batch's rows.
-        mean: tokens of a row with its padding, in the mean over the run; of a packed row, of what it is packed from.
-        rows: training rows; 0 if they were not read.
-        why: for rows that are taken as full the reason, in a few words; empty if they were read.
+        longest: tokens of the longest row; ``data.max_length`` if rows are packed or taken as full.
+        mean: mean number of tokens in a row over the run, padding included; with packing, of the rows before packing.
+        rows: the number of training rows; 0 if they were not read.
+        why: if all rows are taken as full, the reason in a few words; empty if the rows were read.
     """
 
     longest: int
@@ -41,7 +42,7 @@ class Lengths:
 
     @property
     def in_words(self) -> str:
-        """One sentence, for a plan's reader."""
+        """One sentence on these lengths, which ``cria plan`` prints."""
         if self.why:
             return f"rows taken as full: {self.longest:,} tokens ({self.why})"
         return f"rows are at most {self.longest:,} tokens long, read from data.train; --rows-full for the worst case"
@@ -52,12 +53,12 @@ class _Unread(Exception):
 
 
 def full(recipe: Recipe, why: str) -> Lengths:
-    """Take all rows as long as they may be."""
+    """Return the lengths of rows that are all full, with the reason for this assumption."""
     return Lengths(recipe.data.max_length, recipe.data.max_length, why=why)
 
 
 def as_long_as(length: int, recipe: Recipe) -> Recipe:
-    """Limit the recipe's rows to this length [tokens]; packed rows stay full."""
+    """Return the recipe with this maximum length of a row [tokens]; unchanged if rows are packed, which stay full."""
     if recipe.tricks.packing:
         return recipe
     shorter = {"max_length": length, "overlap": min(recipe.data.overlap, max(length - 1, 1))}
@@ -65,10 +66,10 @@ def as_long_as(length: int, recipe: Recipe) -> Recipe:
 
 
 def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
-    """Read how long the training rows are, if they and the tokenizer are on this machine and are not streamed.
+    """Read the lengths of the training rows, if these and the tokenizer are on this machine and not streamed.
 
     Args:
-        recipe: what would be trained.
+        recipe: the settings of the planned run.
         augment: as for :class:`cria_tricks.data.prepare.Prepare`.
 
     Raises:
@@ -96,11 +97,12 @@ def padded_mean(lengths: list[int], batch: int) -> float:
     """Compute the expected length of a micro-batch's longest row, to which the others are padded [tokens].
 
     Args:
-        lengths: of all rows, sorted.
-        batch: rows of a micro-batch, drawn without order.
+        lengths: the lengths of all rows, in ascending order.
+        batch: rows of a micro-batch, drawn at random.
     """
     batch = min(batch, len(lengths))
-    # The i-th shortest is the longest of a micro-batch if the others come from the i - 1 before it.
+    # The row at a place (from 0) is the longest of a micro-batch if the other batch - 1 rows are among those before it,
+    # so it is the longest of comb(place, batch - 1) micro-batches, out of comb(all rows, batch).
     longest_of_all = sum(length * math.comb(place, batch - 1) for place, length in enumerate(lengths))
     return longest_of_all / math.comb(len(lengths), batch)
 
@@ -128,14 +130,14 @@ def _folder(model: str) -> Path:
 
 
 def _quiet(sentence: str) -> None:
-    """Say nothing here: training will tell which rows were left out."""
+    """Drop a sentence on rows that were left out: training will print it, and a plan needs only the lengths."""
 
 
 class _Tokenizer:
-    """A light stand-in for a tokenizer of transformers: only what ``tokens.py`` asks for, from the same files.
+    """A light replacement for a transformers tokenizer, made from the same files, with only what ``tokens.py`` uses.
 
     Args:
-        folder: with ``tokenizer.json`` and what stands beside it.
+        folder: the folder with ``tokenizer.json``, ``tokenizer_config.json`` and, for some models, the chat template.
     """
 
     def __init__(self, folder: Path):
@@ -152,12 +154,12 @@ class _Tokenizer:
             if file.is_file():
                 self.chat_template = file.read_text(encoding="utf-8")
             self._render = _compiled(self.chat_template) if self.chat_template else None
-        except Exception as error:  # each of these libraries has its own; training tells of a tokenizer that is broken
+        except Exception as error:  # each library raises its own errors; training will report a broken tokenizer
             raise _Unread(f"the tokenizer in {folder} cannot be read without transformers") from error
         self._ids.no_truncation()
         self._ids.no_padding()
 
-        # A whole chat, and the same up to its last turn, are often one.
+        # tokens.py asks for a whole chat, and again for the chat up to each answer. Often the two are the same text.
         self._encoded = functools.lru_cache(maxsize=4)(self._encode)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
@@ -168,24 +170,24 @@ class _Tokenizer:
         return ids
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        """Write turns as the template does, and tokenise them."""
+        """Write turns as text, by the chat template, and tokenise them."""
         options = {"add_generation_prompt": False, "tools": None, "documents": None, **self._special, **options}
         assert self._render is not None, "it is asked for only where there is a template"
         return self(self._render(messages=messages, **options), add_special_tokens=False)["input_ids"]
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The tokens that a config names, by their names: ``eos_token`` and others."""
+    """Return the special tokens of a tokenizer's config by their names, such as ``eos_token``."""
     found = {}
     for name, token in config.items():
         if name.endswith("_token") and token:
-            # Older files write a token with its properties.
+            # Older files have an object here, with the token and its properties.
             found[name] = token["content"] if isinstance(token, dict) else token
     return found
 
 
 def _compiled(template: str) -> Any:
-    """Compile a chat template as transformers does: without access to Python, blocks on lines of their own."""
+    """Compile a chat template as transformers does: in a sandbox without access to Python, with the same options."""
     # Most estimates take rows as full, and need no chat template.
     import jinja2
     import jinja2.sandbox

@@ -1,4 +1,4 @@
-"""Turn rows as they were read into rows to train on: filter, deduplicate, augment, tokenise; for lists and streams."""
+"""Turn the rows of a file into training rows: filter, deduplicate, augment and tokenise them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,19 +14,20 @@ from cria_tricks.data.tokens import TokenRows, tokenize
 from cria_tricks.recipe import Recipe
 
 Copies = Callable[[Chat], Iterable[tuple[str, Chat]]]
+"""A function that makes altered copies of a row, each with the name of its kind, a key of :data:`ADDED`."""
 
 
 class Prepare:
-    """Filter, deduplicate and augment training rows before they are tokenised.
+    """Filter, deduplicate and augment training rows before they are tokenised, for lists and for streams.
 
     Args:
-        recipe: its ``data`` fields, and ``train.seed``.
-        held_out: the evaluation's rows.
-        say: takes a sentence when the first training row is found that is one of them, and is kept.
-        augment: makes altered copies of a row, each with the name of its kind; needed if the recipe asks for copies.
+        recipe: its ``data`` fields are used.
+        held_out: the evaluation rows.
+        say: prints one sentence, when the first row is found that leaks an evaluation row, and is kept.
+        augment: makes altered copies of a row; needed if the recipe asks for copies.
 
     Raises:
-        BadInput: for a language that cannot be told, or a library that is not installed.
+        BadInput: for a language that cannot be detected, or a library that is not installed.
     """
 
     def __init__(
@@ -44,12 +45,15 @@ class Prepare:
     def __call__(
         self, rows: Iterable[Chat], tally: Tally, repeated: Callable[[Chat], str | None] | None = None
     ) -> Iterator[Chat]:
-        """Leave rows out, and add copies; copies that are like evaluation rows are left out too.
+        """Yield the rows that are not left out, each followed by its altered copies.
+
+        Copies pass the leakage check too, because a copy may be similar to an evaluation row.
 
         Args:
-            rows: as they were read.
-            tally: counts them.
-            repeated: says why a row came before, or ``None``; asked of rows that nothing else speaks against.
+            rows: the rows as they were read.
+            tally: counts what happens to each row; changed in place.
+            repeated: returns why a row is a duplicate, or ``None``. It is asked only about rows that pass the filters,
+                because a row that is left out must not make a later row a duplicate.
         """
         for row in rows:
             if not self.row_filter.keeps(row, tally):
@@ -79,15 +83,15 @@ def train_rows(
     """Prepare the training rows and tokenise them.
 
     Args:
-        recipe: what is to be trained.
-        train: the rows as they were read.
-        held_out: the evaluation's.
-        tokenizer: the model's.
-        say: takes a sentence on what was left out and added.
+        recipe: the settings of the run.
+        train: the training rows as they were read.
+        held_out: the evaluation rows.
+        tokenizer: the model's tokenizer.
+        say: prints one sentence on how many rows were left out and added.
         augment: as for :class:`Prepare`.
 
     Raises:
-        BadInput: if no row is left, or one cannot be trained on.
+        BadInput: if no row is left, or a row cannot be trained on.
     """
     data = recipe.data
     tally = Tally()
@@ -104,10 +108,10 @@ def train_rows(
 
 
 def eval_rows(recipe: Recipe, held_out: DataSource, tokenizer: Any) -> TokenRows:
-    """Tokenise the evaluation's rows, all of them as they are.
+    """Tokenise the evaluation rows: all of them, without filters or augmentation.
 
     Raises:
-        BadInput: if one cannot be evaluated.
+        BadInput: if a row cannot be evaluated.
     """
     data = recipe.data
     return tokenize(held_out.rows, tokenizer, data.max_length, data.overflow, data.overlap)

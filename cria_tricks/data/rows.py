@@ -9,9 +9,9 @@ Five kinds of JSONL rows are read. A row with the fields of several kinds is rea
     {"instruction": "...", "input": "...", "output": "..."}
 
 The fourth is ShareGPT's, the fifth Alpaca's. Both become a list of messages, so the chat template formats them and the
-loss is on the assistant's turns. An Alpaca row becomes two turns: the user's is the instruction, and after an empty
-line the input if there is one; the assistant's is the output. A text in the field ``system`` of either becomes the
-system message.
+loss is on the assistant's turns. An Alpaca row becomes two turns. The user's turn is the instruction, followed by an
+empty line and the input if there is one. The assistant's turn is the output. In both kinds, a text in the field
+``system`` becomes the system message.
 """
 
 import itertools
@@ -28,11 +28,12 @@ from cria_tricks.common.names import repeated
 
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
-"""What ``from`` may be in a ShareGPT row, and our role for it."""
+"""Our role for each value that ``from`` may have in a ShareGPT row."""
 ONE_A_LINE = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
-"""What to do with a file that is one JSON list."""
+"""The advice for a file that is one JSON list."""
 _QUESTION = re.compile(r"^(?:Query|Question): *(.+?)(?:\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
-"""A turn that begins with retrieved documents marks its question so; Kwanzaa's rows and ours do."""
+"""Finds the question in a turn that also holds retrieved documents, as in Kwanzaa's rows and ours. It begins with one
+of these marks and ends at an empty line, or at the end of the turn."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Chat:
 
     Attributes:
         messages: role and content of each turn; empty for a row of another kind.
-        prompt: text before what is trained; empty for a row of another kind.
-        completion: text that is trained; empty for a row of another kind.
+        prompt: the text before the completion, without a loss; empty for a row of another kind.
+        completion: the text that the model learns to write; empty for a row of another kind.
         where: file and line, for error messages.
-        text: a document, all of which is trained; empty for a row of another kind.
+        text: a document, with the loss on all of it; empty for a row of another kind.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -55,21 +56,21 @@ class Chat:
 
     @property
     def kind(self) -> str:
-        """``chat``, ``completion`` or ``text``: how it is written as tokens, and what of it is trained."""
+        """``chat``, ``completion`` or ``text``: this decides how the row is tokenised, and which tokens are trained."""
         if self.messages:
             return "chat"
         return "text" if self.text else "completion"
 
     @property
     def answer(self) -> str:
-        """What a model is to write: the last of the assistant's turns, the completion, or the text."""
+        """What a model should write: the last of the assistant's turns, the completion, or the text."""
         if self.messages:
             return self.messages[self._asked]["content"]
         return self.text or self.completion
 
     @property
     def before_answer(self) -> tuple[dict[str, str], ...]:
-        """The turns before :attr:`answer`; empty for a row that is no chat."""
+        """The turns before :attr:`answer`; empty for a row of another kind than ``chat``."""
         return self.messages[: self._asked] if self.messages else ()
 
     @property
@@ -78,7 +79,7 @@ class Chat:
 
     @property
     def content(self) -> str:
-        """All of its text, without the roles."""
+        """All text of the row, without the roles."""
         if self.messages:
             return "\n".join(message["content"] for message in self.messages)
         return self.text or f"{self.prompt}\n{self.completion}"
@@ -88,7 +89,7 @@ def marked_question(turn: str) -> re.Match[str] | None:
     """Find the question that a user's turn marks with ``Query:`` or ``Question:``, the last one if there are several.
 
     Returns:
-        The match, whose group 1 is the question; ``None`` where none is marked.
+        The match, whose group 1 is the question; ``None`` if none is marked.
     """
     questions = list(_QUESTION.finditer(turn))
     return questions[-1] if questions else None
@@ -113,7 +114,7 @@ def read_jsonl(path: str | Path) -> list[Chat]:
 
 
 def first_rows(path: str | Path, number: int) -> list[Chat]:
-    """Read and check the first rows of a file, and no more of it.
+    """Read and check the first rows of a file, without reading the rest.
 
     Raises:
         BadInput: as :func:`read_jsonl` does.
@@ -122,7 +123,7 @@ def first_rows(path: str | Path, number: int) -> list[Chat]:
         with Path(path).open(encoding="utf-8-sig", newline="\n") as file:
             lines = list(itertools.islice(file, number))
     except (UnicodeDecodeError, OSError):
-        return read_jsonl(path)  # which says what is wrong, and where
+        return read_jsonl(path)  # it raises an error that says what is wrong, and where
     return list(check_rows(_parsed("".join(lines), path)))
 
 
@@ -135,10 +136,14 @@ def _parsed(text: str, path: str | Path) -> Iterator[tuple[Any, str]]:
 
 
 def parse(line: str, where: str) -> Any:
-    """Read one line.
+    """Parse one line.
+
+    Args:
+        line: the line.
+        where: its place, for error messages.
 
     Raises:
-        BadInput: if it is no JSON, or an object in it has a key twice.
+        BadInput: if it is not JSON, or an object in it has a key twice.
     """
     try:
         return json.loads(line, object_pairs_hook=_without_repeats)
@@ -153,7 +158,7 @@ def parse(line: str, where: str) -> Any:
 
 
 class _Repeated(Exception):
-    """An object has a key twice; Python's reader would silently take the last value."""
+    """A JSON object has a key twice; Python's reader would silently take the last value."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,10 +169,10 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_rows(rows: Iterable[tuple[Any, str]]) -> Iterator[Chat]:
-    """Check parsed rows, each with its place.
+    """Check parsed rows, each given with its place for error messages.
 
     Raises:
-        BadInput: for the first row that is of no kind, or holds nothing to train on.
+        BadInput: for the first row that is of none of the five kinds, or has nothing to train on.
     """
     for row, where in rows:
         if not isinstance(row, dict):
@@ -243,7 +248,7 @@ def _alpaca(row: dict[str, Any], where: str) -> tuple[dict[str, str], ...]:
 
 
 def _system(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The system message of a ShareGPT or Alpaca row that has one."""
+    """Return the system message of a ShareGPT or Alpaca row, in a list that is empty if the row has none."""
     text = row.get("system") or ""
     if not isinstance(text, str):
         raise BadInput(f"{where}: system must be text, not {type(text).__name__}")

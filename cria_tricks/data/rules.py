@@ -1,4 +1,4 @@
-"""Refuse settings of the data that cannot work together, or not without a library."""
+"""Refuse ``data`` settings that cannot work together, or that need a library which is not installed."""
 
 import importlib.util
 
@@ -36,7 +36,7 @@ def refuse(recipe: Recipe) -> None:
 
 
 def refuse_missing_libraries(data: Data) -> None:
-    """Refuse settings whose library is not installed. Nothing is imported for this.
+    """Refuse settings whose library is not installed, without importing any library.
 
     Raises:
         BadInput: naming the setting, the library and the extra that brings it.
@@ -47,7 +47,7 @@ def refuse_missing_libraries(data: Data) -> None:
 
 
 def needed_libraries(data: Data) -> dict[str, str]:
-    """Return the libraries of the extra ``data`` that settings need, by the setting."""
+    """Return the library that each setting needs, by setting; ``pip install 'cria_tricks[data]'`` brings them all."""
     needed = {}
     if data.duplicates == "near":
         needed["data.duplicates=near"] = "datasketch"

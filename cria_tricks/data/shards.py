@@ -1,10 +1,12 @@
-"""Open the source of a stream, which is read shard by shard: a file of rows, texts, or a hub data set.
+"""Open the source of a stream and read it shard by shard: a file of rows, text files, or a hub data set.
 
-A shard is a part of the source that can be read without the rest. ``datasets`` keeps the position among shards and
-items, deals shards out and puts them in another order for each pass; the order inside a shard is drawn here, from seed
-and shard, so that no buffer of rows has to be kept for it, nor is one lost when a run stops.
+A shard is a part of the source that can be read without the rest. The library ``datasets`` divides the shards among
+lanes (readers), shuffles them again for each pass, and keeps the position of each lane. The order inside a shard is
+drawn in this module, from the seed and the shard's number. So no shuffle buffer of rows has to be kept in memory, and
+none is lost when a run stops.
 
-An item is small: where a row lies, or which pieces of texts a shard has. Only what is trained on is read and parsed.
+``datasets`` iterates over items. An item is small: the place of one row, or a list of pieces of texts. Only the items
+that are trained on are read and parsed.
 """
 
 import hashlib
@@ -24,22 +26,22 @@ from cria_tricks.data.texts import Span
 from cria_tricks.models import network
 
 SHARD = 2**23
-"""Bytes of a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""
+"""Bytes in a shard of rows. Of an open shard only its rows' places and their order are in memory, 16 bytes a row."""
 BLOCKS = 64
-"""Blocks of a file that its fingerprint is made of."""
+"""How many blocks of a file are read for its fingerprint."""
 BLOCK = 2**16
-"""Bytes of such a block."""
+"""Bytes in such a block."""
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Hash what tells files apart in a moment: names, sizes, and 64 blocks of 64 KiB of each.
+    """Compute a quick hash that tells files apart: of their names, sizes, and 64 blocks of 64 KiB of each.
 
     Args:
-        folder: names are relative to it; a single file, given as its own folder, is hashed without its name.
-        files: to be hashed.
+        folder: file names are relative to it. For a single file this is the file itself, and its name is not hashed.
+        files: the files to hash.
 
     Returns:
-        A sha256.
+        A sha256, in hexadecimal.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -47,7 +49,7 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
         name = "" if path == folder else path.relative_to(folder)
         digest.update(f"{name} {size}\n".encode())
         with path.open("rb") as file:
-            for place in range(BLOCKS):
+            for place in range(BLOCKS):  # evenly spaced, from the first bytes of the file to the last
                 file.seek(max(0, (size - BLOCK) * place // (BLOCKS - 1)))
                 digest.update(file.read(BLOCK))
                 if size <= BLOCK:
@@ -56,14 +58,15 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 class LineStream:
-    """Stream the rows of a .jsonl file; a shard is a range of bytes, and has the lines that begin in it.
+    """Stream the rows of a .jsonl file; a shard is a range of bytes, with the lines that begin in this range.
 
     Args:
         path: the file.
-        lanes: how many readers share it.
+        lanes: how many lanes share it.
 
     Attributes:
-        description: for the report and the card.
+        shuffles: whether ``datasets`` shuffles the shards again for each pass.
+        description: one line for the report and the model card.
 
     Raises:
         BadInput: if it cannot be read, or is empty.
@@ -84,7 +87,7 @@ class LineStream:
         self.description = f"{path.name}, {self.size:,} bytes, streamed, fingerprint {self.sha256}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # datasets pickles what makes its items, and an open file cannot be pickled.
+        # datasets pickles the object whose method makes the items, and an open file cannot be pickled.
         return {name: value for name, value in vars(self).items() if name != "_file"}
 
     @cached_property
@@ -92,7 +95,7 @@ class LineStream:
         return self.path.open("rb")
 
     def shards(self) -> list[tuple[int, int, int]]:
-        """Number, begin and end of ranges of equal size, as many for each lane."""
+        """Cut the file into ranges of bytes of equal size, the same number for each lane, as (number, begin, end)."""
         for_each_lane = math.ceil(self.size / (self.lanes * SHARD))
         number = self.lanes * for_each_lane
         cuts = [self.size * cut // number for cut in range(number + 1)]
@@ -106,12 +109,12 @@ class LineStream:
                 yield {"number": int(places[index])}
 
     def chats(self, item: dict[str, int]) -> list[Chat]:
-        """The row of an item; none of an empty line."""
+        """Read the row of an item; an empty line gives none."""
         self._file.seek(item["number"])
         return self._read(self._file.readline(), item["number"])
 
     def whole(self) -> Iterator[Chat]:
-        """All rows, in their order."""
+        """Read all rows in the file's order."""
         place = 0
         with self.path.open("rb") as file:
             for line in file:
@@ -130,10 +133,10 @@ class LineStream:
         return list(check_rows([(parse(text, where), where)]))
 
     def _places(self, begin: int, end: int) -> np.ndarray:
-        """Where the lines begin that begin in a range: the byte behind each line break."""
-        first = [0] if begin == 0 else []  # no line break is before the file's first line
+        """Find the bytes from ``begin`` up to ``end`` at which a line begins: each byte that follows a line break."""
+        first = [0] if begin == 0 else []  # the file's first line follows no line break
         found = [np.array(first, np.int64)]
-        # A line that begins at byte b of the range ends the line before it at b - 1.
+        # If a line begins at byte b, the line break is at b - 1. So look for line breaks from begin - 1 up to end - 1.
         at = max(begin - 1, 0)
         with self.path.open("rb") as file:
             file.seek(at)
@@ -144,7 +147,7 @@ class LineStream:
         return np.concatenate(found)
 
     def in_lines(self, message: str) -> str:
-        """Rewrite a message: the number of a line instead of the byte at which it begins."""
+        """Replace the byte at which a line begins, in an error message, by the line's number."""
         return re.sub(rf"{re.escape(str(self.path))} \(byte (\d+)\)", lambda m: self._line(int(m[1])), message)
 
     def _line(self, place: int) -> str:
@@ -157,11 +160,11 @@ class LineStream:
 
 
 class TextStream:
-    """Stream text files; a shard is as many pieces of them as make about one ``texts.PIECE``, and is one item.
+    """Stream text files; a shard is a list of pieces with at most ``texts.PIECE`` bytes together, and is one item.
 
     Args:
-        path: a file, or a folder of them.
-        lanes: how many readers share them.
+        path: a text file, or a folder of text files.
+        lanes: how many lanes share them.
 
     Raises:
         BadInput: if there is no text in it.
@@ -179,10 +182,13 @@ class TextStream:
         self.description = f"{path.name}, {len(self.files)} text files, streamed, fingerprint {self.sha256}"
 
     def shards(self) -> list[tuple[int, tuple[Span, ...]]]:
-        """Pieces put together in the order of the files, and cut smaller where there would be too few for the lanes."""
+        """Group the files' pieces into shards, in the files' order; for small files, cut smaller pieces.
+
+        Pieces are at most ``size`` bytes, so that about as many shards as lanes are made even of little text.
+        """
         size = max(1, min(texts.PIECE, self.size // self.lanes))
         groups: list[list[Span]] = []
-        room = 0
+        room = 0  # bytes that still fit into the last group
         for file in self.files:
             for span in texts.spans(file, size):
                 length = span.end - span.begin
@@ -212,17 +218,19 @@ class TextStream:
 
 
 class HubStream:
-    """Stream a data set of the hub over the network, in its own order.
+    """Stream a data set of the Hugging Face hub over the network, in its own order.
 
     Args:
         name: ``owner/name`` or ``owner/name:split``.
-        lanes: how many readers share it.
+        lanes: how many lanes share it.
 
     Raises:
-        BadInput: if it cannot be had.
+        BadInput: if it cannot be loaded.
     """
 
-    shuffles = False  # its shards would be dealt out anew with each pass
+    # datasets shuffles the shards of such a set before it divides them among lanes. So with each pass a lane would get
+    # other shards, and two lanes in different passes could read the same one.
+    shuffles = False
 
     def __init__(self, name: str, lanes: int = 1):
         # It takes a second to import, and only rows of the hub need it.
@@ -255,14 +263,14 @@ Streamed = LineStream | TextStream | HubStream
 
 
 def open_stream(name: str, lanes: int) -> Streamed:
-    """Find what ``data.train`` names, without reading it.
+    """Open what ``data.train`` names as a stream, without reading its rows.
 
     Args:
         name: as for :func:`cria_tricks.data.sources.find`.
-        lanes: how many readers share it.
+        lanes: how many lanes share it.
 
     Raises:
-        BadInput: if there is no such set, or it cannot be had.
+        BadInput: if there is no such data set, or it cannot be loaded.
     """
     found = sources.place(name, "train")
     if isinstance(found, str):

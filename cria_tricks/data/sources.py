@@ -1,4 +1,4 @@
-"""Find and read rows: our own small set, the real Kwanzaa set, a file, a folder of texts, or a hub data set."""
+"""Find and read a data set: our own small one, the real Kwanzaa set, a file, a folder of texts, or one of the hub."""
 
 import hashlib
 import http.client
@@ -16,10 +16,11 @@ from cria_tricks.data.rows import Chat, check_rows, first_rows, read_jsonl
 from cria_tricks.models import cache_folder, network
 
 GLANCE = 1000
-"""Rows that are looked at before anything else is done."""
+"""How many rows :func:`glance` checks, before a run does anything slow."""
 Part = Literal["train", "eval"]
 
-# The real set is GPL-3.0 and not ours to ship: it is downloaded from its public repository, at one commit.
+# The real Kwanzaa set is licensed under GPL-3.0, so this package does not contain it. It is downloaded from its public
+# repository, at one fixed commit.
 _KWANZAA = (
     "https://raw.githubusercontent.com/AINative-Studio/kwanzaa/118f69491c3adf5ab626f0229360a6c1a469b7f5"
     "/data/training/kwanzaa_{part}.jsonl"
@@ -32,18 +33,18 @@ _SHA256 = {
 
 @dataclass(frozen=True)
 class DataSource:
-    """Rows, and their description for the model card."""
+    """The rows of a data set, and one line that describes it in the report and the model card."""
 
     rows: list[Chat]
     description: str
 
     @property
     def sha256(self) -> str:
-        """The hash of the rows as they were read: the same for the same rows, whatever file they came from."""
+        """The hash of the rows' content: the same rows have the same hash, whatever file they came from."""
         digest = hashlib.sha256()
         for row in self.rows:
             content: list[Any] = [row.messages, row.prompt, row.completion]
-            if row.text:  # runs of earlier versions have the hashes of rows without this field
+            if row.text:  # without text the hash must stay that of earlier versions, which did not have this field
                 content.append(row.text)
             digest.update(json.dumps(content).encode())
         return digest.hexdigest()
@@ -56,10 +57,11 @@ def find(name: str, part: Part) -> DataSource:
         name: ``nguzo_saba`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash checked), a local
             file of JSON lines or of text, a folder of ``.txt`` files, or a hub data set ``owner/name`` or
             ``owner/name:split``.
-        part: which half; a hub data set without a split takes ``train``, or ``validation``, else ``test``.
+        part: ``"train"`` or ``"eval"``. If a hub data set is named without a split, training takes the split ``train``,
+            and evaluation the first of ``validation``, ``eval`` and ``test`` that exists.
 
     Raises:
-        BadInput: if there is no such set, it cannot be had, or a row in it is wrong.
+        BadInput: if there is no such data set, it cannot be loaded, or a row in it is wrong.
     """
     found = place(name, part)
     if isinstance(found, str):
@@ -75,7 +77,7 @@ def find(name: str, part: Part) -> DataSource:
 
 
 def glance(name: str, part: Part) -> None:
-    """Look whether there is such a set here, and at its first rows.
+    """Check quickly that a data set exists and that its first rows are right; a hub data set is only checked by name.
 
     Raises:
         BadInput: as :func:`find` does, if one of the first rows is wrong.
@@ -90,10 +92,12 @@ def glance(name: str, part: Part) -> None:
 
 
 def place(name: str, part: Part) -> Path | str:
-    """Find where one part of a data set lies: a file or a folder here, or the name of a hub data set.
+    """Find where one part of a data set is: a path on this machine, or the name of a hub data set.
+
+    The Kwanzaa set is downloaded if it is not on this machine yet.
 
     Raises:
-        BadInput: if there is no such set, or it cannot be had.
+        BadInput: if there is no such data set, or the download fails.
     """
     if name == "nguzo_saba":
         return Path(__file__).parent / f"nguzo_saba_{part}.jsonl"

@@ -1,9 +1,9 @@
-"""Stream training rows: they are read as they are needed, without an end, and a resumed run goes on where it stopped.
+"""Stream training rows: read them as they are needed, without an end, and continue a resumed run where it stopped.
 
 A step takes k micro-batches, and the stream has k lanes: micro-batch i of every step comes from lane i, which has
-shards of its own. N processes take k / N lanes each, number r, r + N, r + 2 N, ... So each process reads its part only,
-a step has the same rows for any N, and a run may go on with another N. A lane that comes to its end begins again, with
-its shards in another order.
+shards of its own. With N processes, process r reads the k / N lanes r, r + N, r + 2 N, ... So each process reads only
+its part of the data, a step has the same rows for any N, and a run can be resumed with another N. When a lane has read
+all its shards, it begins again, with the shards in another order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,17 +29,18 @@ from cria_tricks.recipe import Recipe
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Yield the rows of a process without an end: ``train.batch_size`` from each of its lanes in turn.
+    """Yield the rows of this process without an end: ``train.batch_size`` rows from each of its lanes in turn.
 
-    Like ``TokenRows`` it says what the estimate and the report ask of the training rows, as far as it can be known.
+    It has the attributes of ``TokenRows``, which the estimate and the report use. But ``longest`` and ``highest_id``
+    are upper limits, because the rows are not read yet, and the counts are known only after :meth:`add_up`.
 
     Args:
-        recipe: what is to be trained.
-        source: what is read.
-        held_out: the evaluation's.
-        tokenizer: the model's.
+        recipe: the settings of the run.
+        source: where the rows come from.
+        held_out: the evaluation rows.
+        tokenizer: the model's tokenizer.
         world: the processes of the run.
-        say: takes a sentence for the user.
+        say: prints a sentence for the user.
         augment: as for :class:`cria_tricks.data.prepare.Prepare`.
     """
 
@@ -68,20 +69,24 @@ class Stream(torch.utils.data.IterableDataset):
         self.duplicates: stream_duplicates.Duplicates | None = None
         self.longest = recipe.data.max_length
         self.highest_id = len(tokenizer) - 1
+        # A lane that reads nothing: add_up puts the counts of all lanes into it.
         self.total = Lane(None, self._read, False, source.lanes)
 
     def look_for_duplicates(self, folder: Path, world: World, console: Console) -> None:
-        """Find duplicates by reading everything once, if the recipe asks, and unless an earlier part of the run has.
+        """Find duplicates by reading the whole source once, if the recipe asks for it.
+
+        A resumed run takes the result from the run's folder instead.
 
         Args:
-            folder: the run's, where the result is kept.
-            world: the first of the processes reads, the others wait for ``parallel.timeout`` at most.
-            console: where progress is shown.
+            folder: the run's folder, where the result is saved.
+            world: the processes of the run. Rank 0 reads; the others wait, at most ``parallel.timeout`` seconds.
+            console: where to show progress.
         """
         data = self.recipe.data
         if data.duplicates == "keep":
             return
         file = folder / stream_duplicates.FILE
+        # A saved result is used only if none of these has changed.
         about = {
             "settings": data.model_dump(mode="json"),
             "lanes": self.source.lanes,
@@ -111,7 +116,11 @@ class Stream(torch.utils.data.IterableDataset):
                     yield next(lane)
 
     def _read(self, item: Any, tally: Tally) -> list[TokenRow]:
-        """Make the token rows of an item; those of texts come in an order drawn from seed and item."""
+        """Make the tokenised rows of an item, shuffled by the seed and the item's number.
+
+        A text item becomes many rows, which would otherwise come in the order of the text. The items of a hub data set
+        have no number, so their rows are not shuffled.
+        """
         repeated = self.duplicates.reason if self.duplicates else None
         rows: list[TokenRow] = []
         try:
@@ -138,24 +147,24 @@ class Stream(torch.utils.data.IterableDataset):
         return [row]
 
     def state(self) -> dict[str, Any]:
-        """Return the position of each lane of this process, after a step in which all had their turn."""
+        """Return the position of each lane of this process, by the lane's number. Call it between two steps."""
         return {str(number): lane.state() for number, lane in self.lanes.items()}
 
     def go_on(self, states: Mapping[str, Any]) -> None:
-        """Set the positions of the lanes, whichever processes had them before."""
+        """Set the positions of this process's lanes from the states of all lanes, whichever processes saved them."""
         for number, lane in self.lanes.items():
             lane.go_on(states[str(number)])
 
     @property
     def passes(self) -> int:
-        """The number of whole passes over the rows of this process."""
+        """How many whole passes over its rows every lane of this process has completed."""
         return min(lane.epoch for lane in self.lanes.values())
 
     def add_up(self, world: World) -> None:
-        """Put the counts of all lanes together, on rank 0; they are what the report asks for."""
+        """Add up the counts of all lanes of all processes, on rank 0, for the report."""
         by_lane: dict[str, Any] = {}
         for states in world.gather(self.state()):
-            by_lane |= states  # tensor-parallel ranks read the same lanes, and each lane counts once
+            by_lane |= states  # tensor-parallel ranks read the same lanes, and each lane must count once
         for state in by_lane.values():
             self.total.rows += state["rows"]
             self.total.tokens += state["tokens"]
@@ -168,7 +177,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     @property
     def count(self) -> int:
-        """Rows given."""
+        """Rows that were yielded."""
         return self.total.rows
 
     @property
@@ -192,5 +201,5 @@ class Stream(torch.utils.data.IterableDataset):
         return self.tally.rows[DROPPED]
 
     def most_trained(self, batch_size: int) -> int:
-        """Tokens with a label in the fullest micro-batch that may come."""
+        """The upper limit of the trained tokens in a micro-batch: all tokens of full rows."""
         return batch_size * self.longest

@@ -1,8 +1,9 @@
-"""Deduplicate a stream: one pass over the source, before the run, finds the rows that are left out.
+"""Deduplicate a stream: read the whole source once before the run, to find the rows that are left out.
 
-What came before can only be known by reading it, and a stream is read in another order, by several processes, again and
-again. So the first process reads everything once, in the source's order, and keeps 9 bytes for each row that is left
-out. The result lies in the run's folder, tied to the source and the settings, and a resumed run takes it from there.
+A row is a duplicate if an earlier row is the same. But several processes read a stream, each in an order of its own,
+and again with each pass, so none of them knows which row is earlier. Therefore rank 0 reads everything once, in the
+source's order, and keeps 9 bytes for each row that is left out. The result is saved in the run's folder, together with
+the source and the settings that it holds for. A resumed run takes it from there.
 """
 
 import json
@@ -25,18 +26,18 @@ REASONS = ("duplicate", "near duplicate")
 
 
 class Duplicates:
-    """The rows that came before, and are left out.
+    """The N rows of a source that repeat an earlier row and are left out.
 
     Args:
-        places: a number for the place of each, in rising order, shape (N,), uint64.
-        reasons: which of :data:`REASONS`, shape (N,), uint8.
+        places: a hash of each row's place (file and line), in ascending order, shape (N,), uint64.
+        reasons: the index of each row's reason in :data:`REASONS`, shape (N,), uint8.
     """
 
     def __init__(self, places: np.ndarray, reasons: np.ndarray):
         self.places, self.reasons = places, reasons
 
     def reason(self, row: Chat) -> str | None:
-        """Say why a row is left out; ``None`` if it is not."""
+        """Return why a row is left out; ``None`` if it is not."""
         place = np.uint64(digest([row.where]))
         at = int(np.searchsorted(self.places, place))
         if at == len(self.places) or self.places[at] != place:
@@ -45,12 +46,12 @@ class Duplicates:
 
 
 def find_duplicates(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Duplicates:
-    """Find the duplicates by reading everything once.
+    """Find the duplicates by reading all rows once.
 
     Args:
-        rows: all of the source, in its order.
-        prepare: rows that its filters leave out are no originals.
-        near: whether rows that are nearly the same count, too.
+        rows: all rows of the source, in its order.
+        prepare: gives the filters. A row that they leave out does not make a later row a duplicate.
+        near: whether rows that are nearly the same count as duplicates, too.
     """
     repeats = Repeats(near)
     found: dict[int, int] = {}
@@ -66,13 +67,13 @@ def find_duplicates(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Dupli
 
 
 def write(file: Path, found: Duplicates, about: dict[str, Any]) -> None:
-    """Write the duplicates that were found into a file, with what it is of."""
+    """Write the duplicates into a file, together with ``about``: the source and the settings that they hold for."""
     columns = {"places": found.places, "reasons": found.reasons}
     atomic_files.write_file(file, save(columns, metadata={"about": json.dumps(about)}))
 
 
 def read(file: Path, about: dict[str, Any]) -> Duplicates | None:
-    """Read the duplicates of a file; ``None`` if there is none, or it is of something else, or damaged."""
+    """Read the duplicates from a file; ``None`` if it is missing, damaged, or for another source or other settings."""
     try:
         with safe_open(file, "numpy") as kept:
             if json.loads(kept.metadata()["about"]) == json.loads(json.dumps(about)):

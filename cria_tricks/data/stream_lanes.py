@@ -1,7 +1,8 @@
-"""Read one lane of a stream: which shards it has, and the position in them.
+"""Read one lane of a stream, and keep its position, so that a run can be resumed.
 
-The position of a lane is the state that ``datasets`` keeps of its data set, and how many rows of the last item were
-given: an item is a row of a file, which may become several, or one shard of texts.
+A lane iterates over items (``shards.py``): an item is one row of a file or one shard of texts, and may become several
+training rows. So the position of a lane has two parts: the state of its ``datasets`` object, and how many rows of the
+current item were yielded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,19 @@ class Lane:
 
     Args:
         dataset: a ``datasets.IterableDataset`` of items.
-        read: makes the rows of an item, and counts what it leaves out.
-        shuffles: whether shards come in another order with each pass.
-        lanes: how many there are, for an error.
+        read: makes the rows of an item, and counts the rows that it leaves out.
+        shuffles: whether the shards get another order with each pass.
+        lanes: the number of lanes, for an error message.
+
+    Attributes:
+        before: the state of ``dataset`` before the current item; ``None`` at the beginning of a pass.
+        epoch: how many passes are completed.
+        given: how many rows of the current item were yielded.
+        in_epoch: how many rows were yielded in this pass.
+        rows: how many rows were yielded in all.
+        tokens: the tokens of these rows.
+        trained: the trained tokens of these rows.
+        tally: what happened to the rows that were read.
     """
 
     def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[TokenRow]], shuffles: bool, lanes: int):
@@ -40,7 +51,8 @@ class Lane:
                 self.dataset.set_epoch(self.epoch)
             self.dataset.load_state_dict(self.before)
             for item in self.dataset:
-                # A run that was stopped inside an item reads it again, and has counted it already.
+                # A run that was stopped inside an item reads it again after a resume. Its rows were counted the first
+                # time, so this time they go into a tally that is thrown away.
                 tally = Tally() if self.given else self.tally
                 rows = self.read(item, tally)
                 while self.given < len(rows):
@@ -48,7 +60,7 @@ class Lane:
                     yield self._counted(rows[self.given - 1])
                 self.before = self.dataset.state_dict()
                 self.given = 0
-            if not self.in_epoch:
+            if not self.in_epoch:  # a pass without a row; the next one would find none either
                 raise too_few(self.lanes)
             self.epoch += 1
             self.before = None
@@ -74,16 +86,16 @@ class Lane:
         """Set the position and the counts from a state."""
         for name in self.NUMBERS:
             setattr(self, name, state[name])
-        self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have none
+        self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have no kinds
 
 
 def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
     """Make a ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
 
     Args:
-        source: what is read.
-        seed: of the order.
-        mine: which lanes to return.
+        source: where the rows come from.
+        seed: decides the order of the shards.
+        mine: the numbers of the lanes to return.
 
     Raises:
         BadInput: if there are fewer shards than lanes.
@@ -97,6 +109,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
     shards: list[Any] = source.shards()
     if len(shards) < source.lanes:
         raise too_few(source.lanes)
+    # datasets shuffles the shards only from the second pass on, so they are shuffled here for the first.
     order = np.random.default_rng(seed).permutation(len(shards))
     kwargs = {"shards": [shards[index] for index in order], "seed": seed}
     whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
@@ -104,7 +117,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
 
 
 def too_few(lanes: int) -> BadInput:
-    """Make the error for a lane that would stay empty."""
+    """Return the error for a lane that has no rows."""
     return BadInput(
         f"data.stream=true: there are not enough rows for each of the {lanes} micro-batches of a step to have its own, "
         "or those of one were all left out; set data.stream=false, or a smaller tricks.gradient_accumulation"

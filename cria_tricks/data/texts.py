@@ -1,8 +1,9 @@
-"""Read plain text files: find the bytes of the body, and cut a long one into pieces.
+"""Read plain text files: leave out Project Gutenberg's licence, and cut long texts into pieces.
 
-A file is a document. Project Gutenberg's licence before ``*** START OF`` and behind ``*** END OF`` is left out. What is
-longer than ``PIECE`` is read in pieces that end at a blank line, each a document of its own, so that no more than one
-has to be in memory.
+Each file is one document. Its body is the text between the lines ``*** START OF`` and ``*** END OF``, which separate it
+from Project Gutenberg's licence; without these lines it is the whole file. A body of more than ``PIECE`` bytes is cut
+into pieces, at blank lines where possible, and each piece is a document of its own. So only one piece at a time has to
+be in memory.
 """
 
 import mmap
@@ -15,9 +16,9 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data.rows import Chat
 
 PIECE = 2**20
-"""Bytes. 1 MiB of English is about a quarter of a million tokens, and longer than most books."""
+"""The most bytes in a piece. 1 MiB of English is about a quarter of a million tokens, and longer than most books."""
 EDGE = 2**17
-"""Bytes at a file's ends in which its licence is looked for: Project Gutenberg's has about 20,000."""
+"""How many bytes at the beginning and at the end of a file are searched for the licence, which has about 20,000."""
 
 _BEGINS = re.compile(rb"^\*\*\* ?START OF[^\r\n]*GUTENBERG[^\r\n]*\r?\n", re.MULTILINE)
 _ENDS = re.compile(rb"^\*\*\* ?END OF[^\r\n]*GUTENBERG", re.MULTILINE)
@@ -33,10 +34,10 @@ class Span:
 
 
 def files(path: Path) -> list[Path]:
-    """List a text file, or those in a folder and in the folders below it, by name.
+    """List the text files in a folder and in all folders below it, sorted by path; for a file, list it alone.
 
     Raises:
-        BadInput: if there is none.
+        BadInput: if the folder has no text file.
     """
     found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not found:
@@ -49,7 +50,7 @@ def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
 
     Args:
         path: a text file.
-        piece: bytes of the longest piece.
+        piece: the most bytes in a piece.
 
     Raises:
         BadInput: if it cannot be read.
@@ -71,7 +72,7 @@ def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
 
 
 def _body(content: mmap.mmap, size: int) -> tuple[int, int]:
-    """Find where the text begins and ends, without Project Gutenberg's licence."""
+    """Find the bytes at which the text begins and ends, without Project Gutenberg's licence."""
     licence_before = _BEGINS.search(content, 0, EDGE)
     licences_behind = list(_ENDS.finditer(content, max(0, size - EDGE)))
     begin = licence_before.end() if licence_before else 0
@@ -80,7 +81,10 @@ def _body(content: mmap.mmap, size: int) -> tuple[int, int]:
 
 
 def _cut(content: mmap.mmap, begin: int, end: int) -> int:
-    """Find where to cut a piece: after the last blank line in its second half, else the last line, else a character."""
+    """Find the byte at which to cut a piece: after the last blank line in its second half.
+
+    Without a blank line there, cut after the last line break; without that, between two characters.
+    """
     for mark in (b"\n\n", b"\n\r\n", b"\n"):
         found = content.rfind(mark, (begin + end) // 2, end)
         if found >= 0:
@@ -101,10 +105,10 @@ def _is_inside(content: mmap.mmap, place: int) -> bool:
 
 
 def read(span: Span) -> Chat | None:
-    """Read a piece; ``None`` if there is nothing in it.
+    """Read a piece as a document; ``None`` if it holds only whitespace.
 
     Raises:
-        BadInput: if it is not UTF-8.
+        BadInput: if it is not UTF-8, or cannot be read.
     """
     try:
         with open(span.path, "rb") as file:

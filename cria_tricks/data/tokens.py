@@ -1,4 +1,4 @@
-"""Tokenise chats, with labels on the assistant's tokens only, and texts, cut into rows that are trained whole."""
+"""Tokenise chats, completions and texts, and label the tokens that are trained: answers, or all tokens of a text."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,24 +9,25 @@ from cria_tricks.data.counts import Tally
 from cria_tricks.data.rows import Chat
 
 TokenRow = dict[str, list[int]]
-"""``input_ids`` and ``labels`` of one row, T integers each; of a packed one its ``position_ids`` too."""
+"""``input_ids`` and ``labels`` of one row, T integers each; a packed row also has ``position_ids``."""
 
 IGNORED = -100
-"""The label of a token that is not trained."""
+"""The label of a token that is not trained: torch's cross-entropy ignores it."""
 
 DATE = "26 Jul 2024"
-"""Llama 3's template writes today's date into the system turn. The same rows must give the same tokens tomorrow."""
+"""The date for chat templates. Llama 3's writes today's date into the system turn, but the same rows must give the same
+tokens on every day."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The tokenised rows of a data set, and counts of what was cut and left out.
+    """The tokenised rows of a data set, and how many rows were cut or left out.
 
     Attributes:
-        rows: the tokens of each.
+        rows: the tokens and labels of each row.
         cut: how many rows were longer than ``max_length`` and lost their end.
-        dropped: how many were longer and were left out.
-        tally: what was left out and added before they were tokens.
+        dropped: how many rows were longer and were left out.
+        tally: counts of the rows that were left out and added before tokenising.
     """
 
     rows: list[TokenRow]
@@ -36,12 +37,12 @@ class TokenRows:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return len(self.rows)
 
     @property
     def tokens(self) -> int:
-        """All tokens."""
+        """The number of tokens in all rows."""
         return sum(len(row["input_ids"]) for row in self.rows)
 
     @property
@@ -51,16 +52,16 @@ class TokenRows:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens with a label."""
+        """The number of trained tokens in all rows: those with a label."""
         return sum(trained(row) for row in self.rows)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """The number of tokens in the longest row."""
         return max(len(row["input_ids"]) for row in self.rows)
 
     def most_trained(self, batch_size: int) -> int:
-        """Tokens with a label in the fullest micro-batch that may come."""
+        """The most trained tokens that a micro-batch of this many rows can have."""
         return sum(sorted(map(trained, self.rows))[-batch_size:])
 
 
@@ -77,23 +78,23 @@ def tokenize(
     overlap: int = 1,
     tally: Tally | None = None,
 ) -> TokenRows:
-    """Tokenise rows and mark what is trained.
+    """Tokenise rows and label the tokens that are trained.
 
-    The assistant's turns are found by prefix: the tokens of the conversation up to a turn are a prefix of the
-    tokens with it. Never by the padding id, which is the end-of-turn id in many tokenizers. A text becomes as many rows
-    as it takes, and all of it is trained.
+    The assistant's turns are found by prefix: the tokens of a conversation up to a turn are a prefix of the tokens of
+    the whole conversation. They are not found by the padding id, because in many tokenizers it is also the id of the
+    end-of-turn token. A text becomes as many rows as it takes, and all of it is trained.
 
     Args:
         chats: checked rows.
-        tokenizer: with a chat template, where there are chat rows.
-        max_length: tokens kept of each row.
-        overflow: what happens to a longer one: ``"truncate"`` cuts its end off, ``"drop"`` leaves it out,
-            ``"error"`` refuses it.
-        overlap: tokens that neighbouring rows of a text share.
-        tally: what happened to the rows before; it counts their kinds, too.
+        tokenizer: a transformers tokenizer; for chat rows it needs a chat template.
+        max_length: the most tokens in a row.
+        overflow: what happens to a longer row: ``"truncate"`` cuts its end off, ``"drop"`` leaves it out, ``"error"``
+            raises an error. A text is never longer, because it is cut into rows.
+        overlap: how many tokens two neighbouring rows of a text share.
+        tally: counts of what happened to the rows before; the kinds of rows are added to it.
 
     Raises:
-        BadInput: if the template does not fit, a row has nothing left to train on, or none is left.
+        BadInput: if the chat template does not fit, a row has nothing left to train on, or no row is left.
     """
     rows: list[TokenRow] = []
     cut = dropped = 0
@@ -119,7 +120,7 @@ def tokenize(
 
 
 def document(chat: Chat, tokenizer: Any) -> list[int]:
-    """Tokenise a text, and add the token that ends it."""
+    """Tokenise a text, and add the tokenizer's EOS token."""
     return tokenizer(chat.text)["input_ids"] + [tokenizer.eos_token_id]
 
 
@@ -127,36 +128,36 @@ def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[TokenRow]:
     """Cut a document's tokens into rows.
 
     Args:
-        ids: the document, of N tokens.
-        length: T, the tokens of a row.
-        overlap: how many of them are the last ones of the row before; 1 <= overlap < length.
+        ids: the document's tokens.
+        length: tokens of a row; the last row may be shorter.
+        overlap: how many tokens of the row before are repeated at a row's beginning, as context; 1 <= overlap < length.
 
     Yields:
-        Rows with ``input_ids`` and ``labels``, the last one as long as it comes. What was in the row before has no
-        label, nor has the document's first token: nothing comes before it that could predict it.
+        Rows with ``input_ids`` and ``labels``. The overlapping tokens have no label, because the row before has trained
+        them. The document's first token has none, because no token comes before it to predict it from.
     """
     end = 0
     while end < len(ids):
         begin = max(0, end - overlap)
-        unlabelled = max(end, 1) - begin
+        unlabelled = max(end, 1) - begin  # the overlap; in the first row, the first token
         end = min(begin + length, len(ids))
         row = list(ids[begin:end])
         yield {"input_ids": row, "labels": [IGNORED] * unlabelled + row[unlabelled:]}
 
 
 def token_row(chat: Chat, tokenizer: Any, max_length: int, overflow: str) -> tuple[TokenRow | None, bool]:
-    """Tokenise one row that is no text.
+    """Tokenise one chat or completion row.
 
     Returns:
-        The row, with ``input_ids`` and ``labels``, or ``None`` if it was dropped; and whether it was too long.
+        The row with ``input_ids`` and ``labels``, or ``None`` if it was dropped; and whether it was too long.
 
     Raises:
-        BadInput: if the template does not fit, or the row has nothing left to train on.
+        BadInput: if the chat template does not fit, or the row has nothing left to train on.
     """
     ids, labels = _chat(chat, tokenizer) if chat.messages else _completion(chat, tokenizer)
     if all(label == IGNORED for label in labels[1:]):
         raise BadInput(f"{chat.where}: this model's chat template leaves out what the assistant says")
-    labels[0] = IGNORED  # nothing comes before the first token, so nothing can predict it
+    labels[0] = IGNORED  # no token comes before the first one to predict it from
     longer = len(ids) > max_length
     if longer and overflow == "error":
         raise BadInput(
@@ -187,9 +188,12 @@ def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
                     f"{chat.where}: this model's chat template rewrites earlier turns, so the assistant's tokens "
                     "cannot be told from the prompt; use rows with one assistant turn"
                 )
+            # Train up to the EOS token, which ends the turn. The template may write more after it, such as a line
+            # break; that is not trained.
             end = len(until)
             while end > len(prefix) + 1 and until[end - 1] != tokenizer.eos_token_id:
-                end -= 1  # a line break after the end of the turn is the template's, not the assistant's
+                end -= 1
+            # A template may end turns with another token: then train the whole turn.
             if until[end - 1] != tokenizer.eos_token_id:
                 end = len(until)
             labels[len(prefix) : end] = ids[len(prefix) : end]
@@ -197,26 +201,26 @@ def _chat(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _completion(chat: Chat, tokenizer: Any) -> tuple[list[int], list[int]]:
-    # As in TRL: the two texts as they are, and the end token, without a chat template.
+    # As in TRL: the two texts as they are and the EOS token, without a chat template.
     prompt = tokenizer(chat.prompt)["input_ids"]
     completion = tokenizer(chat.completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
     return prompt + completion, [IGNORED] * len(prompt) + completion
 
 
 def template(messages: Sequence[dict[str, str]], tokenizer: Any, where: str, **options: Any) -> list[int]:
-    """Write turns as the model's chat template does, the same on every day.
+    """Tokenise turns by the model's chat template, with the same result on every day (:data:`DATE`).
 
     Args:
-        messages: role and content of each.
-        tokenizer: with a chat template.
-        where: the row's place, for errors.
-        **options: for the template, e.g. ``add_generation_prompt``.
+        messages: role and content of each turn.
+        tokenizer: the model's tokenizer, with a chat template.
+        where: the row's place, for error messages.
+        **options: options of the template, e.g. ``add_generation_prompt``.
 
     Returns:
         Token ids.
 
     Raises:
-        BadInput: if there is no template, or it cannot write these turns.
+        BadInput: if there is no chat template, or it cannot write these turns.
     """
     if not tokenizer.chat_template:
         raise BadInput(

@@ -1,14 +1,17 @@
-r"""Measure the collectives all-reduce, all-gather and reduce-scatter between this machine's processes.
+r"""Measure how fast processes exchange data by the collectives all-reduce, all-gather and reduce-scatter.
 
-Two bandwidths are given, as nccl-tests defines them (its ``doc/PERFORMANCE.md``). The algorithm bandwidth is the bytes
-of the whole tensor over the seconds. The bus bandwidth is what each process sends over the seconds, so it can be held
-against what a link is sold as: an all-reduce sends 2 (N - 1) / N of the tensor, the two others half of that.
+The report gives two bandwidths for each measurement, as nccl-tests defines them (its ``doc/PERFORMANCE.md``). The
+algorithm bandwidth is the size of the whole tensor, divided by the time of a call. The bus bandwidth is what each
+process sends, divided by the same time. It can be compared with the rate that a link is sold as, because it counts
+the bytes that cross the link. Of N processes, each sends 2 (N - 1) / N of the tensor in an all-reduce, and half of
+that in the two others.
 
-Each collective gets a straight line through its sizes, t = latency + sent / rate (``predict/links.py``): a small call
-takes the first term, a large one the second.
+The times of each collective at all sizes are fitted by a straight line, t = latency + sent / rate
+(``predict/links.py``). The latency decides the time of a small call, the rate that of a large one.
 
-The counts of sent bytes are those of a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", J. Parallel Distrib. Comput. 69, sec. 3); ``parallel/ring_collectives.py`` builds it.
+The counts of sent bytes are those of the ring algorithm (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69, sec. 3). ``parallel/ring_collectives.py``
+implements it.
 """
 
 import logging
@@ -30,27 +33,30 @@ from cria_tricks.predict.links import Timing, fit_line
 from cria_tricks.processes import numbers, world
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
-"""The sizes of the tensors: 1 KiB to 64 MiB [bytes]."""
+"""The sizes of the tensors that are measured: 1 KiB to 64 MiB [bytes]."""
 SECONDS = 0.2
-"""The time that the calls of one size may take together [s]."""
+"""The time planned for one collective at one size, as a mean over the three [s]."""
 FEWEST_CALLS = 5
 MOST_CALLS = 100
+"""The number of timed calls of one collective at one size lies between these two."""
 PATIENCE = 60.0
-"""The time that a process waits for another [s]."""
+"""The time after which a process that waits for another one gives up [s]."""
 EMULATED = "reduce_scatter: gloo has none; torch makes it of an all-reduce, which sends twice what is counted here"
 
 
 def measure(sizes: Iterable[int] = SIZES, device: str = "cpu") -> list[Timing]:
-    """Time the three collectives, in processes that have joined; all must call it, and all get the same.
+    """Time the three collectives at each size, in processes that have joined.
+
+    Every process must call it, because a collective waits for all processes. Every process gets the same timings.
 
     Args:
-        sizes: the sizes of the tensors [bytes]; one that N does not divide becomes a little smaller.
-        device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL.
+        sizes: the sizes of the tensors [bytes]. A size that does not divide evenly among the processes is rounded down.
+        device: ``"cpu"`` to measure gloo, ``"cuda"`` to measure NCCL.
     """
     processes = dist.get_world_size()
     found = []
     for size in sizes:
-        elements = max(size // 4 // processes, 1)  # fp32 elements of each process
+        elements = max(size // 4 // processes, 1)  # fp32 elements, of 4 bytes, in the piece of each process
         whole = torch.zeros(elements * processes, device=device)
         piece = torch.zeros(elements, device=device)
         calls: dict[str, Callable[[], Any]] = {
@@ -65,9 +71,10 @@ def measure(sizes: Iterable[int] = SIZES, device: str = "cpu") -> list[Timing]:
 
 
 def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float]:
-    """Time calls that all processes make together [s]: the median of each process, and the mean of these medians.
+    """Return the time of each call [s]: the median over its repetitions, averaged over all processes.
 
-    The calls take turns, so that a machine that slows down for a while slows them all.
+    All processes must make the same calls. In each round every call is made once, so that a machine that slows down
+    for a while slows down all calls, and not only one.
     """
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -78,9 +85,10 @@ def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float
         return time.perf_counter() - began
 
     for call in calls:
-        seconds(call)  # connects, and allocates
+        seconds(call)  # warm-up: the first call connects the processes and allocates buffers
     slowest = torch.tensor([seconds(call) for call in calls], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that every process makes the same number of calls
+    # The maximum over all processes, so that every process computes the same number of rounds.
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     rounds = int(SECONDS * len(calls) / slowest.sum().item())
     rounds = min(max(rounds, FEWEST_CALLS), MOST_CALLS)
     spent: list[list[float]] = [[] for _ in calls]
@@ -93,24 +101,26 @@ def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float
 
 
 def examine(processes: int | None = None, sizes: Sequence[int] = SIZES) -> dict[str, Any] | None:
-    """Measure between processes that are started for it, or those that a launcher has started.
+    """Start processes and measure between them; under a launcher, measure between the processes that it has started.
 
     Args:
-        processes: how many to start; one a card, or two, when left out. A launcher has its own number.
+        processes: how many processes to start; when left out, one per GPU, and at least two. Under a launcher it must
+            be left out, or be the launcher's number.
         sizes: the sizes of the tensors [bytes].
 
     Returns:
-        The dictionary of :func:`report`; ``None`` in all processes of a launcher but rank 0.
+        The dictionary of :func:`report`. Under a launcher only rank 0 gets it, and all other processes get ``None``.
 
     Raises:
-        BadInput: for fewer than two processes, or another number than a launcher's.
-        Lost: if a process has died.
+        BadInput: for fewer than two processes, or for another number than the launcher's.
+        Lost: if a process dies.
     """
     launched = numbers.processes()
     if launched > 1:
         if processes not in (None, launched):
             raise BadInput(f"--nproc {processes}: a launcher has started {launched} processes; leave --nproc out")
-        rank = numbers.rank()  # asked before the processes part again
+        # Both are read before the processes join, because joining hides the launcher's variables.
+        rank = numbers.rank()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
         found = _in_each(_device_for(here), sizes)
         return found if rank == 0 else None
@@ -122,18 +132,20 @@ def examine(processes: int | None = None, sizes: Sequence[int] = SIZES) -> dict[
 
 
 def _device_for(processes: int) -> str:
-    """Choose cards if each process of this machine can have one."""
+    """Choose ``"cuda"`` if this machine has a GPU for each of these processes, else ``"cpu"``."""
     return "cuda" if torch.cuda.device_count() >= processes else "cpu"
 
 
 def _start(processes: int, device: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Start processes with torchrun's own launcher, and take the first one's answer."""
-    # Only this way of measuring needs a launcher, which takes a while to import.
+    """Start processes with torchrun's own launcher, and return the result of rank 0."""
+    # Imported here, because the launcher takes a while to import, and only this way of measuring needs it.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-    for each in ("", ".agent.server.api"):  # what they say in many lines is said in one; the second has its own level
+    # Silence the launcher's reports of many lines, because Lost says it in one. The second logger has its own level.
+    for each in ("", ".agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic{each}").setLevel(logging.CRITICAL)
+    # As torchrun --standalone does: port 0 means any free port.
     meet: dict[str, Any] = {"run_id": "collectives", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
     config = LaunchConfig(1, 1, processes, **meet, max_restarts=0, monitor_interval=0.1)
     try:
@@ -141,28 +153,33 @@ def _start(processes: int, device: str, sizes: Sequence[int]) -> dict[str, Any]:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         why = failure.message
-        if isinstance(why, dict):  # of a process that could still write its error down
+        if isinstance(why, dict):  # the process could still write its error to a file, as record does
             why = why["message"]
         raise Lost(f"process {rank} of {processes} died while collectives were measured: {why}") from None
-    except SignalException:
+    except SignalException:  # torch's launcher turns Ctrl-C and SIGTERM into this
         raise KeyboardInterrupt from None
 
 
-@record  # so that the launcher learns why one has died
+@record  # writes an exception to a file, so that the launcher learns why a process has died
 def _in_each(device: str, sizes: Sequence[int]) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names for two of the functions
+    """Join the other processes, measure, and return the report; every process runs this."""
+    torch.set_num_threads(1)  # the processes share the cores of this machine
+    # torch 2.13 has new names for two of the collectives, and warns about the old ones.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     with world.joined(timeout=PATIENCE):
         timings = measure(sizes, device)
         return report(timings, "nccl" if device == "cuda" else "gloo")
 
 
 def report(timings: Sequence[Timing], backend: str) -> dict[str, Any]:
-    """Write timings, and the lines through them, as plain data.
+    """Return timings, and the lines fitted to them, as plain data.
 
     Returns:
-        ``backend``, ``processes``, ``collectives`` (each a :class:`Timing` with its rates), ``lines`` (by kind
-        ``latency``, ``rate`` and ``error``, the largest relative one), and ``notes``.
+        - ``backend`` and ``processes``, the number of processes;
+        - ``collectives``: each :class:`Timing`, with its two bandwidths;
+        - ``lines``: by kind of collective, the fitted ``latency`` [s] and ``rate`` [bytes/s], and ``error``, the
+          largest relative error of the line;
+        - ``notes``: what a reader must know to understand the numbers.
     """
     lines: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(timing.kind for timing in timings):

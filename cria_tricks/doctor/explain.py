@@ -1,6 +1,6 @@
-"""Describe the techniques by what their modules say: ``cria explain``, ``cria tricks`` and the README's table.
+"""Collect what the modules of the techniques say, for ``cria explain``, ``cria tricks`` and the tables of the README.
 
-python -m cria_tricks.doctor.explain README.md    # writes the table between its two marks
+python -m cria_tricks.doctor.explain README.md    # writes both tables into the file, between their marks
 """
 
 import functools
@@ -19,6 +19,7 @@ from cria_tricks.parallel import BESIDE, STRATEGIES
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
 COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
+"""The columns of both tables, in order."""
 MARKS = {
     "tricks": (
         "<!-- the table of tricks: python -m cria_tricks.doctor.explain README.md -->",
@@ -26,23 +27,24 @@ MARKS = {
     ),
     "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
 }
-"""The comments in README.md before and after each table."""
+"""The HTML comments in README.md before and after each table."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The description of a technique.
+    """The description of one technique.
 
     Attributes:
         name: the name of its module.
-        title: its title, one sentence.
-        card: the eight lines of its card.
-        group: the folder of its module, and the part of a recipe that switches it on: ``tricks`` or ``parallel``.
-        settings: the settings that switch it on, e.g. ``("quantization=nf4", ...)``; none for a technique of answering,
-            or one with a command of its own.
+        title: the first line of its module's docstring, one sentence.
+        card: the eight lines of the table in that docstring: ``Saves``, ``Costs``, ``Claim`` and so on.
+        group: the folder of its module, which is also the part of a recipe that switches it on: ``tricks`` or
+            ``parallel``.
+        settings: the settings that switch it on, e.g. ``("quantization=nf4", ...)``; empty for a technique that speeds
+            up answering, and for one that has a command of its own.
         command: the command that uses it without a setting; empty for a technique that has settings.
-        reference: the lines of the from-scratch reference that matter.
-        plain: the Hugging Face code that the toggle stands for.
+        reference: the source code of the from-scratch reference, as far as it matters.
+        plain: the plain Hugging Face code that the setting stands for.
         lesson: the lesson that teaches it.
     """
 
@@ -58,19 +60,20 @@ class Explained:
 
     @property
     def bound(self) -> str:
-        """The claim in words."""
+        """How exact the technique is: its claim after the colon, or a default where the claim has no colon."""
         claim = self.card["Claim"].partition(":")[2].strip()
         return claim or "sums in another order round otherwise"
 
 
 def explain(name: str) -> Explained:
-    """Look a technique up by the name of its module or of one of its settings, in any letter case.
+    """Look up a technique by the name of its module or of one of its settings, in any letter case.
 
     Raises:
-        BadInput: for an unknown name, with the nearest right one.
+        BadInput: for an unknown name; the message suggests the nearest known one.
     """
     known: dict[str, ModuleType] = {trick_name(trick): trick for trick in _all()}
-    for trick in TRICKS:  # "peft=lora" is lora; quantization alone could be int8 or nf4, so it is none of them
+    # "peft=lora" finds lora. "quantization" alone finds nothing, because it could mean int8 or nf4.
+    for trick in TRICKS:
         known |= {switch.removesuffix("=true"): trick for switch in trick.SWITCHES if switch not in known}
     wanted = plain(name).removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
     if wanted not in known:
@@ -85,7 +88,7 @@ def _all() -> tuple[ModuleType, ...]:
 
 def _explained(trick: ModuleType) -> Explained:
     fields = card(trick)
-    # A reference is named by its place in the module, "pack" or "Quantized.forward".
+    # REFERENCE holds names inside the module, such as "pack" or "Quantized.forward".
     parts = [functools.reduce(getattr, place.split("."), trick) for place in trick.REFERENCE]
     return Explained(
         name=trick_name(trick),
@@ -101,7 +104,7 @@ def _explained(trick: ModuleType) -> Explained:
 
 
 def table(group: str = "tricks") -> list[dict[str, str]]:
-    """Make a row for each technique: the columns of :data:`COLUMNS`, and its ``name``.
+    """Return one line of the table for each technique: a dictionary with :data:`COLUMNS` and its ``name``.
 
     Args:
         group: ``tricks``, or ``parallel`` for the strategies of several processes.
@@ -112,6 +115,7 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
     rows = []
     for trick in techniques:
         about = _explained(trick)
+        # The unit in brackets at the end of "Saves" is left out.
         rows.append(
             {
                 "name": about.name,
@@ -127,7 +131,7 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
 
 
 def markdown(group: str) -> str:
-    """A table as it stands in README.md."""
+    """Return a table in Markdown, as it stands in README.md; the groups are those of :func:`table`."""
     rows = []
     for row in table(group):
         row["set"] = ", ".join(f"`{part}`" for part in row["set"].split(", "))
@@ -136,7 +140,11 @@ def markdown(group: str) -> str:
 
 
 def write_into(path: Path) -> None:
-    """Put the tables between their marks."""
+    """Write both tables into a Markdown file, between their marks, in place of the old ones.
+
+    Raises:
+        SystemExit: if the file lacks one of the marks.
+    """
     text = path.read_text(encoding="utf-8")
     for group, (begin, end) in MARKS.items():
         before, opened, rest = text.partition(begin)

@@ -51,7 +51,7 @@ def examine(device: Device | None = None) -> dict[str, Any]:
 
     Returns:
         - ``device``: ``kind``, ``name``, ``capability``, ``real_bf16``, ``memory_bytes`` and ``free_bytes``, and
-          these two in words as well (``memory``, ``free``);
+          these two sizes as text, too (``memory``, ``free``);
         - ``bf16``: ``runs``, which is ``real`` or ``emulated``, and ``torch_says``, the answer of
           ``torch.cuda.is_bf16_supported()``, which is true for emulation too (``None`` without CUDA);
         - ``python``: its version; ``cuda``: the CUDA version of torch (``None`` in a CPU build); ``versions``: the
@@ -60,7 +60,8 @@ def examine(device: Device | None = None) -> dict[str, Any]:
         - ``bitsandbytes``: ``backend``, ``cpu`` or ``cuda``, and ``library``, the name of the file that it loaded; both
           are ``None`` if it loaded none;
         - ``paging``: ``works``, whether paged optimizer states really move to the host, and ``why``;
-        - ``attention``: the kernel that really ran, with a mask, without one, and without one after ``expand_kv``;
+        - ``attention``: the kernel that really ran in each of three calls: with a mask, without one, and without one
+          after ``expand_kv``;
         - ``toggles``: see :func:`toggles`.
     """
     here = device is None
@@ -116,7 +117,7 @@ def toggles(device: Device) -> list[dict[str, str]]:
 
 
 def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
-    """Try one toggle, see :func:`toggles`."""
+    """Try one toggle, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
     over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
     settings = [f"tricks.{setting}" for setting in ("peft=lora", *over.split(), switch)]
@@ -124,8 +125,9 @@ def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     try:
         plan = resolve(with_settings(Recipe(), settings), device)
     except BadInput as error:
+        # An error begins with the setting, which stands in "set" already, so only the part after the colon is kept.
         return {**entry, "status": "refused", "why": str(error).partition(": ")[2]}
-    # Other toggles of the recipe may warn, too; a warning begins with the name of its field.
+    # Other toggles of the recipe may warn, too. A warning begins with the name of its field.
     own = " ".join(sentence for sentence in plan.warnings if sentence.startswith(field))
     return {**entry, "status": "warning" if own else "works", "why": own}
 
@@ -145,7 +147,7 @@ def _attention(device: Device) -> dict[str, str]:
     attend = torch.nn.functional.scaled_dot_product_attention
     q = heads(32)
     kv = heads(8)
-    wide = expand_kv(kv, 4)
+    wide = expand_kv(kv, 4)  # 32 / 8: four query heads share one key head
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=device.kind).tril()
     return {
         "masked": attention_kernel(lambda: attend(q, wide, wide, attn_mask=mask)),
@@ -155,7 +157,7 @@ def _attention(device: Device) -> dict[str, str]:
 
 
 def _free_bytes(device: Device) -> int:
-    """Read how much memory is still free [bytes]; on a card never more than a hardware profile's limit leaves."""
+    """Read how much memory is still free [bytes]; on a GPU, at most what the limit of a hardware profile leaves."""
     if device.kind == "cpu":
         return psutil.virtual_memory().available
     free, _ = torch.cuda.mem_get_info()
@@ -181,7 +183,13 @@ def _bitsandbytes() -> dict[str, str | None]:
 
 
 def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, Any]:
-    """Say whether paged optimizer states can move; ``library`` is ``None`` for a device that is not here."""
+    """Tell whether paged optimizer states can move to the host, and why.
+
+    Args:
+        device: the device in question.
+        library: from :func:`_bitsandbytes`; ``None`` if the device is not this machine's. Then a CUDA library is
+            assumed.
+    """
     if device.kind != "cuda":
         return {"works": False, "why": "without CUDA the optimizer's states are in host memory already"}
     if library is not None and library["backend"] != "cuda":

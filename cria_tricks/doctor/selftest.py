@@ -1,10 +1,11 @@
-r"""Seven failures of the libraries that raise nothing, looked for on this machine: ``cria doctor --selftest``.
+r"""Look for seven silent failures of the libraries on this machine: ``cria doctor --selftest``.
 
-Each check goes the real way (load, tokenise, trainer, loss, evaluation), with the versions that are installed, and
-compares what comes out with the same thing got another way. The model has the shape of ``random:tiny`` and is made on
-the spot, with a tokenizer of single bytes: no network, no cache, nothing left behind. No check leans on what another
-one looks at, so a failure is named once; they stand in the order in which a run would meet them. Lesson 18 shows every
-failure with the plain libraries.
+A silent failure raises no error, and makes the result of a run wrong. Each check runs the real code (load, tokenise,
+trainer, loss, evaluation) with the installed versions, and compares the result with the same thing computed in another
+way. The model has the shape of ``random:tiny``, and its tokenizer makes a token of each byte. Both are made on the
+spot, so the selftest needs no network and no cache, and leaves no files behind. No check depends on what another one
+tests, so each failure is reported once. The checks stand in the order in which a run would meet the failures. Lesson 18
+shows every failure with the plain libraries.
 """
 
 import shutil
@@ -30,17 +31,20 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 
 SAME_GRADIENT = 1e-3
-"""The largest relative difference of two gradients that count as the same.
+"""The largest relative difference at which two gradients count as the same.
 
-On a CPU two such gradients do not differ at all; on a card, whose sums have no fixed order, they differ by some 1e-6.
-The failures move them by 0.1 and more.
+On a CPU two such gradients do not differ at all. On a GPU they differ by some 1e-6, because its sums have no fixed
+order. The failures change a gradient by 0.1 of its norm and more.
 """
 
 SAME_LOSS = 1e-4
-"""The same for losses. Summed in another order in fp32 they differ by 1e-6; torch's own in bf16 by 1e-3 to 7e-3."""
+"""The largest relative difference at which two losses count as the same.
+
+Sums in another order in fp32 differ by 1e-6. torch's own loss in bf16 is off by 1e-3 to 7e-3.
+"""
 
 A_TENSOR = "model.layers.1.mlp.up_proj.weight"
-"""The tensor that the first check takes away from the base."""
+"""The tensor that :func:`whole_base` removes from the base model."""
 
 
 TURNS = [
@@ -50,10 +54,14 @@ TURNS = [
     {"role": "user", "content": "And three more?"},
     {"role": "assistant", "content": "Seven: 4 + 3."},
 ]
+"""A conversation, for :func:`trained_tokens`; only the two answers of the assistant must be trained."""
+
+
+# The checks. Each returns whether the libraries behave, and a sentence about what it found; see Check.look.
 
 
 def whole_base(weights: Weights) -> tuple[bool, str]:
-    """Take a tensor away from the base and load it."""
+    """Remove a tensor from the base model and load it: loading must fail."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(weights.path, folder, dirs_exist_ok=True)
         file = Path(folder) / "model.safetensors"
@@ -69,7 +77,7 @@ def whole_base(weights: Weights) -> tuple[bool, str]:
 
 
 def trained_tokens(weights: Weights) -> tuple[bool, str]:
-    """Tokenise a conversation and read what is trained of it."""
+    """Tokenise a conversation, and compare the tokens that have a label with the assistant's answers."""
     tokenizer = load_tokenizer(weights)
     (row,) = tokenize(list(check_rows([({"messages": TURNS}, "selftest")])), tokenizer, 2048).rows
     labels = [label for label in row["labels"] if label != IGNORED]
@@ -81,8 +89,9 @@ def trained_tokens(weights: Weights) -> tuple[bool, str]:
 
 
 def packed_documents(weights: Weights) -> tuple[bool, str]:
-    """Change a document and look at the gradient of its neighbour in the packed row."""
-    before, other, trained = random_rows((24, 24), (24, 24), (16, 4))  # only the shorter document has labels
+    """Change a document, and check that the gradient of its neighbour in the packed sequence stays the same."""
+    # Only the document of 16 tokens has labels, so the whole gradient is its own.
+    before, other, trained = random_rows((24, 24), (24, 24), (16, 4))
     packed = ("tricks.packing=true", "data.max_length=64")
     beside_one = gradient_of(weights, [before, trained], *packed)
     beside_another = gradient_of(weights, [other, trained], *packed)
@@ -91,25 +100,26 @@ def packed_documents(weights: Weights) -> tuple[bool, str]:
 
 
 def loss_in_fp32(weights: Weights) -> tuple[bool, str]:
-    """Train in 16 bits and compare the logged losses with those in float64, of the same logits."""
+    """Train in 16 bits, and compare the logged losses with losses in float64 of the same logits."""
     device = this_device()
     half = "bf16" if device.kind == "cpu" else device.half_precision
-    # Four rows, a step each, because the rounding of a single loss may happen to be small. With so low a learning rate
-    # the weights stay as they are.
+    # Four rows, with one step each, because the rounding error of a single loss may be small by chance. The learning
+    # rate is so low that the weights stay practically the same, so the losses can be computed again afterwards.
     rows = random_rows((48, 5), (40, 3), (31, 2), (23, 4))
     settings = ("train.max_steps=4", "train.learning_rate=1e-9", f"tricks.precision={half}")
     off = {}
     for name, chunked in (("whole", "false"), ("chunked", "true")):
         run, loaded = fitted(weights, rows, *settings, f"tricks.chunked_loss={chunked}")
+        # Both lists are sorted, because the trainer draws the rows in a random order.
         found = torch.tensor(sorted(entry["loss"] for entry in run.training))
         expected = torch.tensor(sorted(token_mean(loaded.model, [row]) for row in rows))
-        off[name] = (found / expected - 1).abs().max().item()  # torch's max, which lets NaN through
+        off[name] = (found / expected - 1).abs().max().item()  # torch's max returns NaN if there is one
     said = ", ".join(f"the {name} loss by {share:.1e}" for name, share in off.items())
     return all(share <= SAME_LOSS for share in off.values()), f"in {half} is off: {said} of itself"
 
 
 def nan_stops(weights: Weights) -> tuple[bool, str]:
-    """Let the frozen weights become NaN in the midst of a run."""
+    """Make a frozen weight matrix NaN during a run, and check that the run stops."""
     poison = Poison()
     try:
         run, loaded = fitted(weights, random_rows((24, 4)), "train.max_steps=4", callbacks=[poison])
@@ -124,8 +134,12 @@ def nan_stops(weights: Weights) -> tuple[bool, str]:
 
 
 def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
-    """Learn a short row by heart and evaluate it in batches among long ones."""
-    short, *long = random_rows((12, 2), (40, 36), (33, 5), (50, 1), (21, 10))  # beside it a long one, hardly trained
+    """Overfit a short row, evaluate it in batches with long ones, and check that the loss is a mean over all tokens.
+
+    The short row then has a low loss and the others a high one, so a mean over batches would differ from that.
+    """
+    # The row beside the short one in its batch is long, but only 4 of its tokens have labels.
+    short, *long = random_rows((12, 2), (40, 36), (33, 5), (50, 1), (21, 10))
     settings = ("train.batch_size=2", "train.max_steps=6", "train.eval_steps=6", "train.learning_rate=0.02")
     run, loaded = fitted(weights, [short], *settings, "tricks.chunked_loss=true", eval_rows=[short, *long])
     found = run.evaluations[-1]["eval_loss"]
@@ -137,7 +151,7 @@ def evaluation_is_token_mean(weights: Weights) -> tuple[bool, str]:
 
 
 def gradients_after_evaluation(weights: Weights) -> tuple[bool, str]:
-    """Compare the gradients of two runs over a 4-bit base, of which one has evaluated first."""
+    """Compare the gradients of two runs over a 4-bit base, one of which evaluates before it trains."""
     rows = random_rows((32, 6))
     never = gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=[])
     after = gradient_of(weights, rows, "tricks.quantization=nf4", eval_rows=rows)
@@ -150,11 +164,12 @@ class Check:
     """One check of a library's behaviour.
 
     Attributes:
-        look: a function of a model that :func:`make` wrote, which tells whether all is well, and what it has seen. It
-            must be false for a NaN, too, so it asks whether a difference is small and never whether it is large.
-        asks: the question that it answers.
-        cause: the cause of a failure.
-        cure: the way to mend it.
+        look: the function that checks. It gets the model that :func:`make` wrote, and returns whether all is well, and
+            a sentence about what it found. It must return False for NaN, too. ``NaN < x`` is false for every x, so the
+            function tests whether a difference is small, and never whether it is large.
+        asks: the question that the check answers.
+        cause: what causes the failure.
+        cure: how to fix it.
     """
 
     look: Callable[[Weights], tuple[bool, str]]
@@ -164,7 +179,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The name of the check, which is that of its function."""
         return self.look.__name__
 
 
@@ -223,18 +238,18 @@ CHECKS = (
         "m.support_avx512bf16_for_cpu = False; until this check holds, tricks.quantization=none",
     ),
 )
-"""In the order in which a run would meet them."""
+"""All checks, in the order in which a run would meet the failures."""
 
 
 def examine() -> dict[str, Any]:
-    """Make every check.
+    """Run every check.
 
     Returns:
-        - ``ok``: whether all hold;
-        - ``seconds`` it took;
-        - ``device`` and ``versions``: for what machine and which libraries that is said, and for no others;
+        - ``ok``: whether all checks hold;
+        - ``seconds``: the time that they took;
+        - ``device`` and ``versions``: the machine and the libraries for which the result is true, and for no others;
         - ``checks``: for each its ``name``, what it ``asks``, whether it ``holds``, what it ``found``, and ``cause``
-          and ``cure``, which are of interest when it does not hold.
+          and ``cure``, which matter only if it does not hold.
     """
     began = time.perf_counter()
     quiet_libraries()
@@ -251,11 +266,12 @@ def examine() -> dict[str, Any]:
 
 
 def _made(check: Check, weights: Weights) -> dict[str, Any]:
+    """Run one check. An exception counts as a failure, except when memory runs out or the user stops the command."""
     try:
         holds, found = check.look(weights)
-    except Interrupted:
+    except Interrupted:  # the user stopped the run inside the check
         raise KeyboardInterrupt from None
-    except Exception as error:  # of whatever library: then it cannot be said to hold
+    except Exception as error:  # of any library: without an answer, the check does not hold
         if is_out_of_memory(error):
             raise
         holds = False

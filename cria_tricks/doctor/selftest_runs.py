@@ -1,4 +1,4 @@
-"""Tiny models, rows and runs for the selftest: they take a second and need no network."""
+"""Make tiny models, rows and training runs for the selftest, which take a second and need no network."""
 
 import math
 import tempfile
@@ -21,29 +21,30 @@ from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
 
 TokenRow = dict[str, list[int]]
+"""``input_ids`` and ``labels`` of one row."""
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A template as most models have it: nothing in it says which tokens are the assistant's."""
+"""A chat template as most models have it: nothing in it marks which tokens are the assistant's."""
 
 
 def make(folder: Path, **changes: Any) -> Weights:
-    """Write a model of ``random:tiny``'s shape, and a tokenizer of single bytes with a chat template.
+    """Write a model with the shape of ``random:tiny``, and a tokenizer of single bytes with a chat template.
 
     Args:
-        folder: the folder to write into; it exists.
-        **changes: fields of its config that are to differ, such as a smaller ``vocab_size``.
+        folder: an existing folder to write into.
+        **changes: fields of the model's config to change, such as a smaller ``vocab_size``.
 
     Returns:
-        The weights that :func:`cria_tricks.load.model.load` and plain ``from_pretrained`` take.
+        The place of the model, for :func:`cria_tricks.load.model.load`. Its ``path`` is for plain ``from_pretrained``.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # gives the caller its random state back; no GPU draws numbers here
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS["tiny"] | changes))
     model.to(torch.bfloat16).save_pretrained(folder)
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    text = Tokenizer(BPE(letters, []))
+    text = Tokenizer(BPE(letters, []))  # no merges, so every byte is a token of its own
     text.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -57,18 +58,22 @@ def random_rows(*lengths: tuple[int, int]) -> list[TokenRow]:
     """Make rows of random bytes, the same ones every time.
 
     Args:
-        lengths: the length of each row, and how many of its tokens, from the first on, are not trained.
+        lengths: for each row its length, and how many of its first tokens are not trained (tokens).
     """
     draw = torch.Generator().manual_seed(0)
     made = []
     for length, prompt in lengths:
-        ids = torch.randint(1, 256, (length,), generator=draw).tolist()
+        ids = torch.randint(1, 256, (length,), generator=draw).tolist()  # 0 is the padding id, see fitted
         made.append({"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
     return made
 
 
 class _Gradient(TrainerCallback):
-    """Keeps the gradient of the step, all in one vector; a weight without a gradient has zeros."""
+    """Keep the gradients of all trained weights before each step, as one vector; zeros for a weight that has none.
+
+    Attributes:
+        found: the vector of the last step, float64, on the CPU.
+    """
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = []
@@ -80,7 +85,11 @@ class _Gradient(TrainerCallback):
 
 
 class Poison(TrainerCallback):
-    """Makes a frozen matrix NaN after the first step, and notes whether the log would hide it."""
+    """Make a frozen matrix NaN after the first step, and record whether the log would hide that.
+
+    Attributes:
+        filtered: whether ``logging_nan_inf_filter`` is on.
+    """
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         self.filtered = args.logging_nan_inf_filter
@@ -95,7 +104,13 @@ def fitted(
     eval_rows: Sequence[TokenRow] = (),
     callbacks: Sequence[TrainerCallback] = (),
 ) -> tuple[Run, Loaded]:
-    """Train LoRA for a step, or as many as the settings say, from the same adapter every time."""
+    """Train LoRA for one step, or for as many as the settings say, from the same initial adapter every time.
+
+    The settings change the recipe, such as ``"train.max_steps=4"``. Without ``eval_rows`` the run is never evaluated.
+
+    Returns:
+        The run, and the model that it has trained.
+    """
     usual = ("tricks.peft=lora", "lora.r=4", "tricks.attention=sdpa", "train.max_steps=1", "train.warmup_ratio=0")
     recipe = with_settings(Recipe(), [*usual, *settings])
     plan = resolve(recipe)
@@ -109,23 +124,27 @@ def fitted(
 def gradient_of(
     weights: Weights, rows: Sequence[TokenRow], *settings: str, eval_rows: Sequence[TokenRow] = ()
 ) -> torch.Tensor:
-    """Train as :func:`fitted` does, and return the gradient of the last step."""
+    """Train as :func:`fitted` does, and return the gradient of the last step, as one vector."""
     kept = _Gradient()
+    # The limit of the gradient's norm is so high that nothing is clipped.
     fitted(weights, rows, "train.max_grad_norm=1e9", *settings, eval_rows=eval_rows, callbacks=[kept])
     return kept.found
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Compute the length of the difference over that of the first [ratio]; NaN where there is none to compare."""
+    """Return the relative difference of two gradients: the norm of their difference over the norm of the first.
+
+    It is NaN if both are zero, so that a check without any gradient does not pass.
+    """
     return ((one - other).norm() / one.norm()).item()
 
 
 def token_mean(model: Any, rows: Sequence[TokenRow]) -> float:
-    """Compute the loss by its definition: row by row, every trained token counts once, in float64."""
+    """Compute the mean loss of all trained tokens [nats] by its definition: row by row, without batches, in float64."""
     losses = []
     for row in rows:
         ids, labels = (torch.tensor(row[name], device=model.device) for name in ("input_ids", "labels"))
         with torch.no_grad():
-            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()  # position t predicts token t + 1
         losses.append(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")[labels[1:] != IGNORED])
     return torch.cat(losses).mean().item()

@@ -1,8 +1,8 @@
-"""Cards and rented machines, as plain data: what a card can do at best, and what an hour with it costs.
+"""GPUs and rented machines as plain data: the peak rates of each GPU, and the price of each machine per hour.
 
-Peak rates are the vendor's: dense (the larger figures of a datasheet are with half of the weights left out), with
-sums in fp32, and one way over PCIe, which datasheets give both ways at once. No training step reaches them: how much
-of them it gets is one number in ``bill/step_time.py``.
+The peak rates are the vendor's. They are for dense matrices (the larger figures of a datasheet are for sparse ones, of
+which half of the weights are left out), with sums in fp32. Those of PCIe are for one direction, while datasheets add
+both. No training step reaches the peak rates: ``EFFICIENCY`` in ``bill/step_time.py`` is the share that it gets.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Card:
     """A GPU and its peak rates.
 
     Attributes:
-        device: what toggles and estimates must know of it.
-        half_flops: 16-bit products on tensor cores, floating-point operations a second.
-        full_flops: fp32 products, the same.
-        memory_rate: bytes a second between the card and its own memory.
-        link_rate: bytes a second between the card and the host, one way.
+        device: the facts about it that toggles and estimates need.
+        half_flops: peak rate of 16-bit products on tensor cores [floating-point operations/s].
+        full_flops: peak rate of fp32 products [floating-point operations/s].
+        memory_rate: bandwidth between the GPU and its own memory [bytes/s].
+        link_rate: bandwidth between the GPU and the host, in one direction [bytes/s].
         source: where the rates are from.
     """
 
@@ -33,13 +33,17 @@ class Card:
     source: str
 
     def flops(self, precision: str) -> float:
-        """Products a second in ``fp32``, ``fp16`` or ``bf16``; bf16 that is emulated is computed in fp32."""
+        """Return the peak rate of products in ``fp32``, ``fp16`` or ``bf16`` [floating-point operations/s].
+
+        Emulated bf16 is computed in fp32, so it gets the rate of fp32.
+        """
         if precision == "fp16" or (precision == "bf16" and self.device.real_bf16):
             return self.half_flops
         return self.full_flops
 
 
-# Bytes as deviceQuery or torch prints them; a driver takes a little more or less, and error correction its sixteenth.
+# Memory in bytes, as deviceQuery or torch prints it. It is less than the GPU is sold with: the driver takes a little,
+# not always the same, and error correction (ECC) takes a sixteenth.
 L4 = Device("cuda", "NVIDIA L4", (8, 9), real_bf16=True, memory_bytes=23_583_784_960)
 """21.96 GiB: deviceQuery in bottlerocket-kernel-kit pull request 139."""
 A10G = Device("cuda", "NVIDIA A10G", (8, 6), real_bf16=True, memory_bytes=22_587 * 2**20)
@@ -47,13 +51,14 @@ A10G = Device("cuda", "NVIDIA A10G", (8, 6), real_bf16=True, memory_bytes=22_587
 A100_40GB = Device("cuda", "NVIDIA A100-SXM4-40GB", (8, 0), real_bf16=True, memory_bytes=42_298_834_944)
 """39.39 GiB: deviceQuery in bottlerocket pull request 3873."""
 
+# The numbers are half_flops, full_flops, memory_rate and link_rate.
 CARDS: dict[str, Card] = {
     "t4": Card(T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper"),
     "l4": Card(L4, 121e12, 30.3e12, 300e9, 32e9, "NVIDIA L4 datasheet"),
     "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
     "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet"),
 }
-"""By short name, smallest memory first."""
+"""The GPUs by short name, the one with the smallest memory first."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,10 @@ class Flavor:
     """A machine that is rented by the hour.
 
     Attributes:
-        name: as Hugging Face Jobs calls it.
-        card: a key of :data:`CARDS`.
-        cards: how many it has. They are data parallel: each holds the whole model and takes its share of the rows.
-        price: USD an hour, by Hugging Face's own list.
+        name: its name at Hugging Face Jobs.
+        card: its kind of GPU, a key of :data:`CARDS`.
+        cards: how many GPUs it has. They are data parallel: each holds the whole model and takes its share of the rows.
+        price: its price in Hugging Face's own list [USD/h].
     """
 
     name: str
@@ -87,38 +92,38 @@ FLAVORS: dict[str, Flavor] = {
         Flavor("a100-large", "a100", 1, 2.50),
     )
 }
-"""The GPU machines of the Hardware Selection Guide (seed document 004), in its order, at today's prices.
+"""The GPU machines of the Hardware Selection Guide (seed document 004), in its order, at the prices of PRICES_DATE.
 
-This is the only list of prices: ``cria plan --rows``, ``cria hardware``, ``cria launch`` and the page "Will it fit?"
-all bill by it. (The list gives an ``a100-large`` 80 GB; we reckon with the 40 GB of the guide.)
+The package has no other list of prices: ``cria plan --rows``, ``cria hardware``, ``cria launch`` and the page "Will it
+fit?" all use this one. (The price list says that an ``a100-large`` has 80 GB; we compute with the 40 GB of the guide.)
 """
 PRICES_DATE = "2026-08-21"
-"""The day of the list that the prices are from."""
+"""The date of the price list."""
 PRICES_SOURCE = "github.com/huggingface/hub-docs, docs/hub/jobs-pricing.md, commit a9fef576"
-"""Where that list is."""
+"""Where the price list is."""
 
 TPUS: dict[str, str] = {
     "v5e-1x1": "TPU v5e, small workloads",
     "v5e-2x2": "4 TPU v5e, medium workloads",
     "v5e-2x4": "8 TPU v5e, large workloads",
 }
-"""The guide's TPU machines, for the record: they need code of their own, so nothing here is estimated for them."""
+"""The guide's TPU machines, only for the record. They need code of their own, so nothing is estimated for them."""
 
 
 def find_card(name: str) -> Card:
-    """Look a card up by its short name.
+    """Look up a GPU by its short name.
 
     Raises:
-        BadInput: for an unknown one, with the nearest right one.
+        BadInput: for an unknown name; the message suggests the nearest known one.
     """
     return CARDS[_known(name, CARDS, "card")]
 
 
 def find_flavor(name: str) -> Flavor:
-    """Look a rented machine up by its name.
+    """Look up a rented machine by its name.
 
     Raises:
-        BadInput: for an unknown one, with the nearest right one.
+        BadInput: for an unknown name; the message suggests the nearest known one.
     """
     return FLAVORS[_known(name, FLAVORS, "flavor")]
 

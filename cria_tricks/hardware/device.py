@@ -1,6 +1,6 @@
 """The few facts about a device that decide which toggles work on it, as plain data.
 
-torch takes seconds to import. So only the functions that ask it import it: a card can be named without.
+torch takes seconds to import, so only the functions that need it import it. A GPU can be described without torch.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import psutil
 
 @dataclass(frozen=True)
 class Device:
-    """What a toggle must know about the machine.
+    """The facts about a GPU or a CPU that toggles and estimates need.
 
     Attributes:
         kind: ``"cpu"`` or ``"cuda"``.
         name: the product's name.
         capability: CUDA compute capability, ``(0, 0)`` on a CPU.
-        real_bf16: whether bf16 runs in hardware; a T4 only emulates it, and still says it is supported.
-        memory_bytes: the card's memory, or the machine's.
+        real_bf16: whether bf16 runs in hardware. A T4 only emulates it, but torch reports it as supported there.
+        memory_bytes: memory of the GPU; for a CPU, memory of the machine.
     """
 
     kind: str
@@ -47,29 +47,30 @@ class Device:
 
     @property
     def needs_expand_kv(self) -> bool:
-        """Whether grouped heads must be repeated before attention.
+        """Whether shared key and value heads must be repeated before attention, so that a fast kernel takes them.
 
-        Torch's flash kernel takes grouped heads as they are. It runs from compute capability 8.0 on; older cards would
-        fall back to the math kernel (see ``tricks/expand_kv.py``).
+        torch's flash kernel takes shared (grouped) heads as they are, but needs compute capability 8.0. On an older GPU
+        torch would fall back to the slow math kernel (see ``tricks/expand_kv.py``).
         """
         return self.kind == "cuda" and self.capability < (8, 0)
 
     @property
     def slow_fp16(self) -> bool:
-        """Whether products are far slower in fp16 than in fp32: measured on a CPU, never so on a card."""
+        """Whether matrix products are far slower in fp16 than in fp32: measured on a CPU, always false on a GPU."""
         return self.kind == "cpu" and _fp16_is_slow()
 
 
 T4 = Device("cuda", "Tesla T4", (7, 5), real_bf16=False, memory_bytes=15_828_320_256)
-"""The free Colab card, as ``torch.cuda.get_device_properties`` gives it: 14.74 GiB."""
+"""The free Colab GPU, with the memory that ``torch.cuda.get_device_properties`` reports: 14.74 GiB."""
 
 
 _pretended: list[Device] = []
+"""The devices of all :func:`pretend` contexts that are open; the last one counts."""
 
 
 @contextlib.contextmanager
 def pretend(device: Device) -> Iterator[None]:
-    """Inside, :func:`this_device` gives this device, whatever the machine is."""
+    """Make :func:`this_device` return this device inside the context, whatever the machine is."""
     _pretended.append(device)
     try:
         yield
@@ -78,7 +79,7 @@ def pretend(device: Device) -> Iterator[None]:
 
 
 def this_device() -> Device:
-    """Look at the machine this runs on: its first CUDA card, else its CPU."""
+    """Describe the machine this runs on: its first CUDA GPU, else its CPU; or the device of :func:`pretend`."""
     if _pretended:
         return _pretended[-1]
     import torch
@@ -86,13 +87,13 @@ def this_device() -> Device:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         capability = (properties.major, properties.minor)
-        # Not is_bf16_supported(): it says yes on a T4, which emulates it.
+        # Not is_bf16_supported(): it is true on a T4, which only emulates bf16. GPUs from 8.0 on compute in bf16.
         return Device("cuda", properties.name, capability, capability >= (8, 0), properties.total_memory)
     return this_cpu()
 
 
 def this_cpu() -> Device:
-    """Describe the processor of this machine, whether or not there is a card beside it."""
+    """Describe the CPU of this machine, whether or not there is a GPU, too."""
     has = _cpu_capabilities()
     real_bf16 = any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
     name = has.get("cpu_name") or platform.processor() or platform.machine()
@@ -102,16 +103,17 @@ def this_cpu() -> Device:
 
 @functools.cache
 def _fp16_is_slow() -> bool:
-    """Time the same product in fp16 and in fp32 on this processor, once per process [20 ms].
+    """Time the same product in fp16 and in fp32 on this CPU, once per process (20 ms), and compare the two times.
 
-    A CPU that emulates fp16 takes about ten times as long, one that computes in it no longer: so the factor two tells
-    them apart on a busy machine too. A flag of the processor would not say what this build of torch makes of it.
+    A CPU that emulates fp16 takes about ten times as long as in fp32, and one that computes in fp16 takes no longer. So
+    a factor of two tells them apart, on a busy machine, too. The feature flags of the CPU would not tell whether this
+    build of torch uses them.
     """
     return _product_seconds("float16") > 2 * _product_seconds("float32")
 
 
 def _product_seconds(dtype: str) -> float:
-    """The fastest of several products of two small matrices [seconds]; the first ones find their kernels."""
+    """Time eight products of two small matrices, and return the fastest time [s]; the first ones select a kernel."""
     import torch
 
     matrix = torch.ones(128, 128, dtype=getattr(torch, dtype), device="cpu")
@@ -124,12 +126,14 @@ def _product_seconds(dtype: str) -> float:
 
 
 def _cpu_capabilities() -> Mapping[str, Any]:
+    """Ask torch for the name and the features of this CPU; an older torch cannot tell, and the result is empty."""
     import torch
 
     if not hasattr(torch.cpu, "get_capabilities"):
-        return {}  # an older torch cannot tell; then nothing is assumed
+        return {}
     has = torch.cpu.get_capabilities()
     if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("AVX2", "AVX512_CORE"):
-        # oneDNN, which multiplies bf16 matrices, is held to an older processor; torch still names the real one.
+        # This variable limits oneDNN, which multiplies bf16 matrices, to the instructions of an older CPU. torch still
+        # reports the features of the real one.
         return {**has, "avx512_bf16": False, "amx_bf16": False}
     return has

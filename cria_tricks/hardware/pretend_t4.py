@@ -1,4 +1,4 @@
-"""Make a CUDA card behave like a T4, so that what happens on one can be seen on any other."""
+"""Make any CUDA GPU behave like a T4, to see what happens on a T4 without having one."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,32 +10,35 @@ from cria_tricks.hardware.device import T4, Device, pretend
 
 @contextlib.contextmanager
 def profile(name: str) -> Iterator[Device]:
-    """Inside, the first CUDA card of this machine keeps to a T4's rules::
+    """Make the first CUDA GPU of this machine behave like a T4 inside the context::
 
         with hardware.profile("t4"):
             cria_tricks.train(recipe)
 
-    - attention: no flash kernel and no cuDNN's, so grouped-query heads without a mask end in the math kernel;
-    - bf16: toggles refuse it, and recipes that choose by the machine choose fp16, as :func:`this_device` answers
-      like a T4;
-    - memory: torch's allocator gets 14.74 GiB and not a byte more. On a T4 the CUDA context takes its share of those.
+    - attention: torch uses neither its flash kernel nor cuDNN's, so grouped heads without a mask run in the math
+      kernel;
+    - bf16: toggles refuse it, and recipes that choose the precision for the machine choose fp16, because
+      :func:`this_device` describes a T4;
+    - memory: torch's allocator gets 14.74 GiB and not a byte more. (On a real T4 it gets less, because the CUDA context
+      takes its share of them.)
 
-    What it cannot do is compute as slowly, or round as Turing's tensor cores do. torch's own questions
-    (``torch.cuda.get_device_capability``) still get the real answer, or kernels would be compiled for the wrong card.
-    The switches are the process's, so are these rules; afterwards all are as they were.
+    It does not make the GPU as slow as a T4, and does not make it round as the tensor cores of a T4 do. torch's own
+    functions, such as ``torch.cuda.get_device_capability``, still describe the real GPU, because otherwise kernels
+    would be compiled for the wrong one. The rules hold for the whole process, because torch's switches do. After the
+    context all switches are as they were before.
 
     Args:
         name: ``"t4"``.
 
     Yields:
-        The device as it is now.
+        The device that :func:`this_device` returns inside the context.
 
     Raises:
-        BadInput: for another name, or without a CUDA card.
+        BadInput: for another name, or without a CUDA GPU.
     """
     if name.strip().lower() != "t4":
         raise BadInput(f"hardware profile {name}: there is t4, and no other")
-    import torch  # not above: recipes look at this package, and a wrong one should not wait for torch
+    import torch  # not at the top: recipes import this package, and a wrong recipe is refused without waiting for torch
 
     if not torch.cuda.is_available():
         raise BadInput(
@@ -43,6 +46,7 @@ def profile(name: str) -> Iterator[Device]:
             "card, hand hardware.T4 to whatever takes a device"
         )
     card = torch.cuda.get_device_properties(0)
+    # A GPU that is older than a T4, or has less memory, keeps its own values.
     memory = min(T4.memory_bytes, card.total_memory)
     capability = min(T4.capability, (card.major, card.minor))
     before = torch.cuda.get_per_process_memory_fraction(0)

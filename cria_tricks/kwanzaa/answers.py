@@ -1,4 +1,4 @@
-"""Keep answers in a file: every finished batch is written at once, and a second start goes on after it."""
+"""Save answers to a file, batch by batch, so that an evaluation that was stopped continues after the last batch."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from cria_tricks.common.errors import BadInput
 
 @dataclass(frozen=True)
 class Written:
-    """A model's answer to one row, and its loss on the reference.
+    """A model's answer to one row, and the model's loss on the row's own answer, the reference.
 
     Attributes:
-        text: the model's answer; empty where nothing was asked, because the row is a text.
-        tokens: length of the answer with its end token (tokens); 0 where nothing was asked.
-        ended: whether the model ended it, before the longest answer that was allowed.
-        loss: sum over the reference's trained tokens (nats).
+        text: the model's answer; empty for a row without a prompt, such as a text.
+        tokens: length of the answer with its end token (tokens); 0 for a row without a prompt.
+        ended: whether the model ended the answer itself, before the allowed length.
+        loss: loss of the reference, summed over its trained tokens (nats).
         trained: number of these tokens.
     """
 
@@ -31,17 +31,17 @@ class Written:
 
 
 class Answers:
-    """A system's answers on disk: the first line says whose they are, then there is one line for each row.
+    """The answers of one system in a file: a header that says what made them, and then a line for each row.
 
     Args:
         path: ``answers-SYSTEM.jsonl``.
-        about: everything that decides the answers: model, prompts, settings.
+        about: the header: everything that decides the answers, such as model, prompts and settings.
 
     Attributes:
-        rows: the answers that are there so far, by the row's number.
+        rows: the answers so far, by row number.
 
     Raises:
-        BadInput: if the file holds answers of something else, or cannot be read or written.
+        BadInput: if the file has another header, or cannot be read or written.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
@@ -59,23 +59,24 @@ class Answers:
                 row = entry.pop("row")
                 self.rows[row] = Written(**entry)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            number = len(self.rows) + 2
+            number = len(self.rows) + 2  # lines count from 1, and the header is the first
             raise BadInput(f"{path}:{number}: is damaged; remove the file, or name another --out") from None
+        # Remove an unfinished line at the end, or the next answer would be appended to it.
         atomic_files.write_file(path, "".join(f"{line}\n" for line in whole))
         self._saved()
 
     def add(self, answered: Mapping[int, Written]) -> None:
-        """Write a batch through to the disk, so that it survives a crash of the machine.
+        """Append the answers of a batch, and sync the file to the disk, so that they survive a crash of the machine.
 
         Raises:
-            BadInput: if it cannot be written; what was there before is whole.
+            BadInput: if they cannot be written; the answers before them stay whole.
         """
         lines = [json.dumps({"row": row, **asdict(written)}) + "\n" for row, written in answered.items()]
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
                 file.flush()
-                os.fsync(file.fileno())  # flushing alone leaves the lines in the system's memory
+                os.fsync(file.fileno())  # flush alone leaves the lines in the memory of the operating system
         except OSError as error:
             raise BadInput(
                 f"{self.path}: cannot be written: {error.strerror}; make room, then give the same command again: it "
@@ -85,20 +86,23 @@ class Answers:
         self._saved()
 
     def _saved(self) -> None:
+        """Set what the command says is saved if the user interrupts it."""
         interrupts.now_saved(f"{len(self.rows)} answers are in {self.path}; the same command goes on after them")
 
     def _whole_lines(self) -> list[str]:
+        """Read the lines of the file that end with a newline."""
         try:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(f"{self.path}: cannot be read: {error}; remove it, or name another --out") from None
-        return text.split("\n")[:-1]  # a process that was killed may have left a part of a line
+        return text.split("\n")[:-1]  # the last part is empty, or a line that a killed process left unfinished
 
     def _refuse_another(self, header: str, about: Mapping[str, Any]) -> None:
+        """Refuse a file whose header differs from what decides the answers now."""
         try:
             before = dict(json.loads(header))
         except (ValueError, TypeError, RecursionError):
-            before = {}
+            before = {}  # not a header, so every field differs
         other = [name for name in about if before.get(name) != about[name]]
         if other:
             raise BadInput(

@@ -1,9 +1,10 @@
-"""Augment training rows of the contract: copies with the documents in another order, or with fewer of them.
+"""Augment training rows that keep the answer contract: copy them with shuffled documents, or with fewer documents.
 
-A model that learns that document 1 is always cited first, or that every question has an answer, has learnt habits of
-the data. Each kind of copy changes what was retrieved, and then the answer with it: its labels, its sources, its
-retrieval summary. A copy is used only if it scores as well as its row: on the contract, citations, grounding and
-refusal. So no kind has to know every way in which an answer may speak of its documents.
+A model may learn habits of the data, such as that document 1 is always cited first, or that every question has an
+answer. The copies break these habits. Each kind of copy changes the documents that were retrieved, and adapts the
+answer to them: its labels, its sources, its retrieval summary. A copy is used only if it scores as well as its row on
+all four scores: contract, citations, grounding and refusal. Because of this check, the functions that make copies need
+not know every way in which an answer may mention its documents.
 """
 
 import json
@@ -20,12 +21,13 @@ from cria_tricks.kwanzaa.scores import SCORERS, refuses, should_refuse
 from cria_tricks.recipe import Recipe
 
 REFUSAL = "I cannot answer this from the retrieved documents: none of them says it."
+"""The answer of a copy whose cited documents are removed."""
 NOTHING_ASKED = "No relevant documents were retrieved from the corpus."
-"""What a prompt says in place of documents."""
+"""What a prompt says in place of the documents if a copy has none."""
 
 
 def shuffle_documents(row: QARow, draw: random.Random) -> Chat | None:
-    """Put the same documents into another order, and renumber the labels."""
+    """Shuffle the documents and renumber the labels in the answer; ``None`` if there are fewer than two documents."""
     documents = list(row.prompt.documents)
     if all(document == documents[0] for document in documents):
         return None  # every order is the same
@@ -36,7 +38,7 @@ def shuffle_documents(row: QARow, draw: random.Random) -> Chat | None:
 
 
 def drop_uncited(row: QARow, draw: random.Random) -> Chat | None:
-    """Keep only the documents that the answer cites."""
+    """Keep only the documents that the answer cites; ``None`` if it cites none or all of them."""
     cited = _cited(row)
     if not cited or len(cited) == len(row.prompt.documents):
         return None
@@ -44,7 +46,11 @@ def drop_uncited(row: QARow, draw: random.Random) -> Chat | None:
 
 
 def drop_cited(row: QARow, draw: random.Random) -> Chat | None:
-    """Keep only the documents that the answer does not cite, and put a refusal in its place."""
+    """Remove the documents that the answer cites, and replace the answer by a refusal.
+
+    Returns:
+        The copy; ``None`` if the answer cites nothing, is a refusal already, or was allowed to be creative.
+    """
     cited = _cited(row)
     if not cited or should_refuse(row) or row.reference.said("toggles", "creative_mode"):
         return None
@@ -52,7 +58,8 @@ def drop_cited(row: QARow, draw: random.Random) -> Chat | None:
     copy = _with_documents(row, left)
     fields = json.loads(copy.messages[-1]["content"])
     fields["answer"] |= {"text": REFUSAL, "completeness": "insufficient_data"}
-    fields["answer"].pop("confidence", None)  # of an answer that is not there
+    fields["answer"].pop("confidence", None)  # it was the confidence in the old answer
+    # The contract allows 1,000 characters for what is missing.
     fields["sources"] = []
     fields["unknowns"] |= {"unsupported_claims": [], "missing_context": [f"A document on: {row.prompt.query}"[:1000]]}
     if "integrity" in fields:
@@ -69,11 +76,11 @@ KINDS: dict[str, Callable[[QARow, random.Random], Chat | None]] = {
     "drop_uncited": drop_uncited,
     "drop_cited": drop_cited,
 }
-"""How a copy is made, by the name of the recipe's field."""
+"""The function that makes each kind of copy, by the name of the kind's field in ``recipe.data``."""
 
 
 def of(recipe: Recipe) -> Callable[[Chat], Iterable[tuple[str, Chat]]] | None:
-    """Find the function that makes the copies that a recipe asks for; ``None`` where it asks for none."""
+    """Return a function that makes the copies of a row that a recipe asks for; ``None`` if it asks for none."""
     shares = {kind: getattr(recipe.data, kind) for kind in KINDS}
     shares = {kind: share for kind, share in shares.items() if share}
     if not shares:
@@ -82,11 +89,12 @@ def of(recipe: Recipe) -> Callable[[Chat], Iterable[tuple[str, Chat]]] | None:
 
 
 class Augment:
-    """Makes copies of some rows.
+    """Make copies of randomly chosen rows.
 
     Args:
-        shares: share of the rows that get a copy (0 to 1), by kind.
-        seed: decides which rows those are, together with the row's own words. So the order of rows does not matter.
+        shares: the share of the rows that get a copy (0 to 1), by kind.
+        seed: decides, together with the text of a row, whether that row gets a copy. So the choice does not depend on
+            the order of the rows.
     """
 
     def __init__(self, shares: Mapping[str, float], seed: int):
@@ -94,7 +102,7 @@ class Augment:
         self.seed = seed
 
     def copies(self, chat: Chat) -> Iterable[tuple[str, Chat]]:
-        """Yield each copy with its kind; none of a row that does not keep the contract."""
+        """Yield each copy of a row with its kind; no copies if the row does not keep the contract."""
         if not chat.messages:
             return
         [row] = read_rows([chat])
@@ -108,7 +116,7 @@ class Augment:
 
 
 def _keeps(row: QARow, copy: Chat) -> bool:
-    """Tell whether a copy is as good as its row: no score may be lower, and a refusal must be one."""
+    """Tell whether a copy is as good as its row: no score is lower, and it refuses if its reference fields say so."""
     [changed] = read_rows([copy])
     if should_refuse(changed) and not refuses(changed.reference):
         return False
@@ -121,16 +129,17 @@ def _keeps(row: QARow, copy: Chat) -> bool:
 
 
 def _cited(row: QARow) -> list[Document]:
+    """List the documents whose labels are in the text of the answer."""
     labels = set(statements.labels(row.reference.text))
     return [document for document in row.prompt.documents if document.number in labels]
 
 
 def _with_documents(row: QARow, documents: Sequence[Document]) -> Chat:
-    """Leave a row only these of its documents, numbered from 1, and renumber the labels in its answer."""
-    numbers = {document.number: new for new, document in enumerate(documents, 1)}
+    """Copy a row with only these of its documents, numbered from 1, and with the labels in its answer renumbered."""
+    numbers = {document.number: new for new, document in enumerate(documents, 1)}  # old label -> new label
     turn = {"role": "user", "content": _turn_with(row, documents, numbers)}
-    fields = json.loads(json.dumps(row.reference.fields))  # a copy
-    for part in ("answer", "unknowns"):  # both may speak of [1]
+    fields = json.loads(json.dumps(row.reference.fields))  # a deep copy
+    for part in ("answer", "unknowns"):  # both may contain labels, such as [1]
         text = json.dumps(fields[part])
         fields[part] = json.loads(statements.LABELS.sub(lambda match: _renumbered(match, numbers), text))
     fields["sources"] = _in_order(fields["sources"], row.prompt.documents, numbers)
@@ -143,7 +152,7 @@ def _with_documents(row: QARow, documents: Sequence[Document]) -> Chat:
 
 
 def _turn_with(row: QARow, documents: Sequence[Document], numbers: Mapping[int, int]) -> str:
-    """Write the user's turn with these documents, separated as the row's own are."""
+    """Write the user's turn with these documents, and between them the same separator as in the row."""
     turn = row.messages[-1]["content"]
     first = row.prompt.documents[0]
     last = row.prompt.documents[-1]
@@ -153,6 +162,7 @@ def _turn_with(row: QARow, documents: Sequence[Document], numbers: Mapping[int, 
         return NOTHING_ASKED + turn[end:]
     gap = ""
     if first != last:
+        # The separator: what stands between the first document and the label of the second one.
         gap = turn[begin + len(first.text) :].partition("[")[0]
     blocks = []
     for document in documents:
@@ -162,6 +172,7 @@ def _turn_with(row: QARow, documents: Sequence[Document], numbers: Mapping[int, 
 
 
 def _renumbered(match: re.Match[str], numbers: Mapping[int, int]) -> str:
+    """Rewrite a label such as ``[1, 2]`` with the new numbers; the number of a removed document stays."""
     found = [int(number) for number in match[1].split(",")]
     return "[" + ", ".join(str(numbers.get(number, number)) for number in found) + "]"
 
@@ -169,7 +180,10 @@ def _renumbered(match: re.Match[str], numbers: Mapping[int, int]) -> str:
 def _in_order(
     entries: Sequence[dict[str, Any]], documents: Sequence[Document], numbers: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """Sort the entries of documents that are still there; what is of no document stays, at the end."""
+    """Sort the entries of an answer's list by the new numbers of their documents.
+
+    Entries of removed documents are dropped. An entry whose document cannot be told stays, at the end.
+    """
     placed = []
     for entry in entries:
         number = _number(entry, documents)
@@ -182,15 +196,15 @@ def _in_order(
 
 
 def _number(entry: dict[str, Any], documents: Sequence[Document]) -> int:
-    """Find the label of the document that an entry of the answer is about; 0 where it cannot be told."""
-    about = entry.get("metadata")  # the real data has label and address there in some rows
+    """Find the number of the document that an entry of the answer is about; 0 if it cannot be told."""
+    about = entry.get("metadata")  # in some rows of the real data, label and URL are in there
     if isinstance(about, dict):
         entry = {**about, **entry}
     label = entry.get("citation_label")
     url = entry.get("canonical_url")
     for document in documents:
         same_url = document.url and document.url == url
-        # A label may leave out the end of a title, from a colon on.
+        # The label may be a shortened title: one that ends before a colon. "A" stands for the title "A: B".
         same_title = label and f"{document.title}:".startswith(f"{label}:")
         if same_url or same_title:
             return document.number
@@ -198,7 +212,7 @@ def _number(entry: dict[str, Any], documents: Sequence[Document]) -> int:
 
 
 def _with_answer(chat: Chat, row: QARow, fields: dict[str, Any]) -> Chat:
-    """Write the answer as JSON in the row's own style: on one line, or indented."""
+    """Replace the last turn of a chat by an answer, as JSON in the style of the row: on one line, or indented."""
     raw = row.reference.raw
     indent = None
     separators = (", ", ": ")
@@ -207,5 +221,6 @@ def _with_answer(chat: Chat, row: QARow, fields: dict[str, Any]) -> Chat:
         separators = (",", ": ")
     elif '": ' not in raw:
         separators = (",", ":")
+    # Non-ASCII letters are escaped only if the row escapes them.
     written = json.dumps(fields, indent=indent, separators=separators, ensure_ascii="\\u" in raw)
     return replace(chat, messages=(*chat.messages[:-1], {"role": "assistant", "content": written}))

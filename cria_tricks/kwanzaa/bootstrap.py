@@ -1,4 +1,4 @@
-"""Confidence intervals of means over few rows, by a seeded bootstrap."""
+"""Compute confidence intervals of means over few rows, by a seeded bootstrap."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,23 +7,25 @@ if TYPE_CHECKING:
     import torch
 
 DRAWS = 10_000
+"""The number of bootstrap samples."""
 SEED = 0
 
 
 def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed: int = SEED) -> "torch.Tensor":
     """Compute each column's mean over many bootstrap samples of the rows, drawn with replacement.
 
-    All columns use the same samples, so the difference of two columns of the result is that of a paired comparison.
+    All columns use the same samples. So two columns of the result can be subtracted for a paired comparison: the
+    difference of each sample comes from the same rows.
 
     Args:
-        columns: K lists of R numbers, one for each row.
+        columns: K lists of R numbers, one number for each row.
         draws: how many samples of R rows are drawn.
         seed: seeds the draws.
 
     Returns:
-        Shape (draws, K), float64.
+        The means, shape (draws, K), float64.
     """
-    import torch  # here, because importing it takes seconds, and rows that are wrong are refused without it
+    import torch  # here, because importing it takes seconds, and wrong rows should be refused before that
 
     values_RK = torch.tensor(columns, dtype=torch.float64).T
     rows = values_RK.shape[0]
@@ -37,12 +39,14 @@ def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed
 
 
 def interval(samples: "torch.Tensor") -> tuple[float, float]:
-    """Find the middle 95 % of the draws: the percentile interval. With few rows it is somewhat too narrow.
+    """Return the percentile interval: the limits of the middle 95 % of the samples.
+
+    With few rows this interval is somewhat too narrow.
 
     Args:
-        samples: one number for each draw, shape (draws,).
+        samples: one number for each bootstrap sample, shape (draws,).
     """
-    # As above: torch takes seconds to import.
+    # Imported here, as above.
     import torch
 
     low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()

@@ -1,8 +1,9 @@
-"""The answer contract, kwanzaa.answer.v1, as pydantic models.
+"""Define the answer contract, kwanzaa.answer.v1, as pydantic models.
 
-The fields, their types and their bounds are those of the public project's JSON schema. Fields that it does not name
-are allowed inside an object and forbidden at the top, as there. Two things are stricter here: a whole number is
-written as one (``1966``, not ``1966.0``), and the formats of addresses, times and identifiers are checked.
+The contract is the JSON format of an answer. Its fields, their types and their bounds are those of the public project's
+JSON schema. As in that schema, unknown fields are allowed inside an object, and forbidden at the top level. Two things
+are stricter here: an integer must be written as one (``1966``, not ``1966.0``), and the formats of addresses, times and
+identifiers are checked.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 ABSENT: Any = None
-"""Default of a field that may be left out. A ``null`` that is there is of the wrong type."""
+"""Default of a field that may be left out. pydantic does not check defaults, but a ``null`` in the JSON is an error."""
 
 Label = Annotated[str, Field(min_length=1, max_length=500)]
 Id = Annotated[str, Field(min_length=1, max_length=200)]
@@ -24,13 +25,13 @@ Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)
 
 
 class ContractObject(BaseModel):
-    """An object of the answer, read strictly: ``"3"`` is no number, and ``1`` is no boolean."""
+    """Base class of all objects of an answer, checked strictly: ``"3"`` is no number, and ``1`` is no boolean."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
 
 
 class Toggles(ContractObject):
-    """What the user had switched on."""
+    """The settings that the user has switched on or off."""
 
     require_citations: bool
     primary_sources_only: bool
@@ -63,7 +64,7 @@ class CitedSource(ContractObject):
 
 
 class Filters(ContractObject):
-    """What the search was narrowed to."""
+    """The filters that narrowed the search."""
 
     content_type: list[str] = ABSENT
     year: int = ABSENT
@@ -108,7 +109,7 @@ class Unknowns(ContractObject):
 
 
 class Integrity(ContractObject):
-    """What the answer says of its own citations."""
+    """What the answer says about its own citations."""
 
     citation_required: bool = ABSENT
     citations_provided: bool = ABSENT
@@ -118,7 +119,7 @@ class Integrity(ContractObject):
 
 
 class Provenance(ContractObject):
-    """When and by what the answer was made."""
+    """When the answer was made, and by which model."""
 
     generated_at: Time
     retrieval_run_id: Uuid = ABSENT
@@ -129,9 +130,9 @@ class Provenance(ContractObject):
 
 
 class Answer(ContractObject):
-    """A whole answer."""
+    """A whole answer: the object at the top level."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid")  # pydantic adds this to the config of the base class
 
     version: Annotated[str, Field(pattern=r"^kwanzaa\.answer\.v[0-9]+$")]
     answer: Body

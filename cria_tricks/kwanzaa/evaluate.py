@@ -1,6 +1,7 @@
-"""Evaluate adapter, base and reference on held-out rows: answers, loss, perplexity, and confidence intervals.
+"""Evaluate an adapter, its base and the reference on held-out rows: answers, loss, perplexity, confidence intervals.
 
-Where the rows keep the answer contract, the answers are scored, too.
+These three are called systems here. The reference is the data's own answers. If all rows keep the answer contract, the
+answers of each system are scored, too.
 """
 
 import contextlib
@@ -32,17 +33,17 @@ from cria_tricks.models import identity
 from cria_tricks.recipe import Recipe, from_toml
 
 OUT = Path("runs/eval")
-"""Where results go without an adapter to stand beside."""
+"""The folder of the results if no adapter is given."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are made.
+    """The settings for generating answers.
 
     Attributes:
         batch_size: number of rows that are answered together.
-        max_new_tokens: longest answer, in tokens.
-        base: where the base lies now, if it is not where the adapter says.
+        max_new_tokens: length limit of an answer (tokens).
+        base: folder or name of the base model, if it is no longer where the adapter's config says.
         other_base: whether the base may be another one than the adapter was trained over.
     """
 
@@ -65,23 +66,23 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer held-out rows, measure the loss of the data's answers, and write ``eval.json`` and ``eval.md``.
 
-    Rows of any kind that trains are taken: chats, prompts with completions, and texts, which have a loss and are not
-    answered. Where all rows keep the contract ``kwanzaa.answer.v1``, the answers get four scores. Answers are kept in
-    ``answers-SYSTEM.jsonl``. The same call after a stop goes on after the last whole batch.
+    All kinds of training rows can be evaluated: chats, prompts with completions, and texts. A text has a loss, but no
+    answer. If all rows keep the contract ``kwanzaa.answer.v1``, the answers get four scores. The answers of each system
+    are saved in ``answers-SYSTEM.jsonl``, so the same call after an interruption continues after the last whole batch.
 
     Args:
-        adapter: the folder of an adapter or of a whole model; with ``reference`` it may be left out, and then no
-            model is loaded.
-        data: what the recipe's ``data.eval`` takes.
-        base: answer with the model below the adapter, too.
-        reference: score the data's own answers, too, where they keep the contract.
-        out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without one.
-        limit: only the first so many rows.
-        settings: how answers are made.
+        adapter: the folder of an adapter or of a whole model. It may be left out with ``reference``; then no model is
+            loaded.
+        data: a file, a folder or a data set, as for the recipe's ``data.eval``.
+        base: also answer with the base model, that is, without the adapter.
+        reference: also score the data's own answers; all rows must keep the contract.
+        out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without an adapter.
+        limit: evaluate only this many rows, the first ones.
+        settings: the settings for generating answers.
         console: where progress is shown; standard error when left out.
 
     Returns:
-        What ``eval.json`` holds.
+        The content of ``eval.json``, and ``out``, the folder of the results.
 
     Raises:
         BadInput: naming what is wrong and what would be right.
@@ -114,6 +115,7 @@ def evaluate(
 
 
 def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, settings: Settings) -> Path | None:
+    """Check the arguments, and return the folder of the adapter; ``None`` if only the reference is scored."""
     if adapter is None:
         if base:
             raise BadInput("--with-base: there is no adapter to compare with its base; name the adapter's folder")
@@ -123,14 +125,15 @@ def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, set
     path = Path(adapter)
     if not base or not is_whole(path):
         return artifact.adapter(adapter, settings.base, other_base=settings.other_base)
+    # A whole model, and its base is to answer, too: settings.base is then that base, and not one below the model.
     path = artifact.adapter(adapter)
     if not settings.base:
-        _base_name(path)
+        _base_name(path)  # raises if no file names the base
     return path
 
 
 def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
-    """Make the folder of the results."""
+    """Make the folder of the results, unless writing there would do harm, and return it."""
     if out:
         place = usable_path("--out", out)
     elif adapter:
@@ -149,6 +152,7 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
 
 
 def _find(data: str) -> DataSource:
+    """Find the rows; errors name the option ``--data`` instead of the recipe's setting ``data.eval``."""
     if not data:
         raise BadInput("--data: is empty; name a file, a folder or a data set")
     try:
@@ -171,6 +175,7 @@ def _refuse_unscorable(chats: Sequence[Chat]) -> None:
 
 
 def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Scored]:
+    """Parse the answers of one system: as JSON if the rows keep the contract, else as plain text."""
     reader = read_reply if rows[0].contract else plain_reply
     return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
 
@@ -181,16 +186,16 @@ def _answers(
     """Answer the rows with the adapter, and with its base if asked for.
 
     Returns:
-        The answers of each system, by the row's number; and what they were made with.
+        The answers of each system, by row number; and a description of what made them.
     """
-    # torch and transformers take seconds to import. What is wrong with the arguments is said before.
+    # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.chat import open_folder
     from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
 
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []
     below = _below(folder, base, settings)
-    beneath = None if is_whole(folder) else settings.base
+    beneath = None if is_whole(folder) else settings.base  # a whole model is loaded without a base
     model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
     for warning in warnings:
         console.print(warning)
@@ -198,6 +203,7 @@ def _answers(
     with_what = _made_with(folder, below, model, settings)
     if any(chat.text for chat in source.rows):
         with_what["text_length"] = length_of_texts(folder)
+    # Each system and the hash of its own files. The base has none: with_what describes its files for both systems.
     asked_for = {"adapter": fingerprint(folder)}
     if base:
         asked_for["base"] = ""
@@ -226,14 +232,15 @@ def _answers(
                     system=system,
                 )
         found[system] = answers.rows
+    # Below is what does not decide the answers, so it is not in the header of the saved ones.
     if warnings:
         with_what["warnings"] = warnings
     return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
 
 
 def _made_with(folder: Path, below: models.Weights | None, model: Any, settings: Settings) -> dict[str, Any]:
-    """Identify what answers: answers of another base, dtype or device are not mixed with these."""
-    from cria_tricks.adapter.chat import quantization_of  # heavy, as above
+    """Describe what makes the answers, so that answers of another base, dtype or device are not mixed with these."""
+    from cria_tricks.adapter.chat import quantization_of  # slow to import, as above
 
     files = identity.of(below) if below else {}
     base = ""
@@ -251,8 +258,8 @@ def _made_with(folder: Path, below: models.Weights | None, model: Any, settings:
 
 
 def _below(folder: Path, base: bool, settings: Settings) -> models.Weights | None:
-    """Find the base of an adapter; of a whole model what it was trained from, if that is to answer, too."""
-    from cria_tricks.adapter.chat import base_of  # heavy, as above
+    """Find the base model of an adapter, or the model that a whole model was trained from, if that must answer, too."""
+    from cria_tricks.adapter.chat import base_of  # slow to import, as above
 
     if not is_whole(folder):
         return base_of(folder, settings.base)[1]
@@ -265,8 +272,8 @@ def _below(folder: Path, base: bool, settings: Settings) -> models.Weights | Non
 
 @contextlib.contextmanager
 def _asked(model: Any, system: str, folder: Path, below: models.Weights | None, other_base: bool) -> Iterator[Any]:
-    """Give the model that answers: with its adapter, without it, or the base that a whole model was trained from."""
-    from cria_tricks.adapter.chat import open_base, other_than_trained_over  # heavy, as above
+    """Yield the model of a system: with its adapter, without it, or the base that a whole model was trained from."""
+    from cria_tricks.adapter.chat import open_base, other_than_trained_over  # slow to import, as above
     from cria_tricks.load.adapters import without_adapter
     from cria_tricks.tricks.side_network import SideBlock
 
@@ -278,12 +285,12 @@ def _asked(model: Any, system: str, folder: Path, below: models.Weights | None, 
     else:
         assert below
         other_than_trained_over(folder, below, other_base)
-        model.to("meta")  # two whole models may not fit beside each other
+        model.to("meta")  # frees its memory, because two whole models may not fit
         yield open_base(below)
 
 
 def length_of_texts(folder: Path) -> int:
-    """Find the length of the rows into which texts are cut (tokens): the training's, or the default one."""
+    """Return the length of the rows into which texts are cut (tokens): that of the training, or the default."""
     recipe = Recipe()
     if (folder / RECIPE).is_file():
         recipe = from_toml(folder / RECIPE)
@@ -294,8 +301,11 @@ def _base_name(folder: Path, must: bool = True) -> str:
     """Read the name of the base of an adapter, or of a whole model that ``cria train`` wrote.
 
     Args:
-        folder: the adapter's, or the model's.
-        must: whether it is an error if nothing names it; else the name is then empty.
+        folder: the folder of the adapter, or of the model.
+        must: whether to raise an error if no file names the base; otherwise the name is then empty.
+
+    Raises:
+        BadInput: if no file names the base, and ``must`` is true.
     """
     for name in CONFIGS:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):

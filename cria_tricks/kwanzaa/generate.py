@@ -1,4 +1,4 @@
-"""Batched greedy answers to held-out rows, and the loss of the answers that the data gives."""
+"""Answer held-out rows greedily, in batches, and measure the loss of the answers that the data gives."""
 
 import hashlib
 import json
@@ -21,19 +21,23 @@ from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
 
 BROKEN = 700.0
-"""Highest loss of which the perplexity is still a Python float (nats per token): floats end at exp(709)."""
+"""The loss at which an evaluation stops with an error (nats per token).
+
+The perplexity is exp(loss), which must be a Python float, and floats end at exp(709).
+"""
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """Tokenise what stands before each answer; nothing for a text, and for a completion without a prompt.
+    """Tokenise the prompt of each row; the list is empty for a text, and for a completion without a prompt.
 
     Raises:
-        BadInput: if the tokenizer's chat template cannot write them.
+        BadInput: if the tokenizer's chat template cannot format a prompt.
     """
     return [_prompt(chat, tokenizer) for chat in chats]
 
 
 def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
+    """Tokenise the prompt of one row; see :func:`prompt_ids`."""
     if not chat.messages:
         if not chat.prompt:
             return []
@@ -45,7 +49,7 @@ def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash what decides a folder's answers: all of its files but the card and the manifest."""
+    """Hash all files of an adapter's folder that decide its answers: all but the model card and the manifest."""
     hashes = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name not in ("README.md", atomic_files.MANIFEST):
@@ -73,24 +77,24 @@ def answer_rows(
 ) -> None:
     """Answer all rows that are not answered yet, and measure the loss of their references.
 
-    Rows of about one length go together, the shortest first, so that batches hold little padding. What has no prompt
-    is not answered.
+    Rows with prompts of similar length form a batch, so that it has little padding. The shortest prompts come first. A
+    row without a prompt is not answered.
 
     Args:
         model: a causal language model in eval mode.
-        tokenizer: its own.
+        tokenizer: the model's tokenizer.
         chats: the rows.
-        prompts: their :func:`prompt_ids`.
-        answers: where each batch is written when it is done.
-        batch_size: rows at a time; 1 at a time for the loss, which takes all logits.
-        max_new_tokens: longest answer.
-        text_length: tokens of the rows that a text is cut into for its loss.
+        prompts: the token ids of their prompts, from :func:`prompt_ids`.
+        answers: where each batch is saved when it is done.
+        batch_size: number of rows that are answered together.
+        max_new_tokens: length limit of an answer (tokens).
+        text_length: length of the rows into which a text is cut for its loss (tokens).
         console: where progress is shown.
-        system: what it is called there.
+        system: the name of the system in the progress display.
 
     Raises:
-        Diverged: if a loss is not finite; the batches before are written.
-        OutOfMemory: naming a way out; the batches before are written.
+        Diverged: if a loss is not finite. The batches before it are saved.
+        OutOfMemory: naming a way out. The batches before are saved.
     """
     missing = set(range(len(chats))) - answers.rows.keys()
     order = sorted(missing, key=lambda row: (len(prompts[row]), row))
@@ -102,7 +106,7 @@ def answer_rows(
             for begin in range(0, len(order), batch_size):
                 batch = order[begin : begin + batch_size]
                 written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
-                # One row at a time: the loss takes the logits of all tokens, the answers only those of the last one.
+                # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
                 losses = {row: reference_loss(model, tokenizer, chats[row], text_length) for row in batch}
                 answers.add({row: Written(*written[row], *losses[row]) for row in batch})
                 bar.advance(task, len(batch))
@@ -120,7 +124,11 @@ def answer_rows(
 def _answered(
     model: Any, tokenizer: Any, prompts: Mapping[int, list[int]], max_new_tokens: int
 ) -> dict[int, tuple[str, int, bool]]:
-    """Answer a batch, by the rows' numbers; a row without a prompt has an empty answer."""
+    """Answer a batch of prompts by row number; a row without a prompt gets an empty answer.
+
+    Returns:
+        For each row the text, the length (tokens), and whether the model ended the answer.
+    """
     answers = dict.fromkeys(prompts, ("", 0, True))
     asked = [row for row in prompts if prompts[row]]
     if asked:
@@ -132,17 +140,18 @@ def _answered(
 def answer_batch(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[tuple[str, int, bool]]:
-    """Answer prompts together, greedily.
+    """Generate greedy answers to a batch of prompts.
 
-    Padding stands at the left, where new tokens need not jump over it. The mask hides it, and positions are counted
-    from each row's first real token, so in exact arithmetic a row's answer does not depend on its neighbours.
+    Padding is on the left, so that new tokens directly follow their prompt. The mask hides the padding, and positions
+    are counted from the first real token of each row. So in exact arithmetic an answer does not depend on the other
+    rows of the batch.
 
     Returns:
         For each prompt the answer's text, its length (tokens), and whether the model ended it.
     """
     adapter = getattr(model, "active_peft_config", None)
     if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
-        # Before a learnt prompt peft drops the positions, and padding would shift those of every token.
+        # With a learnt prompt, peft drops the position ids, so padding would shift the positions of every token.
         return [answer_batch(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
     ends = _end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id
@@ -177,7 +186,7 @@ def answer_batch(
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Cut off the padding behind the first end token: a batch goes on until its last answer has ended."""
+    """Cut off the padding behind the first end token; it is there because a batch runs until its last answer ends."""
     for place, token in enumerate(tokens):
         if token in ends:
             return tokens[: place + 1]
@@ -185,12 +194,12 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
-    """Measure the loss of a row's trained tokens: their sum (nats), and their number.
+    """Return the loss of a row, summed over its trained tokens (nats), and the number of these tokens.
 
     A text is cut into rows of ``text_length`` tokens, as in training. No other row is cut.
 
     Raises:
-        Diverged: if the loss is not finite, or beyond what any model reaches.
+        Diverged: if the loss is not finite, or beyond what any model reaches (:data:`BROKEN`).
     """
     length = text_length if chat.text else sys.maxsize
     rows = tokenize([chat], tokenizer, length).rows
@@ -201,13 +210,14 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
         with torch.no_grad():
             loss += full_loss_sum(model, batch).item()
     tokens = sum(map(trained, rows))
-    if not loss / tokens < BROKEN:
+    if not loss / tokens < BROKEN:  # also true for NaN
         dtype = str(model.dtype).removeprefix("torch.")
         raise Diverged(f"{chat.where}: the loss of its answer is {loss / tokens} per token, in {dtype}")
     return loss, tokens
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
     ends = [tokenizer.eos_token_id]
     named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
     if isinstance(named, list):

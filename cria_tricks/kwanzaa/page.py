@@ -1,4 +1,4 @@
-"""Write ``eval.json`` as Markdown to read."""
+"""Write an evaluation, the content of ``eval.json``, as a Markdown page."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ NAMES = {
     "loss": "loss per token of the reference, nats",
     "perplexity": "perplexity of the reference, exp(loss)",
 }
+"""The scores and losses in their order on the page: the key in ``eval.json``, and its name on the page."""
 _COUNTS = {
     "json": "a JSON object could be read",
     "citation_precision": "right labels, of all labels",
@@ -22,6 +23,7 @@ _COUNTS = {
     "tokens": "tokens an answer, mean",
     "cut_off": "answers cut off at the longest allowed",
 }
+"""The same for counts."""
 _CASES = {
     "refused_rightly": "should refuse, refuses",
     "answered_wrongly": "should refuse, answers",
@@ -29,19 +31,20 @@ _CASES = {
     "answered_rightly": "should answer, answers",
     "no_text": "neither: no text",
 }
+"""The same for the confusion matrix of refusals."""
 UNSCORED = (
     "The four scores (format, citations, grounding, refusal) need rows whose answers keep the contract "
     "kwanzaa.answer.v1, so they are left out."
 )
 _LONGEST = 1200
-"""Length of a text that an example shows at most (characters)."""
+"""The length at which a text in an example is cut (characters)."""
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Write the whole evaluation.
+    """Write the whole page.
 
     Args:
-        found: from :func:`cria_tricks.kwanzaa.summary.summarise`.
+        found: the evaluation, from :func:`cria_tricks.kwanzaa.summary.summarise`.
     """
     lines = [
         "# Evaluation",
@@ -68,7 +71,7 @@ def _keeps_contract(systems: Mapping[str, Any]) -> bool:
 
 
 def _made_with(found: Mapping[str, Any]) -> list[str]:
-    """Name the adapter and the versions; nothing where no model answered."""
+    """Name the adapter and the versions of the libraries; no lines if no model has answered."""
     lines = []
     if "adapter" in found:
         keys = ("base", "quantization", "dtype", "device", "max_new_tokens")
@@ -134,7 +137,7 @@ def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
     """Lay out the scores with their intervals, a column for each system and one for their difference.
 
     Returns:
-        Rows of cells; the first row is the head.
+        The lines of the table, each a list of cells; the first line holds the column names.
     """
     systems = found["systems"]
     differences = found["differences"]
@@ -151,6 +154,7 @@ def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _example(example: Mapping[str, Any]) -> list[str]:
+    """Write one row with its documents, and below it the reference and the answer of each system."""
     asked = example["query"].strip().splitlines() or ["(nothing is asked)"]
     where = f"{example['row']}."
     if any(system["scores"] for system in example["systems"].values()):
@@ -177,12 +181,14 @@ def _scores_in_words(system: Mapping[str, Any]) -> str:
 
 
 def _quoted(text: str) -> list[str]:
+    """Write a text as a Markdown quotation, cut to its first :data:`_LONGEST` characters."""
     if len(text) > _LONGEST:
         text = text[:_LONGEST] + " ..."
     return [f"> {line}".rstrip() for line in text.splitlines() or ["(no text)"]]
 
 
 def _value(found: Mapping[str, float] | None, sign: str = "") -> str:
+    """Write a value with its interval; with ``sign="+"``, as for a difference, positive numbers get a plus."""
     if found is None:
         return ""
     return f"{found['value']:{sign}.3f} [{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"

@@ -1,4 +1,4 @@
-"""Rows split into question, retrieved documents and the data's own answer."""
+"""Split rows into the retrieved documents, the question, and the data's own answer."""
 
 import re
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Document:
-    """A document that was retrieved.
+    """A document that was retrieved for the question.
 
     Attributes:
-        number: its label: 1 for ``[1]``.
-        title: the rest of the label's line.
-        text: the whole document, with title, source, content and address.
-        url: its address; empty where none is given.
+        number: its label, 1 for ``[1]``.
+        title: the rest of the line that begins with the label.
+        text: the whole document: label, title, source, content and URL.
+        url: its URL; empty if none is given.
     """
 
     number: int
@@ -30,11 +30,11 @@ class Document:
 
 @dataclass(frozen=True)
 class RetrievalPrompt:
-    """A user's turn, split into what was retrieved and what is asked.
+    """A user's turn, split into the retrieved documents and the question.
 
     Attributes:
-        documents: the documents that were retrieved; empty when there were none.
-        query: the question; the whole turn where none is marked as one.
+        documents: the documents that were retrieved; empty if there were none.
+        query: the question; the whole turn if no question is marked.
     """
 
     documents: tuple[Document, ...]
@@ -42,7 +42,7 @@ class RetrievalPrompt:
 
     @property
     def evidence(self) -> str:
-        """The text on which an answer may rest: the documents and the question."""
+        """The text that may support an answer: the documents and the question."""
         return "\n".join([*(document.text for document in self.documents), self.query])
 
 
@@ -51,7 +51,7 @@ class QARow:
     """A row, split into what is asked and the data's own answer.
 
     Attributes:
-        where: file and line.
+        where: file and line of the row.
         messages: the turns before the answer.
         prompt: the last of these turns, split into documents and question.
         reference: the data's own answer.
@@ -66,10 +66,10 @@ class QARow:
 
 
 def read_prompt(turn: str) -> RetrievalPrompt:
-    """Find documents and question in a user's turn.
+    """Find the documents and the question in a user's turn.
 
-    A document begins with a line ``[1] title``. The question stands behind ``Query:`` or ``Question:``, after the
-    documents.
+    Each document begins with a line such as ``[1] title``. The question follows the documents, after ``Query:`` or
+    ``Question:``.
     """
     question = marked_question(turn)
     if question is None:
@@ -81,7 +81,7 @@ def _read_documents(text: str) -> tuple[Document, ...]:
     begins = list(_DOCUMENT.finditer(text))
     ends = [*(match.start() for match in begins[1:]), len(text)]
     documents = []
-    for match, end in zip(begins, ends, strict=False):  # without documents there is an end and no begin
+    for match, end in zip(begins, ends, strict=False):  # without documents, ends has one entry and begins has none
         block = text[match.start() : end].strip()
         url = _URL.search(block)
         documents.append(Document(int(match[1]), match[2].strip(), block, url[1] if url else ""))
@@ -89,10 +89,10 @@ def _read_documents(text: str) -> tuple[Document, ...]:
 
 
 def read_rows(chats: Sequence[Chat]) -> list[QARow]:
-    """Split rows into what is asked and what the data answers.
+    """Split rows into what is asked and the data's own answer.
 
-    If one of them has no answer of the contract, none is taken for a row of the contract: a mean over some of the rows
-    would be taken for one over all.
+    If the answer of one row is not in the form of the contract, all rows are read as plain text and none gets scores.
+    Otherwise a mean over some of the rows would be mistaken for a mean over all rows.
     """
     if all(map(keeps_contract, chats)):
         return [QARow(c.where, c.before_answer, read_prompt(_last(c)), read_reply(c.answer)) for c in chats]
@@ -100,7 +100,10 @@ def read_rows(chats: Sequence[Chat]) -> list[QARow]:
 
 
 def keeps_contract(chat: Chat) -> bool:
-    """Tell whether a row is a chat that ends with an answer of the contract: a JSON object with ``answer.text``."""
+    """Tell whether a row is a chat that ends with an answer of the contract: a JSON object with ``answer.text``.
+
+    Other violations of the contract do not matter here; :func:`cria_tricks.kwanzaa.reply.read_reply` lists them.
+    """
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         return False
     reference = read_reply(chat.answer)
@@ -108,7 +111,7 @@ def keeps_contract(chat: Chat) -> bool:
 
 
 def _last(chat: Chat) -> str:
-    """The last thing that is asked; nothing for a text."""
+    """Return the last turn before the answer, or the prompt of a completion; empty for a text."""
     if chat.messages:
         return chat.before_answer[-1]["content"]
     return chat.prompt

@@ -1,4 +1,4 @@
-"""Model output, parsed as an answer, and its violations of the contract."""
+"""Parse model output as an answer, and list how it violates the contract."""
 
 import json
 import re
@@ -23,22 +23,22 @@ KINDS = {
     "too_long": "wrong length",
     "string_pattern_mismatch": "bad format",
 }
-"""What pydantic calls an error, and what we call it; its other names, all ``..._type``, are ``"wrong type"``."""
+"""pydantic's names of errors, and our names. Its other names all end in ``_type``; we call these ``"wrong type"``."""
 
 _TEXT_FIELD = re.compile(r'"text"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
-"""The field ``text`` of an object that may break off inside it."""
+"""The field ``text`` in broken JSON; the text may break off before its closing quote."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
-"""A JSON string, or the beginning of one that is never closed."""
+"""A JSON string, or the beginning of a string that is never closed."""
 
 UNREADABLE = ("empty answer", "no JSON object", "invalid JSON", "truncated JSON")
-"""Violations that leave nothing to hold against the contract."""
+"""Violations that leave no JSON object to compare with the contract."""
 VIOLATIONS = (*UNREADABLE, "text around the JSON", *dict.fromkeys(KINDS.values()), "wrong type")
 """Every kind of violation."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong.
+    """One violation of the contract.
 
     Attributes:
         kind: one of :data:`VIOLATIONS`.
@@ -51,12 +51,12 @@ class Violation:
 
 @dataclass(frozen=True)
 class Reply:
-    """Model output, parsed as an answer as far as it is one.
+    """Model output, parsed as an answer as far as possible.
 
     Attributes:
         raw: all that the model wrote.
-        fields: the JSON object in it; ``None`` where none could be read.
-        violations: all violations of the contract; empty when there are none.
+        fields: the JSON object in it; ``None`` if none could be read.
+        violations: all violations of the contract; empty if there are none.
     """
 
     raw: str
@@ -65,7 +65,10 @@ class Reply:
 
     @cached_property
     def text(self) -> str:
-        """The answer's words: ``answer.text``; as much of it as a broken object holds; all of what is no object."""
+        """The text of the answer, that is, ``answer.text``, or ``answer`` itself if it is a string.
+
+        If no JSON object could be read, it is what follows ``"text":`` in the output, or else the whole output.
+        """
         if self.fields is None:
             found = _TEXT_FIELD.search(self.raw)
             if found:
@@ -80,14 +83,14 @@ class Reply:
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """The objects under ``sources``, whether or not they are whole."""
+        """The objects in the list ``sources``, whether or not they keep the contract."""
         sources = (self.fields or {}).get("sources")
         if not isinstance(sources, list):
             return []
         return [source for source in sources if isinstance(source, dict)]
 
     def said(self, part: str, field: str) -> Any:
-        """A field of a part, e.g. ``said("answer", "completeness")``; ``None`` where it is not there."""
+        """Return a field of a part, e.g. ``said("answer", "completeness")``; ``None`` if it is not there."""
         found = (self.fields or {}).get(part)
         if not isinstance(found, dict):
             return None
@@ -111,7 +114,7 @@ def read_reply(raw: str) -> Reply:
         return Reply(raw, None, (Violation(kind),))
     try:
         fields, end = json.JSONDecoder(parse_constant=_no_json_number).raw_decode(text, start)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets thousands deep
+    except (ValueError, RecursionError):  # also a number of thousands of digits, or brackets thousands deep
         kind = "invalid JSON" if _closes(text[start:]) else "truncated JSON"
         return Reply(raw, None, (Violation(kind),))
     violations = []
@@ -128,12 +131,13 @@ def read_reply(raw: str) -> Reply:
 
 
 def plain_reply(raw: str) -> Reply:
-    """Take a text for the whole of an answer, where no contract is asked for."""
+    """Take a whole text as the answer, for rows that do not use the contract."""
     return Reply(raw, {"answer": raw}, ())
 
 
 def _no_json_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")  # Python's reader takes NaN and Infinity
+    """Refuse ``NaN`` and ``Infinity``, which are not JSON, but which Python's JSON reader accepts."""
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _closes(text: str) -> bool:
@@ -147,6 +151,7 @@ def _closes(text: str) -> bool:
 
 
 def _unescaped(text: str) -> str:
+    """Replace the escapes of a JSON string; if they are broken, return the text as it is."""
     try:
         return json.loads(f'"{text}"', strict=False).strip()
     except ValueError:

@@ -1,7 +1,7 @@
-"""Score four behaviours, one function each: a held-out row and a reply give a number between 0 and 1, and the reasons.
+"""Score four behaviours, one function each: from a held-out row and a reply to a number from 0 to 1, and the reasons.
 
-The scorers compare texts, so none of them can tell whether an answer is true. Each docstring says what its scorer does
-not see.
+The scorers compare texts, so none of them can tell whether an answer is true. Each docstring says what its scorer
+cannot see, under "Blind to".
 """
 
 import re
@@ -30,12 +30,12 @@ _REFUSES = (
 _REFUSAL = re.compile("|".join(_REFUSES), re.IGNORECASE | re.DOTALL)
 _PLACEHOLDER = re.compile(r"\[(?:This|Generated) answer\b")
 _OPENING = 2
-"""Number of statements, from the first on, in which a refusal must say that it is one."""
+"""A refusal must say that it is one within this many statements from the beginning."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a scorer found.
+    """The result of a scorer.
 
     Attributes:
         value: the score (0 to 1).
@@ -49,11 +49,11 @@ class Score:
 def format_compliance(row: QARow, reply: Reply) -> Score:
     """Check that the whole reply is one JSON object that keeps the contract.
 
-    Definition: 1 with no violation, else 0. ``why`` names each violation and its field, and says whether an object
-    could be read at all; over rows that gives the rate of each.
+    Definition: 1 without any violation, else 0. ``why`` names each violation and its field, and says whether a JSON
+    object could be read at all. The summary counts these over all rows.
     Range: 0 or 1.
-    Blind to: what stands in the fields. Made-up sources in the right form pass, and so does a confidence of 1 in
-    nonsense. Of a key that is there twice only the last counts.
+    Blind to: the content of the fields. Made-up sources in the right form pass, and so does a confidence of 1 in
+    nonsense. If a key is there twice, only the last one counts.
     """
     where = []
     for violation in reply.violations:
@@ -64,22 +64,22 @@ def format_compliance(row: QARow, reply: Reply) -> Score:
 
 
 def citation_accuracy(row: QARow, reply: Reply) -> Score:
-    """Check that the labels [n] are right, and that the statements that need one have one: F1 of the two.
+    """Check that the labels [n] are right, and that each statement that needs a label has one: the F1 score of both.
 
-    Definition: a label is right if document n was retrieved and is among the answer's ``sources`` (by its title or
-    address; without readable JSON, if it was retrieved). Precision is the share of right labels. A statement needs a
-    label if it speaks of the subject and holds a number, a year, a name or a quote, or has a label; it has a right one
-    if that stands in it, later in its paragraph, or in the line above its list. Recall is the share of those that have
-    one. An answer in which nothing needs a label needs one as a whole if there were documents. A refusal where
-    refusing is right needs none.
-    Range: 0 to 1; 1 where no label is needed and none is wrong, 0 for an empty text.
-    Blind to: whether the cited document says it. Facts without name, number or quote need no label here, nor do
-    sentences with I or you; one label at a paragraph's end covers all of it.
+    Definition: a label is right if document n was retrieved, and the answer's ``sources`` list it by its title or URL.
+    (If no JSON could be read, it is enough that document n was retrieved.) Precision is the share of right labels. A
+    statement needs a label if it is about the subject, and contains a number, a year, a name, a quote or a label. It is
+    covered by a right label in the statement itself, later in its paragraph, or in the line above its list. Recall is
+    the share of covered statements among those that need a label. If no statement needs a label, but documents were
+    retrieved, the answer as a whole needs one. A refusal needs none, if refusing is right.
+    Range: 0 to 1; 1 if no label is needed and none is wrong, 0 for an empty text.
+    Blind to: whether the cited document says what the statement says. A fact without a name, number or quote needs no
+    label here, and neither does a sentence with I or you. One label at the end of a paragraph covers all of it.
     """
     if not reply.text:
         return Score(0.0, {"labels": 0, "right": 0, "needed": 0, "covered": 0, "wrong": [], "uncited": []})
     documents = row.prompt.documents
-    if reply.fields is not None:  # prose has no list of sources
+    if reply.fields is not None:  # plain prose has no list of sources
         documents = tuple(document for document in documents if _among(document, reply.sources))
     known = {document.number for document in documents}
     cited = statements.labels(reply.text)
@@ -104,7 +104,7 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
 
 
 def _need_a_label(row: QARow, reply: Reply) -> list[statements.Statement]:
-    """List the statements that need a label; the whole answer as one where no single one does."""
+    """List the statements that need a label; if none does, but there were documents, the answer is one statement."""
     if should_refuse(row) and refuses(reply):
         return []
     parts = statements.statements(reply.text)
@@ -116,20 +116,20 @@ def _need_a_label(row: QARow, reply: Reply) -> list[statements.Statement]:
 
 
 def _share(part: int, total: int) -> float:
-    """A share of a total; 1 where there is nothing to have a share of, so that nothing is missing."""
+    """Return a share of a total; 1 if the total is 0, because then nothing is missing."""
     return part / total if total else 1.0
 
 
 def grounding(row: QARow, reply: Reply) -> Score:
-    """Check that what can be looked up in the answer stands in the documents or in the question.
+    """Check that the numbers, years, names and quotes of the answer are in the documents or in the question.
 
-    Definition: the share of its numbers, years, names and quotes that are there: a number by its value (``7`` is there
-    where ``seven`` is), a name if all its words are, a quote of three words or more word for word. Numbers and quotes
-    are taken from the whole text, names only from statements about the subject.
-    Range: 0 to 1; 1 where nothing can be looked up, 0 for an empty text.
-    Blind to: what is said of them. "It began in 1955" passes if any document has a 1955. True facts from elsewhere
-    count as unsupported, other words for the same as well; an answer that names nothing passes with 1, so read it
-    beside the citations.
+    Definition: the share of these items that are there. A number is compared by its value (``7`` is there if ``seven``
+    is), a name is there if all its words are, and a quote of three words or more must be there word for word. Numbers
+    and quotes are taken from the whole text, names only from statements about the subject.
+    Range: 0 to 1; 1 if there are no such items, 0 for an empty text.
+    Blind to: what the answer says about the items. "It began in 1955" passes if any document contains 1955. True facts
+    from elsewhere count as unsupported, and so does the same fact in other words. An answer without any item gets 1, so
+    read this score together with the citations.
     """
     if not reply.text:
         return Score(0.0, {"items": 0, "unsupported": []})
@@ -145,14 +145,15 @@ def grounding(row: QARow, reply: Reply) -> Score:
 
 
 def refusal(row: QARow, reply: Reply) -> Score:
-    """Check that the reply refuses where the data's answer refuses, and answers where that answers.
+    """Check that the reply refuses if the data's own answer refuses, and answers if that one answers.
 
-    Definition: the reference says what is right, in its own fields (see :func:`should_refuse`); the reply is judged by
-    its words (see :func:`refuses`). 1 if the two agree, else 0; over rows the four cases make a confusion matrix.
-    Range: 0 or 1; an empty text is 0, for it neither answers nor refuses.
-    Blind to: what the documents really hold, for it trusts the reference; a refusal in words that it does not know, or
-    later than in the second sentence; an answer that says "I cannot" and then answers all the same. Nonsense counts
-    as an answer.
+    Definition: the reference decides what is right, by its fields (see :func:`should_refuse`). The reply is judged by
+    its words (see :func:`refuses`). The score is 1 if the two agree, else 0. Counted over all rows, the four cases make
+    a confusion matrix.
+    Range: 0 or 1; an empty text gets 0, because it neither answers nor refuses.
+    Blind to: what the documents really contain, because it trusts the reference. It does not recognise a refusal in
+    unknown words, or after the second statement. An answer that says "I cannot" and then answers all the same counts
+    as a refusal. Nonsense counts as an answer.
     """
     should = should_refuse(row)
     did = None  # equal to neither True nor False
@@ -171,10 +172,10 @@ SCORERS: dict[str, Callable[[QARow, Reply], Score]] = {
 
 
 def should_refuse(row: QARow) -> bool:
-    """Tell whether the reference says that the documents do not hold the answer.
+    """Tell whether the reference says that the documents do not contain the answer.
 
-    It says so in ``integrity.fallback_behavior`` (a refusal, or a question back); where that is left out, in
-    ``answer.completeness`` (insufficient data). Its sources do not count: a refusal may cite what it did find.
+    It says so in ``integrity.fallback_behavior`` (a refusal, or a question to the user), or, if that field is left out,
+    in ``answer.completeness`` (insufficient data). Its sources do not count, because a refusal may cite what it found.
     """
     behaviour = row.reference.said("integrity", "fallback_behavior")
     if behaviour is not None:
@@ -183,7 +184,7 @@ def should_refuse(row: QARow) -> bool:
 
 
 def kind(row: QARow) -> str:
-    """Say what the data's own answer is: ``placeholder``, ``refusal`` or ``answer``.
+    """Return the kind of the data's own answer: ``placeholder``, ``refusal`` or ``answer``.
 
     A placeholder announces an answer in brackets and gives none, as in "[This answer would ...]". A refusal is marked
     as one in its own fields (see :func:`should_refuse`); everything else is an answer.
@@ -200,17 +201,18 @@ def refuses(reply: Reply) -> bool:
     for part in statements.statements(reply.text)[:_OPENING]:
         if _REFUSAL.search(part.text):
             return True
-        if part.subject and part.labels:  # a part of the answer; what follows says what else is not known
+        if part.subject and part.labels:  # a cited fact: the reply answers, and may go on with what is not known
             return False
     return False
 
 
 def _among(document: Document, sources: list[dict[str, Any]]) -> bool:
+    """Tell whether an answer lists a document among its sources, by URL or by title."""
     for source in sources:
         if document.url and source.get("canonical_url") == document.url:
             return True
         label = source.get("citation_label")
-        # A label may leave out the end of a title, from a colon on.
+        # The label may be a shortened title: one that ends before a colon. "A" stands for the title "A: B".
         if isinstance(label, str) and label and f"{document.title}:".startswith(f"{label.strip()}:"):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Split an answer's text into statements, the labels that cover them, and what in them can be looked up."""
+"""Split the text of an answer into statements, and find their labels and the items that can be looked up."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,22 +11,24 @@ _BOLD_LABEL = re.compile(r"^\*\*[^*\[]+:\*\*\s+(?=\S)")
 _FENCED = re.compile(r"^\s*```.*?(?:^\s*```|\Z)", re.MULTILINE | re.DOTALL)
 # A sentence may end inside a quotation or a bracket.
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+")
-# After these a full stop ends no sentence.
+# After these abbreviations a full stop does not end a sentence.
 _ABBREVIATED = re.compile(r"(?:^|[\s(.])(?:Dr|Mr|Mrs|Ms|St|Jr|Sr|Rev|Prof|No|vs?|e\.g|i\.e|[A-Z])\.$")
+# Words that speak of the writer or to the reader.
 _TO_THE_READER = re.compile(r"(?<!\w)(?:I|[Mm]e|[Mm]y|[Yy]ou|[Yy]our)(?!\w)")
-# Whole numbers and decimals, with commas and a dollar; neither the 40 of "the 40s" nor the 7 of "7th" is one.
+# Whole numbers and decimals, also with commas or a dollar sign; but not the 40 of "the 40s", and not the 7 of "7th".
 _NUMBER = re.compile(r"(?<![\w.])\$?(?!\d\ds\b)(\d+(?:,\d{3})*(?:\.\d+)?)(?!\d|(?:th|st|nd|rd)\b)")
 _YEAR = re.compile(r"1[5-9]\d\d|20\d\d")
 _WORD = re.compile(r"[^\W\d_][\w’'-]*")
-# What stands before a word that has its capital from its place: the text's begin, a colon or a dash.
+# What stands before a word that is capitalised because of its position: the text's beginning, a colon or a dash.
 _OPENS = re.compile(r"(?:^|[:–—]|\s-)\W*$")
-# Between double quotes, or between single ones that are no apostrophes.
+# A text between double quotes, or between single quotes that are not apostrophes.
 _QUOTE = re.compile(r"[\"“]([^\"“”\n]+)[\"”]|(?<![\w’'])['‘]((?:[^'‘’\n]|(?<=\w)['’](?=\w))+)['’](?!\w)")
 _COUNTED = (
     "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 )
 _NUMBER_WORDS = {word: str(number) for number, word in enumerate(_COUNTED.split(), 1)}
+# A name may have one of these titles in the answer even if the documents leave the title out.
 _TITLES = {"dr", "mr", "mrs", "ms", "prof", "rev", "jr", "sr"}
 
 
@@ -35,10 +37,10 @@ class Statement:
     """A sentence, or an item of a list.
 
     Attributes:
-        text: without bullet and without labels.
-        labels: the documents that cover it: its own labels, those of a later sentence of its paragraph, and those of
-            the line that introduces its list.
-        subject: whether it speaks of the subject: no heading, no question, and not to or of the reader or writer.
+        text: its text, without bullet and without labels.
+        labels: the labels that cover it: its own, those of later sentences in its paragraph, and those of the line that
+            introduces its list.
+        subject: whether it is about the subject: not a heading, not a question, and not about the reader or the writer.
     """
 
     text: str
@@ -48,11 +50,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Item:
-    """Something in a text that can be looked up.
+    """Something in an answer that can be looked up in the documents.
 
     Attributes:
         kind: ``number``, ``year``, ``name`` or ``quote``.
-        text: as it is written.
+        text: as it is written; a number without its commas and dollar sign.
     """
 
     kind: str
@@ -60,24 +62,27 @@ class Item:
 
 
 def labels(text: str) -> list[int]:
-    """Find every ``[n]`` of a text, in order; ``[1, 2]`` is two."""
+    """List the numbers of all labels ``[n]`` in a text, in order; ``[1, 2]`` gives two numbers."""
     numbers = ",".join(match[1] for match in LABELS.finditer(text))
     return [int(number) for number in numbers.split(",") if number]
 
 
 def statements(text: str) -> list[Statement]:
-    """Split a text into statements; code between fences, and the bold label that a line begins with, are left out.
+    """Split a text into statements, without fenced code, and without the bold label at the beginning of a line.
 
-    A heading is a line that ends with a colon, or one without a full stop that has a list right below it. The labels
-    that cover it also cover the list or the one line below it, and a list under a heading that speaks to the reader
-    does not speak of the subject.
+    A heading is a line that ends with a colon, or a line without a full stop that has a list right below it. The labels
+    that cover a heading also cover the list below it, or the one line below it. A list under a heading that speaks to
+    the reader is not about the subject.
     """
     found: list[Statement] = []
-    above: list[tuple[int, Statement]] = []  # headings whose lists are not over, each with its indentation
-    fresh = False  # whether the line above is a heading
+    above: list[tuple[int, Statement]] = []  # the headings above this line whose lists go on, with their indentations
+    fresh = False  # whether the line right above is a heading
+    # Lines of nothing but markup, such as a horizontal rule, are left out.
     lines = [line for line in _FENCED.sub("", text).splitlines() if line.strip(" -_*#>")]
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         indent, content = _unbulleted(line)
+        # A list ends at a line that is not indented deeper than its heading. But one plain line right below a heading
+        # still belongs to the heading.
         while above and above[-1][0] >= indent and not (fresh and indent == -1):
             above.pop()
         own = _sentences(content)
@@ -97,13 +102,13 @@ def statements(text: str) -> list[Statement]:
 
 
 def _under(heading: Statement, statement: Statement) -> Statement:
-    """A statement of a list, with the labels of the line that introduces the list."""
+    """Return a statement of a list, with the labels of the heading above the list added."""
     subject = statement.subject and not _to_the_reader(heading.text)
     return replace(statement, labels=(*statement.labels, *heading.labels), subject=subject)
 
 
 def _unbulleted(line: str) -> tuple[int, str]:
-    """Split an item of a list into its indentation and its text without emphasis; -1 for a line that is no item."""
+    """Return the indentation of a list item, or -1 for a line that is no item, and the text without bullet and bold."""
     bullet = _BULLET.match(line)
     indent = -1
     content = line.strip("#> ")
@@ -114,6 +119,7 @@ def _unbulleted(line: str) -> tuple[int, str]:
 
 
 def _sentences(line: str) -> list[Statement]:
+    """Split a line into sentences, each covered by its own labels and by those of the sentences after it."""
     pieces: list[str] = []
     for piece in _SENTENCE_END.split(line.strip()):
         leading = re.match(rf"(?:{LABELS.pattern}\s*)+", piece)
@@ -137,14 +143,16 @@ def _sentences(line: str) -> list[Statement]:
 
 
 def _to_the_reader(text: str) -> bool:
+    """Tell whether a text, apart from its quotes, speaks of the writer or to the reader."""
     return bool(_TO_THE_READER.search(_QUOTE.sub("", text)))
 
 
 def items(statement: Statement) -> list[Item]:
-    """Find what can be looked up in a statement: every number and quote, and, where it speaks of the subject, names.
+    """List what can be looked up in a statement: numbers, years, quotes, and, if it is about the subject, names.
 
-    A name is a run of words with a capital. The first word, also after a colon or a dash, is no part of one, as it may
-    have its capital from there. A quote has three words or more. A decade in two digits, as in "the 40s", is left out.
+    A name is a run of capitalised words. The first word of the statement, or after a colon or a dash, is never part of
+    a name, because it may be capitalised only for its position. A quote has three words or more. A decade in two
+    digits, as in "the 40s", is left out.
     """
     found = [Item("quote", quote) for quote in _quotes(statement.text) if len(quote.split()) >= 3]
     unquoted = _QUOTE.sub(_short_quote, statement.text)
@@ -158,11 +166,12 @@ def items(statement: Statement) -> list[Item]:
 
 
 def _short_quote(match: re.Match[str]) -> str:
-    """Keep a quote of one or two words, which may be a name; take out a longer one, which is looked up as a whole."""
+    """Keep a quote of one or two words, which may be a name; remove a longer one, which is looked up as a whole."""
     return match[0] if len(match[0].split()) < 3 else " "
 
 
 def _names(text: str) -> list[str]:
+    """List the runs of capitalised words."""
     runs: list[list[str]] = []
     end = None
     for match in _WORD.finditer(text):
@@ -182,10 +191,15 @@ def _quotes(text: str) -> list[str]:
 
 
 class Evidence:
-    """The text on which an answer may rest, made ready to look things up in.
+    """The text that may support an answer, prepared for looking up items.
 
     Args:
-        text: documents and question.
+        text: the documents and the question.
+
+    Attributes:
+        words: the forms of all its words.
+        numbers: its numbers in digits, also those that it writes as words.
+        plain: its words in lower case, joined by spaces.
     """
 
     def __init__(self, text: str):
@@ -197,7 +211,10 @@ class Evidence:
         self.plain = _plain(text)
 
     def holds(self, item: Item) -> bool:
-        """Tell whether an item is there: a number by value, a name by its words in any order, a quote word for word."""
+        """Tell whether the text contains an item.
+
+        A number is compared by its value, a name by its words in any order, and a quote word for word.
+        """
         if item.kind == "name":
             return all(_forms(word) & (self.words | _TITLES) for word in _WORD.findall(item.text))
         if item.kind == "quote":

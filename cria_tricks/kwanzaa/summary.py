@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 EXAMPLES = 10
+"""The number of rows that are shown with all answers."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Scored:
     """One answer and its scores.
 
     Attributes:
-        row: the row that asks.
-        reply: the answer to it.
-        written: length and loss of the answer; ``None`` for the data's own.
+        row: the row that was answered.
+        reply: the answer.
+        written: the saved answer, with its length and the loss; ``None`` for the data's own answer.
     """
 
     row: QARow
@@ -45,12 +46,12 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
     """Summarise the scored answers of all systems.
 
     Args:
-        systems: the answers of each system to the same rows, in the same order.
+        systems: for each system (``adapter``, ``base``, ``reference``) its answers to the same rows, in the same order.
         about: the first keys of the result: what was evaluated, and with what.
 
     Returns:
-        Plain JSON data: ``systems`` by name, ``differences`` (adapter minus base, where both are there), ``examples``,
-        and ``answers``: every row's scores with their reasons.
+        Plain JSON data: the keys of ``about``; ``systems`` by name; ``differences``, adapter minus base, if both are
+        there; ``examples``; and ``answers``, every row's scores with their reasons.
     """
     samples = _samples(systems)
     summary = {name: _system(scored, samples[name]) for name, scored in systems.items()}
@@ -70,7 +71,11 @@ def _answer(scored: Scored) -> dict[str, Any]:
 
 
 def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "torch.Tensor"]]:
-    """Draw every system's mean values; the draws are the same for all, so that differences are paired."""
+    """Draw bootstrap samples of each system's means; all systems use the same draws, so that differences are paired.
+
+    Returns:
+        For each system the samples by name (scores, ``loss``, ``perplexity``), each of shape (draws,).
+    """
     columns: dict[tuple[str, str], list[float]] = {}
     for name, scored in systems.items():
         for scorer in scored[0].scores:
@@ -84,7 +89,7 @@ def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "to
     for (name, column), mean in zip(columns, means, strict=True):
         found[name][column] = mean
     for samples in found.values():
-        if "loss" in samples:  # the mean over tokens, not over rows
+        if "loss" in samples:  # a row's mean loss over its mean number of tokens: the mean over tokens, not over rows
             samples["loss"] = samples["loss"] / samples.pop("trained")
             samples["perplexity"] = samples["loss"].exp()
     return found
@@ -95,11 +100,12 @@ def _values(scored: Sequence[Scored], scorer: str) -> list[float]:
 
 
 def _written(scored: Sequence[Scored]) -> list[Written]:
-    """What a model wrote; nothing for the data's own answers."""
+    """List what a model wrote; empty for the data's own answers."""
     return [each.written for each in scored if each.written]
 
 
 def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> dict[str, Any]:
+    """Summarise one system: its scores, loss and perplexity with their intervals, and its counts."""
     values = {scorer: sum(_values(scored, scorer)) / len(scored) for scorer in scored[0].scores}
     written = _written(scored)
     if written:
@@ -117,7 +123,7 @@ def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> 
 
 
 def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Count what the scorers found, where the rows keep the contract."""
+    """Count what the scorers found, for rows that keep the contract."""
     formats = _reasons(scored, "format")
     citations = _reasons(scored, "citations")
     grounding = _reasons(scored, "grounding")
@@ -144,7 +150,7 @@ def _reasons(scored: Sequence[Scored], scorer: str) -> list[dict[str, Any]]:
 
 
 def _violations(formats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The share of answers that have a violation of each kind; without the kinds that none has."""
+    """Return the share of answers with each kind of violation, without the kinds that no answer has."""
     shares = {}
     for kind in VIOLATIONS:
         count = sum(kind in case["violations"] for case in formats)
@@ -159,6 +165,7 @@ def _with_interval(value: float, samples: "torch.Tensor") -> dict[str, float]:
 
 
 def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, "torch.Tensor"]]) -> dict[str, Any]:
+    """Subtract the base's values from the adapter's, with paired intervals; empty if one of the two is missing."""
     if not {"adapter", "base"} <= summary.keys():
         return {}
     return {
@@ -171,14 +178,14 @@ def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, 
 
 
 def _examples(systems: Mapping[str, Sequence[Scored]]) -> list[dict[str, Any]]:
-    """Pick ten rows, evenly spread."""
+    """Pick ten rows, evenly spread over the data, or all rows if there are fewer."""
     rows = len(next(iter(systems.values())))
     chosen = sorted({round(number * (rows - 1) / (EXAMPLES - 1)) for number in range(EXAMPLES)})
     return [_example({name: scored[number] for name, scored in systems.items()}) for number in chosen]
 
 
 def _example(answers: Mapping[str, Scored]) -> dict[str, Any]:
-    """One row, with what each system answered."""
+    """Return one row with what each system answered."""
     row = next(iter(answers.values())).row
     return {
         "row": row.where,
@@ -198,6 +205,7 @@ def _shown(scored: Scored) -> dict[str, Any]:
 
 
 def _ratio(cases: Sequence[Mapping[str, Any]], of: str, to: str) -> float | None:
+    """Divide the sum of one count over all cases by that of another; ``None`` if the latter is zero."""
     total = sum(case[to] for case in cases)
     if not total:
         return None

@@ -1,14 +1,14 @@
-"""Show a job, send it to Hugging Face, follow it to its end, and fetch its result; ``job.py`` makes the job.
+"""Show a job, send it to Hugging Face, follow it to its end, and fetch its result; ``launch/job.py`` makes the job.
 
-The requests, in their order, all with the login's token:
+These requests are sent, in this order, all with the token of the user's login:
 
-- ``GET /api/jobs/hardware``: the machines and their prices of today;
-- ``GET /api/whoami-v2``: whose job it is;
-- ``POST /api/repos/create``: the private repository that the result goes to, so that a login that may not write is
-  found before a machine is rented;
-- ``POST /api/jobs/NAMESPACE``: the job; from here on it costs;
-- ``GET /api/jobs/NAMESPACE/ID/logs`` and ``GET /api/jobs/NAMESPACE/ID``: its log as it grows, and its stage;
-- the files of the repository at their version tag.
+- ``GET /api/jobs/hardware``: ask for the machines and today's prices;
+- ``GET /api/whoami-v2``: ask who the user is;
+- ``POST /api/repos/create``: create the private repository for the result. This comes before a machine is rented, so
+  that a login without the right to write costs nothing;
+- ``POST /api/jobs/NAMESPACE``: start the job; from here on it costs money;
+- ``GET /api/jobs/NAMESPACE/ID/logs`` and ``GET /api/jobs/NAMESPACE/ID``: read its log as it grows, and its stage;
+- download the files of the repository at their version tag.
 """
 
 import re
@@ -27,7 +27,7 @@ from cria_tricks.launch.job import IMAGE, HubJob
 from cria_tricks.models import network
 
 SECRETS = ("HF_TOKEN",)
-"""Names of the variables that the job gets from the login here; their values go into the request, and nowhere else."""
+"""Environment variables that the job gets from the user's login; their values go into the request and nowhere else."""
 
 CURES = {
     401: "is the token right? hf auth whoami tells",
@@ -35,13 +35,13 @@ CURES = {
     403: "may this login start jobs and write there, and is its quota used up? see https://huggingface.co/settings/tokens",
     429: "too many requests or jobs at once: wait, then start again",
 }
-"""The advice for an answer of the hub, by its status code."""
+"""The advice for an error of the hub, by its HTTP status code."""
 
 Say = Callable[[str], None]
 
 
 def shown(job: HubJob) -> list[str]:
-    """Write the job in lines, as it would be sent; of secrets the names alone."""
+    """List the job line by line, as it would be sent, with the names of its secrets but without their values."""
     lines = {
         "flavor": _flavor(job),
         "price": f"{money(job.price)} an hour, at most {money(job.most)}",
@@ -61,6 +61,7 @@ def shown(job: HubJob) -> list[str]:
 
 
 def _flavor(job: HubJob) -> str:
+    """Describe the machine, and how much of the memory of each GPU the job needs."""
     card = CARDS[job.flavor.card].device
     machine = card.name
     if job.flavor.cards > 1:
@@ -73,6 +74,7 @@ def _flavor(job: HubJob) -> str:
 
 
 def _training(job: HubJob) -> str:
+    """Describe the estimated time and cost of the training, and when it ends by itself."""
     expected = "not known here"
     if job.training_seconds is not None and job.training_cost is not None:
         expected = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
@@ -83,14 +85,14 @@ def _training(job: HubJob) -> str:
 
 
 class JobsHub:
-    """Start and watch jobs of the hub, and ask for its repositories, as the user who is logged in.
+    """Start and watch jobs on the hub, and create their repositories, as the user who is logged in.
 
     Raises:
-        BadInput: if nobody is.
+        BadInput: if nobody is logged in, or the network must not be used.
     """
 
     def __init__(self) -> None:
-        # Half a second to import, which a job that is only printed can do without.
+        # Imported here, because it takes half a second, and printing a job does not need it.
         import huggingface_hub
 
         network.refuse_offline("--on hf-jobs: a job is sent over the network", "leave one out, or add --print")
@@ -101,20 +103,20 @@ class JobsHub:
         self.api = huggingface_hub.HfApi()
 
     def prices(self) -> dict[str, float]:
-        """Ask for the price of every machine that can be had, by its name [USD/h]."""
+        """Ask the hub for the price of each machine that it offers, by name [USD/h]."""
         hours = {"second": 3600, "minute": 60, "hour": 1}
         found = self._ask(self.api.list_jobs_hardware)
         return {each.name: each.unit_cost_usd * hours[each.unit_label] for each in found}
 
     def send(self, job: HubJob) -> Any:
-        """Make the repository, then start the job.
+        """Create the repository for the result, then start the job.
 
         Returns:
             The hub's ``JobInfo``.
 
         Raises:
-            BadInput: if the repository holds something already, or others can read it.
-            JobFailed: if the hub does not take it: no credit, no right, no answer.
+            BadInput: if the repository holds files already, or is public.
+            JobFailed: if the hub does not accept the job: no credit, no right to start it, or no answer.
         """
         owner = self._ask(self.api.whoami)["name"]
         self._make_repository(job.repo)
@@ -131,10 +133,10 @@ class JobsHub:
         )
 
     def follow(self, started: Any, job: HubJob, say: Say) -> None:
-        """Pass the log on as it grows, until the job has ended.
+        """Pass each new line of the log to ``say``, until the job has ended.
 
         Raises:
-            JobFailed: if it did not end well, in one line that says why.
+            JobFailed: if it did not end well, with the reason in one line.
         """
         where = {"job_id": started.id, "namespace": started.owner.name}
         last_error = ""
@@ -144,7 +146,7 @@ class JobsHub:
                 if line.startswith("error: "):
                     last_error = line
             ended = self.api.wait_for_job(**where, poll_interval=5.0)
-        except Exception as error:  # of the network: the job knows nothing of it
+        except Exception as error:  # an error of the network here, which does not affect the job
             raise JobFailed(f"{_in_one_line(error)}; the job goes on: {'; '.join(ways_on(started, job))}") from None
         if ended.status.stage != "COMPLETED":
             raise JobFailed(_why(ended, job, last_error))
@@ -153,8 +155,8 @@ class JobsHub:
         """Download what the job published, and check every file against its manifest.
 
         Raises:
-            BadInput: if a file is not what was written.
-            JobFailed: if it cannot be had.
+            BadInput: if a file differs from its manifest.
+            JobFailed: if the files cannot be downloaded.
         """
         try:
             self.api.snapshot_download(job.repo, revision=TAG, local_dir=folder)
@@ -163,6 +165,7 @@ class JobsHub:
         return artifact.verify(folder)
 
     def _make_repository(self, repo: str) -> None:
+        """Create the private repository for the result, and refuse one that is public or holds files."""
         self._ask(self.api.create_repo, repo, private=True, exist_ok=True)
         about = self._ask(self.api.model_info, repo)
         if not about.private:
@@ -172,17 +175,18 @@ class JobsHub:
             raise BadInput(f"--repo {repo}: holds {held[0]} already; name a new one, so that nothing is mixed")
 
     def _ask(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """Call a function of the hub's library, and turn any error into a :class:`JobFailed` of one line."""
         try:
             return call(*arguments, **more)
-        except Exception as error:  # httpx's and the hub's own
+        except Exception as error:  # both httpx and huggingface_hub raise errors of their own
             raise JobFailed(_in_one_line(error)) from None
 
 
 def free_folder(out: Path | None, job: HubJob) -> Path:
-    """Find the folder of the result, before anything is paid for.
+    """Return the folder for the result, and refuse one that exists, before anything costs money.
 
     Raises:
-        BadInput: if there is something already.
+        BadInput: if the folder exists already, or ``out`` is a file.
     """
     folder = usable_path("--out", out or Path("runs") / job.repo.partition("/")[2])
     made = folder / job.result
@@ -192,7 +196,7 @@ def free_folder(out: Path | None, job: HubJob) -> Path:
 
 
 def ways_on(started: Any, job: HubJob) -> list[str]:
-    """Write the commands for a job that goes on without anybody watching."""
+    """List the commands to follow, end and fetch a job that goes on while this command no longer watches it."""
     named = f"{started.owner.name}/{started.id}"
     return [
         f"follow it: hf jobs logs -f {named}",
@@ -202,7 +206,7 @@ def ways_on(started: Any, job: HubJob) -> list[str]:
 
 
 def by_hand(job: HubJob) -> str:
-    """Write the commands that get the result of a job that has ended."""
+    """Return the commands that fetch the result of a job that has ended."""
     return f"fetch its result: hf download {job.repo} --revision {TAG} --local-dir FOLDER, then cria verify FOLDER"
 
 

@@ -1,8 +1,9 @@
-"""Make a recipe into a job for a machine of Hugging Face's, which the estimate chooses before anything is sent.
+"""Turn a recipe into a job on a rented machine of Hugging Face; estimates choose the machine before anything is sent.
 
-A job is a command in a container on a rented machine. Nothing of this machine is there, and nothing of the job's
-machine is left when it has ended. So everything that decides the run travels in the command, and what it made is
-published to a private repository of the hub as its last act. ``launch/hub.py`` sends it, follows it and fetches that.
+A job is a command that runs in a container on a rented machine. The container has no files of this machine, and nothing
+is left of it when the job has ended. So everything that decides the run travels with the command, and the last step of
+the job publishes the result to a private repository of the hub. ``launch/hub.py`` sends the job, follows it, and
+fetches the result.
 """
 
 import importlib.metadata
@@ -25,19 +26,22 @@ from cria_tricks.recipe import Recipe, seconds
 from cria_tricks.run import given
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
-"""Debian with Python, git, a compiler and uv, which takes the build of torch that the machine's driver can run; the
-image that huggingface_hub runs its own uv jobs in."""
+"""The container's image: Debian with Python, git, a compiler and uv. huggingface_hub runs its own uv jobs in it, too.
+
+uv installs the build of torch that the machine's driver can run.
+"""
 
 MARGIN = 2
-"""The factor within which the estimate of the time is right."""
+"""The factor within which an estimated time is right."""
 AROUND = 15 * 60
-"""The time that a job has for installing and publishing [s].
+"""The time that a job gets for installing and publishing [s].
 
-``cria train`` gets as much again for its work besides the steps: it downloads and loads the model, and evaluates.
+``cria train`` gets as much again for its work besides the training steps: it downloads and loads the model, and
+evaluates.
 """
 
 ROWS = {"nguzo_saba": 32, "kwanzaa": 107}
-"""The number of training rows of the sets that are known here."""
+"""The number of training rows in the data sets that this package knows."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,15 @@ class HubJob:
         name: the recipe's name.
         flavor: the machine.
         price: its price [USD/h].
-        needed_bytes: the memory needed on each of its cards, by the estimate.
-        training_seconds: the time of the training, by the estimate; ``None`` where the number of rows is not known.
+        needed_bytes: the estimated memory on each of its GPUs.
+        training_seconds: the estimated time of the training; ``None`` if the number of rows is not known.
         timeout: the time after which the hub ends the job [s].
-        time_budget: the time after which the training ends by itself [s], so that what it has learnt is published.
+        time_budget: the time after which the training ends by itself [s]. It is shorter than the timeout, so that
+            there is time to publish what was learnt.
         repo: the private repository of the result, OWNER/NAME.
-        result: ``adapter``, or ``model`` when the whole model is trained.
+        result: ``adapter``, or ``model`` if the whole model is trained.
         script: the bash script that runs in the container.
-        environment: the variables that are no secrets.
+        environment: the environment variables that are not secret.
     """
 
     name: str
@@ -82,24 +87,24 @@ class HubJob:
 
     @property
     def most(self) -> float:
-        """The highest possible cost, every minute up to the timeout [USD]."""
+        """The highest possible cost: that of a job that runs until its timeout [USD]."""
         return self.price * self.timeout / 3600
 
     @property
     def training_cost(self) -> float | None:
-        """The cost of the training alone, by the estimate [USD]."""
+        """The estimated cost of the training alone [USD]."""
         if self.training_seconds is None:
             return None
         return self.price * self.training_seconds / 3600
 
     @property
     def narrow(self) -> bool:
-        """Whether it fits so narrowly that it may not fit in practice."""
+        """Whether the run fits so narrowly by the estimate that it may not fit in practice."""
         return bool(may_not_fit(self.needed_bytes, CARDS[self.flavor.card].device.memory_bytes))
 
     @property
     def finishes(self) -> bool:
-        """Whether the training ends before its budget, by the estimate."""
+        """Whether the training reaches its last step within its time budget, by the estimate."""
         return self.training_seconds is None or self.training_seconds <= self.time_budget
 
 
@@ -112,21 +117,24 @@ def prepare(
     budget: float | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> HubJob:
-    """Choose a machine and write the job. Nothing is sent; a model that is not of the catalogue has its config read.
+    """Choose a machine, and return the job for it; nothing is sent.
+
+    The config of a model that is not in the catalogue is read, because the estimates need it.
 
     Args:
-        recipe: a name or a TOML file, whose text travels with the job.
+        recipe: a name, or a TOML file, whose text travels with the job.
         repo: the repository on the hub for the result, OWNER/NAME.
         settings: changes of the recipe, as for ``cria train``.
-        flavor: a machine of :data:`FLAVORS`; ``auto`` takes, of those that the recipe fits on, the one on which the
-            job costs least. Before all others come those on which it fits with some room, then those on which it
-            finishes in time.
-        timeout: such as ``90m``; twice the estimated training and half an hour when left out.
+        flavor: a machine of :data:`FLAVORS`, or ``auto``. ``auto`` takes, of the machines on which the recipe fits, the
+            one on which the job costs least. It prefers machines on which the recipe fits with some room, and after
+            that machines on which it finishes in time.
+        timeout: the longest time of the job, such as ``90m``. When left out, it is twice the estimated training and
+            half an hour, or less if the recipe has a short ``train.time_budget``.
         budget: the highest cost that the job may have [USD].
-        prices: the prices [USD/h] of the machines that can be had; the list kept here when left out.
+        prices: the prices of the machines that are offered now [USD/h]; those of :data:`FLAVORS` when left out.
 
     Raises:
-        BadInput: for what would end the job, or cannot be reached by it, or a budget that is too small.
+        BadInput: for a setting that would end the job, for files that it cannot reach, and for too small a budget.
         OutOfMemory: if the recipe fits on none of the machines, or not on the one that was named.
     """
     if budget is not None and not (math.isfinite(budget) and budget > 0):
@@ -150,7 +158,7 @@ def prepare(
         except (BadInput, OutOfMemory) as error:
             refused.append(error)
     if not jobs:
-        last = refused[-1]  # of the machine with the largest card
+        last = refused[-1]  # the error of the last machine of FLAVORS, which has the largest GPU
         if isinstance(last, OutOfMemory) and len(refused) > 1:
             raise OutOfMemory(f"it fits on no machine: {last}")
         raise last
@@ -165,12 +173,12 @@ def prepare(
 
 
 def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> HubJob:
-    """Make the job for one machine."""
+    """Make the job for one machine; the arguments are those of :func:`prepare`, with the timeout in seconds."""
     card = CARDS[flavor.card]
     wanted = given.recipe(recipe, settings, card.device)
     _refuse_unreachable(wanted)
     shape = find_shape(wanted.model)
-    # These import torch, which takes seconds; a wrong name was told before.
+    # Imported here: these import torch, which takes seconds, and wrong names are refused above without it.
     from cria_tricks.bill.step_time import run_tokens
     from cria_tricks.predict.plan_data import on_machine
 
@@ -179,7 +187,7 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
         has = human(card.device.memory_bytes)
         raise OutOfMemory(f"--flavor {flavor.name}: needs {human(bill.memory.needed_bytes)} of {has}; see cria plan")
     rows = ROWS.get(wanted.data.train)
-    if wanted.train.max_steps:  # then the steps decide, and not the rows
+    if wanted.train.max_steps:  # then the number of steps decides the length, and that of the rows does not matter
         rows = 0
     training = None
     if rows is not None and bill.seconds is not None:
@@ -201,10 +209,10 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
 
 
 def _script(package: str, recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:
-    """Write what the container does; the first line that fails ends the job."""
+    """Write the bash script for the container; the first line that fails ends the job (``set -e``)."""
     name = recipe
     write_recipe = []
-    if recipe.endswith(".toml"):  # its text is in the environment
+    if recipe.endswith(".toml"):  # the text of the file comes in an environment variable
         name = "recipe.toml"
         write_recipe = ['printf %s "$CRIA_RECIPE" > recipe.toml']
     start = ["train", name]
@@ -226,13 +234,19 @@ def _script(package: str, recipe: str, repo: str, settings: list[str], cards: in
 
 
 def repository() -> str:
-    """Read the public address of the package's source, which pyproject.toml names."""
+    """Return the public URL of the package's source code, which pyproject.toml names."""
     named = importlib.metadata.metadata("cria_tricks").get_all("Project-URL") or []
     return dict(line.split(", ", 1) for line in named)["Repository"]
 
 
 def _times(recipe: Recipe, training: float | None, longest: int) -> tuple[int, int]:
-    """Choose the time of the whole job, and of ``cria train`` in it [s]."""
+    """Choose the timeout of the whole job, and the time budget of ``cria train`` in it [s].
+
+    Args:
+        recipe: may have a time budget of its own.
+        training: the estimated time of the training [s]; ``None`` if it is not known.
+        longest: the timeout that the user has given [s]; 0 for none.
+    """
     budget = recipe.train.time_budget or math.inf
     expected = math.inf
     if training is not None:
@@ -243,12 +257,12 @@ def _times(recipe: Recipe, training: float | None, longest: int) -> tuple[int, i
             "train.max_steps or train.time_budget"
         )
     whole = longest or math.ceil((min(budget, expected) + AROUND) / 60) * 60  # whole minutes
-    around = min(AROUND, whole // 2)  # of a very short job half, so that some training is left
+    around = min(AROUND, whole // 2)  # at most half of a very short job, so that some time is left for training
     return whole, math.floor(min(budget, whole - around))
 
 
 def _timeout(text: str) -> int:
-    """Read a ``--timeout`` [s]; 0 for an empty one, which leaves it to the estimate."""
+    """Convert a ``--timeout`` to seconds; 0 for an empty one, which leaves the choice to the estimate."""
     if not text:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""Write the command that starts a recipe in several processes, as a person could have typed it, and run it."""
+"""Write the command that starts a recipe in several processes, as a person could type it, and run it."""
 
 import importlib
 import logging
@@ -23,17 +23,17 @@ MACHINES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {endpoint} "
     "--rdzv-id {name} "
 )
-"""torchrun for machines that may come and go while it runs; each is given the same command.
+"""The beginning of a torchrun command for several machines, which may join and leave while it runs.
 
-With the variable every round of the rendezvous gets a store of its own. Without it, a machine that joins a running
-torch 2.13 never learns the store's address, because the first agent writes it in the first round only
-(``DynamicRendezvousHandler.next_rendezvous``).
+Each machine gets the same command. With the environment variable, every round of the rendezvous gets a store of its
+own. Without it, a machine that joins a running torch 2.13 never learns the store's address, because the first agent
+writes it in the first round only (``DynamicRendezvousHandler.next_rendezvous``).
 """
 
 LAUNCHERS = {
-    # --standalone: one machine, with a free port of its own, so that two runs do not meet.
+    # --standalone: one machine, with a free port of its own, so that two runs do not disturb each other.
     "torchrun": "torchrun --standalone --nproc-per-node {processes}",
-    # Everything that it would otherwise ask for. (--multi_gpu is its word for several processes; they may be on CPUs.)
+    # All options that it would otherwise ask for. (--multi_gpu is its word for several processes, on CPUs, too.)
     "accelerate": (
         "accelerate launch --multi_gpu --num_processes {processes} --num_machines 1 --main_process_port 0 "
         "--mixed_precision no --dynamo_backend no"
@@ -47,9 +47,9 @@ class Elastic:
     """The settings for a run that survives lost processes, and machines that come and go.
 
     Attributes:
-        max_restarts: how often an agent starts its processes again after one of them has failed.
+        max_restarts: how often the agent, torchrun on one machine, restarts its processes after one of them has failed.
         nodes: ``MIN:MAX`` machines, or one number; this machine alone when empty.
-        endpoint: ``HOST:PORT`` at which the machines meet, HOST one of them.
+        endpoint: ``HOST:PORT`` at which the machines meet; HOST is one of them.
     """
 
     max_restarts: int = 0
@@ -61,7 +61,7 @@ class Elastic:
         """The possible numbers of machines.
 
         Raises:
-            BadInput: if ``nodes`` is no such range.
+            BadInput: if ``nodes`` is not such a range or number.
         """
         wrong = f"--nodes {self.nodes}: write how many machines at least and at most, such as 1:4"
         found = re.fullmatch(r"([1-9]\d{0,3})(?::([1-9]\d{0,3}))?", self.nodes or "1")
@@ -87,21 +87,21 @@ def command(
     resume: bool = False,
     elastic: Elastic = ONCE,
 ) -> list[str]:
-    """Write the command that trains a recipe, once it is clear that it can run.
+    """Check that a recipe can run in so many processes, and return the command that trains it, as a list of words.
 
     Args:
         recipe: a name or a TOML file.
         on: the launcher, of :data:`LAUNCHERS`.
-        processes: how many; one a card when left out, two where there is none.
-        settings: changes of the recipe, as for ``cria train``. Without a ``parallel.strategy`` several processes share
-            the rows: ``ddp``.
+        processes: number of processes on each machine. When left out, it is one per GPU, or two if there are no GPUs.
+        settings: changes of the recipe, as for ``cria train``. Without a ``parallel.strategy`` several processes use
+            ``ddp``: they share the rows.
         out: folder to write.
-        resume: whether to go on.
+        resume: whether to resume the run in that folder.
         elastic: how the run survives lost processes. Then the command always has ``--resume``, because a restarted
-            process goes on from the newest checkpoint.
+            process continues from the newest checkpoint.
 
     Raises:
-        BadInput: for what would end all processes once they had started.
+        BadInput: for anything that would end all processes soon after their start.
     """
     if on not in LAUNCHERS:
         raise BadInput(f"--on {on}: there are {', '.join(LAUNCHERS)}")
@@ -109,18 +109,20 @@ def command(
     given.recipe(recipe, changes)
     machines_wanted = elastic.machines
     wanted = with_settings(recipes.get(recipe), changes)
-    # It imports torch, which takes seconds; a wrong name was told before.
+    # Imported here: it imports torch, which takes seconds, and wrong names are refused above without it.
     from cria_tricks.parallel.strategies import ELASTIC
 
     cards = _cards()
     if not processes:
-        # strategy=model lays one model over all cards, from a single process.
+        # strategy=model spreads one model over all GPUs, from a single process.
         processes = 1 if wanted.parallel.strategy == "model" else cards or 2
     if cards and processes > cards:
         raise BadInput(f"--nproc {processes}: this machine has {cards} cards, and a process has one for itself")
     if max(machines_wanted) * processes > 1 and wanted.parallel.strategy == "none":
         changes.append("parallel.strategy=ddp")
         wanted = with_settings(wanted, changes[-1:])
+    # Among several machines a single process may be left. With an elastic strategy that is always a valid run, so it
+    # needs no check.
     for machines in machines_wanted:
         if len(machines_wanted) == 1 or machines * processes > 1 or wanted.parallel.strategy not in ELASTIC:
             _refuse_unshared(wanted, machines * processes)
@@ -140,19 +142,20 @@ def command(
 
 
 def _refuse_unshared(recipe: Recipe, processes: int) -> None:
-    # These import torch, which takes seconds; a wrong name was told before.
+    """Refuse a recipe that so many processes cannot share."""
+    # Imported here, as above.
     from cria_tricks.load import refusals
     from cria_tricks.resolve import resolve
 
     plan = resolve(recipe, processes=processes)
-    if processes > plan.parallel["data"]:  # several have the same rows, and divide the model
+    if processes > plan.parallel["data"]:  # some processes train on the same rows, and divide the model
         refusals.refuse(plan, refusals.facts_of(find_shape(recipe.model)), processes)
 
 
 def _elastic(
     start: list[str], name: str, elastic: Elastic, out: Path | None, resume: bool
 ) -> tuple[list[str], Path | None, bool]:
-    """Choose the launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
+    """Return the launcher's words, the folder, and whether to resume, for a run that survives lost processes."""
     if elastic == ONCE:
         return start, out, resume
     if elastic.nodes:
@@ -160,50 +163,53 @@ def _elastic(
             raise BadInput(
                 "--nodes: needs --endpoint HOST:PORT, where the machines meet, and --out, a folder they share"
             )
+        # These words take the place of the first two, "torchrun --standalone".
         start = [*MACHINES.format(nodes=elastic.nodes, endpoint=elastic.endpoint, name=name).split(), *start[2:]]
     elif elastic.endpoint:
         raise BadInput("--endpoint: is for --nodes MIN:MAX; on one machine torchrun finds a free port")
     elif not resume:
         out = usable_path("--out", out) if out else run_folder.numbered(Path("runs") / name, resume=False)
         there = run_folder.taken(out)
-        if there:  # a restarted process could not tell it from its own run
+        if there:  # a restarted process could not tell that run from its own
             raise BadInput(f"--out {out}: holds another run ({there}); name a new folder, or go on with it: --resume")
     return [*start, "--max-restarts", str(elastic.max_restarts)], out, True
 
 
 def run(words: list[str]) -> int:
-    """Run the command in this process: call the launcher's own entry.
+    """Run the command in this process, by calling the launcher's main function.
 
-    Typed by hand, the command ends with the launcher's report on its processes, and exit code 1. Here the line of the
-    process that knew why stands alone.
+    If a person types the command and a process fails, the launcher prints a long report and ends with exit code 1. Here
+    only the error line of the process that failed is printed, and its exit code is returned.
 
     Args:
-        words: the command, of :func:`command`.
+        words: the command, from :func:`command`.
 
     Returns:
         The exit code that the processes ended with.
     """
-    # torch takes seconds to import, and a command that is only printed does not need its errors.
+    # Imported here: torch takes seconds, and a command that is only printed does not need its errors.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    while "=" in words[0]:  # variables, as a shell takes them
+    while "=" in words[0]:  # environment variables before the command, as in a shell
         name, _, value = words[0].partition("=")
         os.environ[name] = value
         words = words[1:]
     module = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}[words[0]]
     main = importlib.import_module(module).main
+    # The processes share the cores of the CPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _processes(words))))
+    # The process that fails prints its error itself, so the launcher's log is switched off.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     sys.argv = words
     try:
         main()
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
-        return max((code for code in codes if code > 0), default=1)  # killed ones have none of their own
-    except SignalException:  # the processes have said what is saved
+        return max((code for code in codes if code > 0), default=1)  # a killed process has a negative one
+    except SignalException:  # Ctrl-C or SIGTERM; the processes have printed already what is saved
         interrupts.is_over(interrupts.CODE)
         return interrupts.CODE
     except (RendezvousError, DistError) as error:
@@ -212,7 +218,7 @@ def run(words: list[str]) -> int:
 
 
 def shown(words: list[str]) -> str:
-    """Write the command as a shell takes it."""
+    """Return the command as one line, quoted for a shell."""
     return shlex.join(words)
 
 
@@ -222,9 +228,10 @@ def _processes(words: list[str]) -> int:
 
 
 def _cards() -> int:
+    """Count the CUDA GPUs of this machine."""
     if this_device().kind != "cuda":
         return 0
-    # At the top it would cost every command seconds; here this_device has imported it already.
+    # At the top this import would cost every command seconds; here this_device has imported torch already.
     import torch
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The files of an adapter: its weights, and a side network, which peft does not know."""
+"""Write the trained weights of a model, and read those of a side network, which peft does not know."""
 
 import json
 from collections.abc import Mapping
@@ -8,17 +8,18 @@ from typing import Any
 from cria_tricks.common.errors import BadInput
 
 SIDE_NETWORK = "side_network.json"
+"""The file that describes a side network: how many blocks it has, and the name of the base."""
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = None) -> None:
-    """Write what trained into a folder: peft's adapter, a side network, or the whole model.
+    """Write the trained weights into a folder: peft's adapter, a side network, or the whole model.
 
     Args:
-        model: as for :func:`save`.
-        folder: there already.
-        weights: the model's state dict; its own when left out.
+        model: a ``PeftModel``, a model with a side network, or a whole one.
+        folder: an existing folder.
+        weights: the whole state dict, if the model holds only a shard of it; the model's own when left out.
     """
-    from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is told without
+    from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is refused without it
 
     from cria_tricks.tricks.side_network import SideBlock
 
@@ -33,18 +34,19 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
         learns = [name for name, p in model.named_parameters() if p.requires_grad]
         trained = {name: own[name].detach().cpu().contiguous() for name in learns}
         save_file(trained, folder / "side_network.safetensors")
+        # adapter/folder.py fills in the base.
         (folder / SIDE_NETWORK).write_text(json.dumps({"base_model_name_or_path": "", "blocks": blocks}) + "\n")
     else:
         model.save_pretrained(folder, **given)
 
 
 def load_side_network(model: Any, folder: Path) -> None:
-    """Put the numbers of a side network into a model that has one of the same size.
+    """Copy the saved weights of a side network into a model that has one of the same size.
 
     Raises:
-        BadInput: if the file does not fit.
+        BadInput: if the names or shapes of the weights differ.
     """
-    # It imports torch, which takes seconds.
+    # Imported here, as above.
     from safetensors.torch import load_file
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,7 @@
-"""What trains: LoRA, a prompt, a head or a side network over a loaded model. The one place that calls peft for them."""
+"""Add the trained part to a loaded model: LoRA, a learnt prompt, a trained head or a side network.
+
+No other module calls peft to add one of these.
+"""
 
 import contextlib
 import copy
@@ -19,27 +22,27 @@ from cria_tricks.tricks.lora import ALL_LINEAR
 
 
 def add_adapter(model: Any, plan: Plan) -> Any:
-    """Freeze a model and lay over it what ``plan.peft`` says.
+    """Freeze a model, and add the trained part that ``plan.peft`` describes.
 
     Raises:
-        BadInput: if the model has no place for it.
+        BadInput: if the model has no place for that part.
     """
     arguments = dict(plan.peft)
     return ADAPTERS[arguments.pop("kind")](model, **arguments)
 
 
 def add_lora(model: Any, **arguments: Any) -> Any:
-    """Add LoRA to a model.
+    """Freeze a model, and add LoRA to it.
 
     Args:
-        model: of transformers, quantised or not.
-        **arguments: of ``LoraConfig``.
+        model: a transformers model, quantised or not.
+        **arguments: arguments of ``LoraConfig``.
 
     Raises:
-        BadInput: if the model has no module of a target's name, or none that LoRA can adapt.
+        BadInput: if the model has no module with the name of a target, or none that LoRA can adapt.
     """
     if arguments["target_modules"] == [ALL_LINEAR]:
-        arguments["target_modules"] = ALL_LINEAR  # peft's word, which it takes only outside of a list
+        arguments["target_modules"] = ALL_LINEAR  # peft takes this word only as a string, not in a list
     try:
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
     except ValueError as error:
@@ -48,32 +51,33 @@ def add_lora(model: Any, **arguments: Any) -> Any:
 
 
 def add_trained_head(model: Any) -> Any:
-    """Freeze a model but for a copy of its head."""
-    # No linear gets a LoRA; peft only copies the head, trains the copy, and saves it like an adapter.
-    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # untied on purpose
+    """Freeze a model, and train a copy of its output head."""
+    # With dummy targets no linear layer gets LoRA. peft only copies the head, trains the copy, and saves it like an
+    # adapter. It warns if the head is tied to the embedding; we separate the two on purpose.
+    warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
     head = _name_of(model, model.get_output_embeddings())
     return add_lora(model, target_modules=DUMMY_TARGET_MODULES, modules_to_save=[head])
 
 
 def add_prompt(model: Any, **arguments: Any) -> Any:
-    """Freeze a model and put learnt vectors before each row; the arguments are those of ``PromptTuningConfig``."""
+    """Freeze a model, and put learnt vectors before each row; the arguments are those of ``PromptTuningConfig``."""
     return _trained_in_fp32(get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **arguments)))
 
 
 def add_side_network(model: Any, blocks: int) -> Any:
-    """Freeze a model and give its last blocks a trained copy each, in place.
+    """Freeze a model, and put a trained copy beside each of its last blocks, in place.
 
     Args:
-        model: of transformers, quantised or not.
-        blocks: how many get one.
+        model: a transformers model, quantised or not.
+        blocks: the number of blocks that get a copy.
 
     Raises:
-        BadInput: if the model has fewer, or none that can be told.
+        BadInput: if the model has fewer blocks, or no list of blocks.
     """
     model.requires_grad_(False)
-    # A copy would write its keys and values into the cache of the block that it stands beside.
+    # No KV cache, because a copy would write its keys and values into the cache of the block beside it.
     model.config.use_cache = model.generation_config.use_cache = False
-    model._hf_peft_config_loaded = True  # or transformers refuses to train beside quantised blocks
+    model._hf_peft_config_loaded = True  # otherwise transformers refuses to train a model with quantised blocks
     layers = getattr(model.base_model, "layers", None)
     if layers is None or len(layers) < blocks:
         found = "no list of them"
@@ -83,19 +87,20 @@ def add_side_network(model: Any, blocks: int) -> Any:
     for number in range(len(layers) - blocks, len(layers)):
         beside = _unquantised_copy(layers[number]).float()
         layers[number] = side_network.SideBlock(layers[number], model.config.hidden_size, beside)
+        # The join is made on the CPU, and the copy may be on a GPU.
         layers[number].join.to(next(beside.parameters()).device)
     return model
 
 
 @contextlib.contextmanager
 def without_adapter(model: Any) -> Iterator[Any]:
-    """Switch an adapter or a side network off for a while, so that the weights need not be loaded twice.
+    """Switch off an adapter or a side network inside the context, so that the base need not be loaded a second time.
 
     Args:
-        model: a ``PeftModel``, or one with a side network.
+        model: a ``PeftModel``, or a model with a side network.
 
     Yields:
-        The model below, as it was before it was adapted.
+        The base model, as it was before it was adapted.
     """
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
@@ -114,6 +119,7 @@ def without_adapter(model: Any) -> Iterator[Any]:
 
 
 def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
+    """Copy a block with its matrices in plain floats, because quantised matrices cannot be trained."""
     made = copy.deepcopy(block)
     for name, module in block.named_modules():
         if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
@@ -126,18 +132,20 @@ def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
 
 
 def _trained_in_fp32(model: Any) -> Any:
+    """Convert the trained weights to fp32 (master weights), because a loss scaler refuses gradients in 16 bits."""
     for parameter in model.parameters():
-        if parameter.requires_grad:  # master weights: a loss scaler refuses gradients in 16 bits
+        if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return model
 
 
 def modules_named(model: torch.nn.Module, name: str) -> list[torch.nn.Module]:
-    """All modules that end in this name, as peft looks for its targets."""
+    """List all modules whose path ends in this name; peft finds its target modules in the same way."""
     return [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
 
 
 def _name_of(model: torch.nn.Module, wanted: torch.nn.Module) -> str:
+    """Return the last part of a module's path, such as ``lm_head``."""
     return next(path for path, module in model.named_modules() if module is wanted).rsplit(".", 1)[-1]
 
 
@@ -147,4 +155,4 @@ ADAPTERS: dict[str, Callable[..., Any]] = {
     "prompt_tuning": add_prompt,
     "side_network": add_side_network,
 }
-"""What a ``kind`` in ``Plan.peft`` lays over a model."""
+"""The function that adds each ``kind`` of ``Plan.peft`` to a model."""

@@ -1,8 +1,11 @@
-"""Attention functions that transformers does not have, under names its models can be asked for.
+"""Register attention functions that transformers does not have, so that a model's config can ask for them by name.
 
-A model calls two functions by the name in its config: one makes the mask, once a forward pass; the other attends,
-in every block, and gets whatever the first has made. A name without a mask function would get no mask at all, not
-even for padding, so each name is registered for both. Importing this module registers them.
+A model looks up two functions by the name in its config. One makes the mask, once per forward pass. The other computes
+the attention in every block, and gets whatever the first one has returned. If a name had no mask function, its
+attention would get no mask at all, not even for padding. So each name is registered for both. Importing this module
+registers them.
+
+Shapes: B rows, T query tokens, S key tokens, H query heads, K key and value heads, D the width of a head.
 """
 
 import types
@@ -25,20 +28,21 @@ def sdpa_expanded(
     *arguments: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The sdpa of transformers, on keys and values that are repeated already.
+    """Repeat the shared key and value heads for all query heads, then call the sdpa attention of transformers.
 
     Returns:
-        Shape (B, T, H, D), and no attention weights.
+        The output, shape (B, T, H, D), and ``None`` in place of the attention weights.
     """
     groups = getattr(module, "num_key_value_groups", 1)
     key = expand_kv.expand_kv(key_BKSD, groups)
     value = expand_kv.expand_kv(value_BKSD, groups)
-    # sdpa reads the groups off the module, and would leave them to torch or repeat once more.
+    # transformers reads from the module how many query heads share a key head. It would leave such groups to torch, or
+    # repeat the heads once more. So it gets a stand-in for the module, without groups.
     ungrouped: Any = types.SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(ungrouped, query_BHTD, key, value, *arguments, **named)
 
 
-@torch.compiler.disable  # the lengths are other ones in every batch, and a compiled block would be compiled for each
+@torch.compiler.disable  # the lengths differ in every batch, and a compiled block would be compiled again for each
 def sdpa_by_document(
     module: torch.nn.Module,
     query_BHTD: torch.Tensor,
@@ -47,20 +51,20 @@ def sdpa_by_document(
     attention_mask: torch.Tensor | None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each document of packed rows, and over rows that are not packed as ``sdpa_expanded`` does.
+    """Attend within each document of packed rows; for rows that are not packed, do as :func:`sdpa_expanded`.
 
     Args:
         module: the block's attention.
-        query_BHTD: shape (B, H, T, D).
-        key_BKSD: shape (B, K, S, D).
-        value_BKSD: shape (B, K, S, D).
-        attention_mask: from :func:`lengths_or_mask`.
-        **named: what sdpa takes.
+        query_BHTD: queries, shape (B, H, T, D).
+        key_BKSD: keys, shape (B, K, S, D).
+        value_BKSD: values, shape (B, K, S, D).
+        attention_mask: from :func:`lengths_or_mask`: the lengths of the documents, or a mask, or ``None``.
+        **named: further arguments of transformers' sdpa attention.
 
     Returns:
-        Shape (B, T, H, D), and no attention weights.
+        The output, shape (B, T, H, D), and ``None`` in place of the attention weights.
     """
-    if attention_mask is None or attention_mask.dim() != 1:
+    if attention_mask is None or attention_mask.dim() != 1:  # not the lengths of documents
         return sdpa_expanded(module, query_BHTD, key_BKSD, value_BKSD, attention_mask, **named)
 
     def attend(*q_k_v: torch.Tensor) -> torch.Tensor:
@@ -81,17 +85,20 @@ def lengths_or_mask(
     device: torch.device | str = "cpu",
     **named: Any,
 ) -> torch.Tensor | None:
-    """The lengths of the documents when rows are packed and see all of their own, else the mask of sdpa.
+    """Return the lengths of the documents for packed rows without a sliding window, and else the mask of sdpa.
 
-    ``mask_function(row, head, t, s)`` says whether token t may look at token s. It is all that transformers tells: in
-    packed rows a token begins a document when it may not look at the one before it.
+    transformers does not tell where documents begin. It only gives ``mask_function(row, head, t, s)``, which says
+    whether token t may attend to token s. So in packed rows a token begins a document if it may not attend to the token
+    before it.
 
     Returns:
         Lengths as :func:`cria_tricks.tricks.packing.document_lengths` gives them, shape (N,), int64, on the CPU; or a
-        mask, shape (B, 1, T, S), bool, on ``device``; or None when causal is all there is to say.
+        mask, shape (B, 1, T, S), bool, on ``device``; or ``None`` if plain causal attention is right.
     """
+    # For packed rows transformers gives no attention_mask, and forbids to leave out the mask (allow_is_causal_skip).
+    # With use_vmap a model changes the mask itself; local_size is the width of a sliding window.
     packed = attention_mask is None and not allow_is_causal_skip and not use_vmap and local_size is None
-    if packed and q_length > 1 and named["kv_length"] == q_length:
+    if packed and q_length > 1 and named["kv_length"] == q_length:  # as many keys as queries: no KV cache
         row = torch.arange(batch_size, device=device)[:, None]
         at = torch.arange(q_length, device=device)[None]
         first = at == 0
@@ -114,7 +121,7 @@ ATTENTION: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     expand_kv.IMPLEMENTATION: (sdpa_expanded, sdpa_mask),
     packing.IMPLEMENTATION: (sdpa_by_document, lengths_or_mask),
 }
-"""Name -> the function that attends, and the one that makes its mask."""
+"""For each name, the function that computes the attention, and the function that makes its mask."""
 
 for name, (attend, make_mask) in ATTENTION.items():
     AttentionInterface.register(name, attend)

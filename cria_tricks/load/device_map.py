@@ -1,14 +1,14 @@
-"""Which card holds which block, as transformers takes it."""
+"""Make the device map with which transformers spreads the blocks of a model over several GPUs."""
 
 
 def device_map(layers: int, cards: int) -> dict[str, int]:
-    """Which card holds what: an equal share of the blocks each, the embedding and the head beside the first.
+    """Assign modules to GPUs: an equal share of the blocks to each, the embedding and the head to the first one.
 
-    A head that is tied is the embedding; and the labels, which the loss needs, are on the first card.
+    The head is on the first GPU for two reasons: a tied head is the embedding, and the labels for the loss are there.
 
     Args:
-        layers: blocks of the model.
-        cards: to spread over.
+        layers: number of blocks of the model.
+        cards: number of GPUs.
     """
     blocks = {f"model.layers.{number}": number * cards // layers for number in range(layers)}
     return {"model.embed_tokens": 0, **blocks, "model.norm": cards - 1, "model.rotary_emb": 0, "lm_head": 0}

@@ -1,4 +1,9 @@
-"""The two ways from a batch to the sum of its trained tokens' losses, for the trainer and for the dry run."""
+"""Compute the loss of a batch, summed over its trained tokens, in one of two ways: all logits at once, or in chunks.
+
+The trainer and the dry run use the same functions.
+
+Shapes: B rows, T tokens, D hidden width, V vocabulary, N trained tokens of the batch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +16,30 @@ from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Any, Batch], torch.Tensor]
+"""A function from a model and a batch to the summed loss."""
 
 
 def find(plan: Plan, autocast: Callable[[], Any]) -> Loss:
-    """Pick the loss that the plan names.
+    """Return the loss function that the plan names.
 
     Args:
         plan: its ``loss`` slot decides.
-        autocast: the context of the recipe's precision, for what is called below that.
+        autocast: makes the autocast context of the recipe's precision.
 
     Returns:
-        From a model and a batch to the sum, fp32, not divided by anything.
+        A function from a model and a batch to the summed loss, fp32, not divided by anything.
     """
     return LOSSES[plan.loss["kind"]](plan, autocast)
 
 
 def _full(plan: Plan, autocast: Callable[[], Any]) -> Loss:
-    # The model's own forward runs in autocast already.
+    # This loss calls the model's own forward, which runs in autocast already.
     return full_loss_sum
 
 
 def _chunked(plan: Plan, autocast: Callable[[], Any]) -> Loss:
     def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-        # It calls modules below the model's forward, around which accelerate lays autocast.
+        # accelerate wraps only the model's own forward in autocast. The chunked loss calls modules below it.
         with autocast():
             return chunked_loss_sum(model, batch, plan.loss["tokens_per_chunk"])
 
@@ -41,17 +47,18 @@ def _chunked(plan: Plan, autocast: Callable[[], Any]) -> Loss:
 
 
 LOSSES: dict[str, Callable[[Plan, Callable[[], Any]], Loss]] = {"full": _full, "chunked": _chunked}
-"""What a ``kind`` in ``Plan.loss`` means."""
+"""The function that makes the loss of each ``kind`` of ``Plan.loss``."""
 
 
 class LossSum(torch.nn.Module):
-    """A model and its loss as one module, from a batch to a number: what strategies for several processes lay hold of.
+    """A model and its loss as one module, from a batch to a number, for strategies that wrap a module, such as ddp.
 
-    The chunked loss calls the model's inside past its own ``forward``, so a wrapper around the model would not see it.
+    The chunked loss calls modules inside the model, and not the model's ``forward``. A wrapper around the model alone
+    would not notice these calls.
 
     Args:
-        model: what is trained.
-        loss_sum: from the model and a batch to the sum.
+        model: the model that is trained.
+        loss_sum: a function from the model and a batch to the summed loss.
     """
 
     def __init__(self, model: torch.nn.Module, loss_sum: Loss):
@@ -60,44 +67,48 @@ class LossSum(torch.nn.Module):
         self.loss_sum = loss_sum
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The batch's losses, summed over its trained tokens."""
+        """Return the loss of a batch, summed over its trained tokens."""
         return self.loss_sum(self.model, batch)
 
 
 def full_loss_sum(model: Any, batch: Batch) -> torch.Tensor:
-    """Of all logits at once, as transformers computes it."""
-    # It divides its summed loss by num_items_in_batch: 1 leaves the sum.
+    """Compute the summed loss from all logits at once, as transformers does."""
+    # transformers divides the summed loss by num_items_in_batch, so 1 leaves the sum.
     return model(**batch, num_items_in_batch=1).loss.float()
 
 
 def chunked_loss_sum(model: Any, batch: Batch, tokens_per_chunk: int) -> torch.Tensor:
-    """Of the logits of some trained tokens at a time.
+    """Compute the summed loss in chunks, so that only the logits of some trained tokens are in memory at a time.
 
     Args:
         model: a causal language model, or peft's wrapper of one.
-        batch: with ``labels``, or, for who knows them already, with ``trained``: places (row, column) of the trained
-            tokens' predecessors and their labels, three tensors of shape (N,).
-        tokens_per_chunk: logits that are alive at once.
+        batch: a batch with ``labels``; or, if the caller knows the places already, with ``trained``: the three tensors
+            of :func:`trained_places`. (The dry run needs this, because its fake labels have no values.)
+        tokens_per_chunk: number of tokens whose logits are in memory at the same time.
     """
     causal_lm = model
-    if hasattr(model, "get_base_model"):
+    if hasattr(model, "get_base_model"):  # peft's wrapper; LoRA's layers are inside the base model, so they still run
         causal_lm = model.get_base_model()
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "trained")}
-    hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # all but the head
+    hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # the model without its head
     if "trained" in batch:
         row_N, column_N, label_N = batch["trained"]
     else:
         row_N, column_N, label_N = trained_places(batch["labels"])
     head_VD = causal_lm.get_output_embeddings().weight
-    hidden_ND = hidden_BTD.to(head_VD.device)[row_N, column_N]  # with blocks on several cards it is elsewhere
+    # If the blocks are on several GPUs, the last hidden states are not where the head is.
+    hidden_ND = hidden_BTD.to(head_VD.device)[row_N, column_N]
     return chunked_cross_entropy(hidden_ND, head_VD, label_N, tokens_per_chunk)
 
 
 def trained_places(labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the hidden states are that predict trained tokens: t predicts t + 1.
+    """Find the hidden states that predict trained tokens: the one at position t predicts token t + 1.
+
+    Args:
+        labels_BT: labels, shape (B, T), int64; ``IGNORED`` for tokens that are not trained.
 
     Returns:
-        Rows, columns and labels, each of shape (N,), int64.
+        The row and the position t of each such hidden state, and the label of token t + 1; each of shape (N,), int64.
     """
     row_N, column_N = (labels_BT[:, 1:] != IGNORED).nonzero(as_tuple=True)
     return row_N, column_N, labels_BT[row_N, column_N + 1]

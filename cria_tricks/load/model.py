@@ -1,4 +1,4 @@
-"""Plan -> Loaded: a model that is quantised, edited and ready to train."""
+"""Load a model as a plan wants it: quantised, edited and ready to train."""
 
 import logging
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import compile
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-"""Classes of models that predict the next token."""
+"""The names of transformers' classes for models that predict the next token."""
 
 
 @dataclass
 class Loaded:
-    """A model that is ready to train, and where it came from."""
+    """A model that is ready to train, and where its weights came from."""
 
     model: Any
     weights: Weights
@@ -43,7 +43,7 @@ def load_tokenizer(weights: Weights) -> Any:
     """Load the tokenizer, with a padding token.
 
     Raises:
-        BadInput: if there is none, or it cannot be had.
+        BadInput: if the model has no tokenizer, or it cannot be loaded or used.
     """
     quiet_libraries()
     if weights.tokenizer is None:
@@ -55,7 +55,7 @@ def load_tokenizer(weights: Weights) -> Any:
     if tokenizer.eos_token_id is None:
         raise BadInput(f"model {weights.name}: its tokenizer has no end-of-text token, so no answer could end")
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # labels are never masked by this id
+        tokenizer.pad_token = tokenizer.eos_token  # safe, because labels are never masked by this id
     return tokenizer
 
 
@@ -63,7 +63,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     """Load the weights, quantised or not, and edit the model as the plan says.
 
     Raises:
-        BadInput: if the model cannot be had, or does not fit the plan.
+        BadInput: if the model cannot be loaded, or does not fit the plan.
     """
     quiet_libraries()
     weights = models.fetch(weights)
@@ -71,12 +71,12 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     if plan.quantization:
         arguments["quantization_config"] = BitsAndBytesConfig(**plan.quantization)
     if plan.device.kind == "cuda":
-        arguments["device_map"] = {"": 0}
+        arguments["device_map"] = {"": 0}  # the whole model on the first GPU
     empty = _refuse_unfit(plan, weights)
     if plan.parallel["strategy"] == "model":
         arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
     model = pretrained.causal_lm(weights.path, weights.name, **arguments)
-    model.config.use_cache = False  # training reads every token once
+    model.config.use_cache = False  # no KV cache, because training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
         model = EDITS[edit](model, plan)
@@ -84,7 +84,7 @@ def load(plan: Plan, weights: Weights) -> Loaded:
 
 
 def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
-    """Count what will train, from the model's shape alone.
+    """Count the numbers that will train, from the model's shape alone, without its weights.
 
     Args:
         plan: what will run.
@@ -92,7 +92,7 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
         highest_id: the largest token id of the rows.
 
     Raises:
-        BadInput: if the model cannot be had, or does not fit the plan or the rows.
+        BadInput: if the model cannot be loaded, or does not fit the plan or the rows.
     """
     model = _refuse_unfit(plan, models.fetch(weights))
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
@@ -103,7 +103,10 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
 
 
 def quiet_libraries() -> None:
-    """No progress bar per file and no advice per call; our own warnings say what matters; the hub has its bound."""
+    """Switch off the libraries' progress bars and warnings, and limit how long a silent hub is waited for.
+
+    Our own warnings say what matters to the user.
+    """
     network.bound()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -112,14 +115,15 @@ def quiet_libraries() -> None:
 
 
 def refuse_unfit(plan: Plan, weights: Weights) -> None:
-    """Find out, before a model is loaded and a folder is begun, whether it can be trained as planned.
+    """Refuse a model that cannot be trained as planned, before it is loaded and before the run's folder is made.
 
     Args:
         plan: what would run.
-        weights: where the model lies.
+        weights: where the model is.
 
     Raises:
-        BadInput: if it is no decoder, does not fit the plan, its files contradict its config, or a weight is NaN.
+        BadInput: if it is no causal language model, does not fit the plan, its files contradict its config, or a weight
+            is NaN or infinite.
     """
     _refuse_unfit(plan, weights)
     pretrained.refuse_misfit(Path(weights.path), weights.name)
@@ -127,20 +131,20 @@ def refuse_unfit(plan: Plan, weights: Weights) -> None:
 
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
-    """Hold the plan against the model's modules, built without their weights."""
+    """Check the plan against the model's modules, and return the model, built without its weights."""
     return built_empty(plan, pretrained.config(weights.path, weights.name), weights.name)
 
 
 def built_empty(plan: Plan, config: Any, name: str) -> Any:
-    """Build a model of meta tensors, as long as the plan can be carried out on it.
+    """Build a model on the meta device, that is, without weights, and check that the plan can be carried out on it.
 
     Args:
         plan: what would run.
-        config: the model's, of transformers.
-        name: what errors call it.
+        config: transformers' config of the model.
+        name: what errors call the model.
 
     Raises:
-        BadInput: if it is no decoder, or does not fit the plan.
+        BadInput: if it is no causal language model, or does not fit the plan.
     """
     try:
         with torch.device("meta"):
@@ -150,14 +154,14 @@ def built_empty(plan: Plan, config: Any, name: str) -> Any:
     built = type(model).__name__
     meant = config.architectures or []
     if meant and built not in meant and not any(each in CAUSAL for each in meant):
-        # transformers would give it a new, random head.
+        # Such a model has no head for the next token, and transformers would give it a new one of random weights.
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
     refuse(plan, _facts(model, name), processes())
     return model
 
 
 def _facts(model: Any, name: str) -> Facts:
-    """What decides whether a plan can be carried out on a model."""
+    """Collect the facts that decide whether a plan can be carried out on a model."""
     text: Any = model.config.get_text_config()
     head = model.get_output_embeddings()
     beside = [field for field in BESIDE_HEAD if getattr(text, field, None)]
@@ -177,7 +181,7 @@ def _facts(model: Any, name: str) -> Facts:
         kind=model.config.model_type,
         has=lambda target: bool(modules_named(model, target)),
         is_head=lambda target: any(module is head for module in modules_named(model, target)),
-        # transformers 5.16 says that Gemma 2 can, and then leaves out in silence what caps its scores.
+        # transformers 5.16 says that Gemma 2 supports sdpa, and then silently leaves out the cap of its scores.
         made_for_sdpa=model._supports_sdpa and not getattr(text, "attn_logit_softcapping", None),
         beside_head=next(iter(beside), ""),
         norms_whole_queries=norms_whole_queries,
@@ -189,21 +193,21 @@ def _facts(model: Any, name: str) -> Facts:
 
 
 def _number(config: Any, field: str) -> int:
-    """A field of a model's config; 0 where there is none, or one for each block."""
+    """Return a number from a model's config; 0 if it is missing, or if each block has a number of its own."""
     found = getattr(config, field, 0)
     return found if type(found) is int else 0
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model of transformers, as it marks them itself."""
+    """List the blocks of a transformers model, which it marks itself by their base class."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def forbid_cpu_repacking(model: torch.nn.Module) -> None:
     """Keep bitsandbytes (0.50) from repacking 4-bit weights on CPUs with AVX512-BF16.
 
-    There the first forward in eval mode turns every ``Linear4bit`` for good into a kernel without autograd:
-    nothing raises, and from then on no gradient passes through the frozen base.
+    There the first forward pass in eval mode repacks the weights of every ``Linear4bit`` for a kernel without autograd,
+    for good. Nothing raises, and from then on no gradient passes through the frozen base.
     """
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -211,12 +215,14 @@ def forbid_cpu_repacking(model: torch.nn.Module) -> None:
 
 
 def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
-    # The usual preparation, fp32 copies included; checkpointing is the trainer's business.
+    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is left
+    # to the trainer.
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
-    # Autocast casts the thin fp32 matrices down at use; the wide input need not be cast up first.
+    # peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast
+    # that is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
@@ -224,16 +230,17 @@ def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
 
 
 def _compile_blocks(model: Any, plan: Plan) -> Any:
-    # Block by block, in place, as the graph of one serves all. With dynamic=True it serves rows of every length too,
-    # whichever came first: a resumed run gets the kernels of the uninterrupted one.
+    # Compile block by block, in place, because the graph of one block serves all blocks. With dynamic=True it also
+    # serves rows of every length, whichever came first. So a resumed run gets the kernels of an uninterrupted one.
     blocks = blocks_of(model)
     if not blocks:
         raise BadInput(
             f"tricks.compile=true: {type(model).__name__} is not built of blocks that can be compiled one by one; set "
             "tricks.compile=false"
         )
-    # One code, and a graph each for rows with a mask and without, one row and several, training and evaluation, the
-    # first block, whose input needs no gradient: more than the 8 after which torch gives up, and compiles no more.
+    # All blocks share one code, but it needs a graph for each case: rows with a mask or without, one row or several,
+    # training or evaluation, and the first block, whose input needs no gradient. These are more than 8, after which
+    # torch by default gives up and compiles no more.
     torch._dynamo.config.recompile_limit = 32
     for block in blocks:
         block.compile(dynamic=True, backend=compile.BACKEND)
@@ -246,4 +253,4 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "compile_blocks": _compile_blocks,
 }
-"""What a name in ``Plan.after_load`` does to the model."""
+"""The function that makes each edit named in ``Plan.after_load``; it returns the edited model."""

@@ -1,7 +1,8 @@
-"""What a plan cannot do to a model: one list of refusals for ``cria train``, the dry run and ``cria plan``.
+"""Refuse plans that cannot run on their model: one list of rules for ``cria train``, the dry run and ``cria plan``.
 
-Training and the dry run read the facts off the modules (``load.built_empty``). ``cria plan`` reads them off the widths,
-which takes a millisecond and no transformers. Both hand them in here, so the same is refused in the same words.
+Training and the dry run take the facts about a model from its modules (``load.model.built_empty``). ``cria plan`` takes
+them from its shape (:func:`facts_of`), which needs a millisecond and no transformers. Both pass the facts to
+:func:`refuse`, so they refuse the same plans with the same messages.
 """
 
 import functools
@@ -17,20 +18,20 @@ from cria_tricks.tricks.lora import ALL_LINEAR
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides whether a plan can be carried out on a model.
+    """The facts about a model that decide whether a plan can run on it.
 
     Attributes:
-        name: what errors call the model.
+        name: the model's name in error messages.
         kind: ``model_type`` of its config.
-        has: whether a module's path ends in this name, as peft looks for its targets.
-        is_head: whether this name is that of the head.
-        made_for_sdpa: whether torch's attention computes what the model's own does.
-        beside_head: what the head does beside its one product, in a word; empty for nothing.
-        norms_whole_queries: whether queries are normalised over all heads at once.
-        blocks: how many there are; ``None`` where they cannot be told.
-        heads: of the queries.
-        kv_heads: of keys and values; divides the heads.
-        inner: width inside the MLP.
+        has: tells whether some module's path ends in a given name; peft finds its target modules in the same way.
+        is_head: tells whether a given name is the name of the output head.
+        made_for_sdpa: whether torch's ``scaled_dot_product_attention`` computes the same as the model's own attention.
+        beside_head: what the head computes besides its matrix product, in a word; empty if nothing.
+        norms_whole_queries: whether one norm covers the queries of all heads at once, instead of each head's alone.
+        blocks: the number of blocks; ``None`` if the model has no list of blocks.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads; :func:`refuse` checks that it divides ``heads``.
+        inner: the width of the hidden layer inside the MLP.
     """
 
     name: str
@@ -47,15 +48,15 @@ class Facts:
 
 
 def refuse(plan: Plan, facts: Facts, processes: int) -> None:
-    """Refuse what the model is not made for.
+    """Refuse a plan that cannot run on the model.
 
     Args:
         plan: what would run.
-        facts: of the model.
-        processes: of the run.
+        facts: the facts about the model.
+        processes: the world size of the run.
 
     Raises:
-        BadInput: naming the setting, and what to set.
+        BadInput: names the setting that does not fit, and what to set instead.
     """
     name = facts.name
     targets = plan.peft.get("target_modules", ())
@@ -64,6 +65,7 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
             f"model {name}: {facts.heads} heads cannot share {facts.kv_heads} key heads; correct num_attention_heads "
             "or num_key_value_heads in config.json"
         )
+    # Not ==: our own attention functions, "sdpa_expanded" and "sdpa_by_document", call torch's sdpa, too.
     if "sdpa" in plan.model.get("attn_implementation", "") and not facts.made_for_sdpa:
         raise BadInput(f"tricks.attention=sdpa: {name} is not made for it; set tricks.attention=eager")
     for target in targets:
@@ -73,7 +75,7 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
             if there:
                 way_out += f", or {there}, which it has"
             raise BadInput(f"lora.target_modules: {name} has no module named {target}; {way_out}")
-    blocks = plan.peft.get("blocks", 0)
+    blocks = plan.peft.get("blocks", 0)  # blocks that the side network copies; other methods have no such entry
     if blocks > (facts.blocks or 0):
         if facts.blocks is None:
             raise BadInput(f"tricks.peft=side_network: {name} has no list of blocks to copy; set tricks.peft=lora")
@@ -99,7 +101,10 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
 
 
 def _refuse_uncut(plan: Plan, facts: Facts, processes: int) -> None:
-    """Tensor parallelism cuts matrices by their names, and heads apart from each other."""
+    """Refuse a model that tensor parallelism cannot cut: it finds matrices by name, and divides the heads among ranks.
+
+    A norm over the queries of all heads is refused because no rank has all heads.
+    """
     instead = "use parallel.strategy=ddp or fsdp"
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         if not facts.has(name):
@@ -111,7 +116,8 @@ def _refuse_uncut(plan: Plan, facts: Facts, processes: int) -> None:
 
 @functools.cache
 def facts_of(shape: Shape) -> Facts:
-    """Read the facts off a model's widths."""
+    """Take the facts from a model's shape, without its modules."""
+    # The dot lets a name match a whole path, too. Only whole components match: "proj" must not match "q_proj".
     paths = tuple(f".{path}" for path in shape.modules)
 
     def has(name: str) -> bool:
@@ -121,6 +127,7 @@ def facts_of(shape: Shape) -> Facts:
         name=shape.name,
         kind=shape.kind,
         has=has,
+        # In transformers the head is called lm_head in every model type that cria plan can estimate.
         is_head=lambda name: ".lm_head".endswith(f".{name}"),
         made_for_sdpa=not shape.caps_scores,
         beside_head=shape.beside_head,

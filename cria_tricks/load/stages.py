@@ -1,4 +1,4 @@
-"""A loaded model cut into the stages of a pipeline: which blocks each stage has, and how the rest of it is emptied."""
+"""Cut a loaded model into the stages of a pipeline: choose the blocks of each stage, and remove all other weights."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,21 +9,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
-"""Models whose hidden states go from block to block as they are, and whose head is one product. (Gemma scales its
-embeddings, which some versions of transformers would do again in every stage; Gemma 2 caps what its head gives.)"""
+"""Model types that a pipeline can cut: hidden states pass from block to block unchanged, and the head is one product.
+
+Gemma is left out because it scales its embeddings, and some versions of transformers would do so again in every stage.
+Gemma 2 also caps the logits that its head computes.
+"""
 
 
 def find_blocks(sizes: str, layers: int, stages: int, kind: str) -> list[range]:
-    """Say which blocks each stage has.
+    """Return the range of block numbers that each stage has.
 
     Args:
-        sizes: e.g. ``"18,12"``; equally many when empty, and one more in the first stages, as the last has the head.
-        layers: blocks of the model.
-        stages: how many there are.
+        sizes: the number of blocks of each stage, e.g. ``"18,12"``. If it is empty, each stage gets the same number;
+            blocks that are left over go to the first stages, because the last stage also has the head.
+        layers: the number of blocks of the model.
+        stages: the number of stages.
         kind: the model's ``model_type``.
 
     Raises:
-        BadInput: if they do not fit the model, or it is of a kind that cannot be cut.
+        BadInput: if the sizes do not fit the model, or a pipeline cannot cut this model type.
 
     Examples:
         >>> find_blocks("", 7, 3, "llama")
@@ -39,7 +43,7 @@ def find_blocks(sizes: str, layers: int, stages: int, kind: str) -> list[range]:
 
 
 def block_counts(sizes: str, layers: int, stages: int) -> list[int]:
-    """Say how many blocks each stage has; the arguments are those of :func:`find_blocks`.
+    """Return the number of blocks of each stage; the arguments are those of :func:`find_blocks`.
 
     Raises:
         BadInput: if the sizes do not fit the model.
@@ -52,6 +56,7 @@ def block_counts(sizes: str, layers: int, stages: int) -> list[int]:
     even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     if not sizes:
         return even
+    # An entry that is not a number becomes 0, which the next check refuses.
     asked = [int(size) if size.strip().isdecimal() else 0 for size in sizes.split(",")]
     if len(asked) != stages or sum(asked) != layers or 0 in asked:
         raise BadInput(
@@ -62,26 +67,27 @@ def block_counts(sizes: str, layers: int, stages: int) -> list[int]:
 
 
 def parts_of(parallel: Mapping[str, Any], model: Any) -> list[range]:
-    """Say which blocks of a loaded model each stage has.
+    """Return the range of block numbers that each stage of a loaded model has.
 
     Args:
-        parallel: the plan's slot of this name.
-        model: of transformers, or peft's wrapper of one.
+        parallel: ``plan.parallel``, with the entries ``stage_blocks`` and ``stages``.
+        model: a transformers model, or peft's wrapper of one.
     """
     config = model.config
     return find_blocks(parallel["stage_blocks"], config.num_hidden_layers, parallel["stages"], config.model_type)
 
 
 def cut(model: Any, blocks: range) -> None:
-    """Empty a model in place, but for one stage.
+    """Remove all weights from a model that one stage does not need, in place.
 
-    The model's own forward pass still runs, with its mask and rotary angles: blocks of other stages hand on what they
-    are given. So every parameter keeps its name, and the adapter is put together again by names. A head that is tied to
-    the embedding is whole in the last stage, and the embedding in the first: both are frozen.
+    The modules stay, because the model's own forward pass still runs: it makes the attention mask and the rotary
+    angles. The blocks and the last norm of other stages return their input unchanged. So every parameter keeps its
+    name, and the adapters of all stages can be joined by name. If the head is tied to the embedding, the first stage
+    keeps the matrix as embedding and the last stage keeps it as head. Both are frozen, so they stay equal.
 
     Args:
-        model: a ``PeftModel`` with LoRA, of one of :data:`KINDS`, whole.
-        blocks: the stage's.
+        model: a whole ``PeftModel`` with LoRA, of one of :data:`KINDS`.
+        blocks: the block numbers of this stage.
     """
     causal_lm = model.get_base_model()
     backbone = causal_lm.base_model
@@ -100,12 +106,15 @@ def cut(model: Any, blocks: range) -> None:
 
 
 def _hand_on(hidden_BTD: Any, *_: Any, **__: Any) -> Any:
+    """Return the hidden states unchanged: the forward pass of a block or norm that another stage computes."""
     return hidden_BTD
 
 
 def _empty(model: "nn.Module", kept: set[int]) -> None:
-    """Drop all parameters but these, known by their ``id``."""
+    """Remove all parameters from a model except those whose ``id`` is in ``kept``."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) not in kept:
-                module._parameters[name] = None  # as a bias that is none; with packed weights go their scales
+                # torch marks a missing bias in the same way. The scales of a packed weight are its attributes, so they
+                # are freed with it.
+                module._parameters[name] = None

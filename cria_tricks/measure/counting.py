@@ -28,6 +28,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, besides: Iterable[torch.Tensor] = ()):
+        # Autograd calls the first function on each tensor that it saves, and the second when it needs the tensor.
         super().__init__(self._keep, lambda kept: kept.tensor)
         self.besides = {tensor.untyped_storage().data_ptr() for tensor in besides}
         self.now = self.peak = 0
@@ -39,6 +40,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _keep(self, tensor: torch.Tensor) -> "_Kept":
+        # detach: an output refers to the operation that saves it; keeping it as it is would be a cycle, never freed.
         kept = _Kept(tensor.detach())
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
@@ -50,6 +52,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return kept
 
     def _count(self, key: int, size: int, change: int) -> None:
+        """Note that one more (``change`` = 1) or one fewer (-1) saved tensor uses a storage of ``size`` bytes."""
         before = self._kept[key]
         self._kept[key] += change
         if 0 in (before, self._kept[key]):  # the first saved tensor of this storage came, or the last one went

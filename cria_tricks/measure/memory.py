@@ -1,4 +1,4 @@
-"""Measure peak bytes by phase: from CUDA's allocator on a GPU, from a count of live storages on a CPU."""
+"""Measure the peak memory of each phase of a run: by CUDA's allocator on a GPU, by counting live storages on a CPU."""
 
 import contextlib
 import math
@@ -17,16 +17,17 @@ from cria_tricks.bill.constants import BLOCK
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all tensor storages that are alive.
+    """Count the bytes of all tensor storages that are alive. Use it as a context manager.
 
-    Inside the context every operation's outputs are counted once per storage, and taken off when the storage
-    is freed. Views share their storage and add nothing, and meta tensors take no memory. Bytes are exact; the
-    allocator's rounding is not seen, and of what an operation needs while it computes that in :data:`INSIDE`.
+    While the context is active, the outputs of every operation are counted, once per storage, and subtracted when the
+    storage is freed. Views share their storage and add nothing, and meta tensors take no memory. The bytes are exact,
+    with two limits: the allocator's rounding is not included, and temporary memory inside an operation is included only
+    for the operations in :data:`INSIDE`.
 
     Attributes:
-        live: bytes alive now.
-        peak: the most that were alive since it was last set.
-        active: whether it counts now.
+        live: bytes that are alive now.
+        peak: the largest ``live`` since ``peak`` was last set [bytes]; set it to ``live`` to begin a new measurement.
+        active: whether the context is active.
     """
 
     def __init__(self) -> None:
@@ -44,20 +45,20 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was made outside of the context; of one in pieces, this process's own."""
+        """Count a tensor that was made outside of the context; of a ``DTensor``, the shard of this process."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        key = storage._cdata  # the address of the C++ object: views have one storage, and so one key
+        key = storage._cdata  # the address of the C++ storage, which all views share; a fake tensor has no data_ptr
         if key in self._known or tensor.is_meta:
             return
         size = storage.nbytes()
         self._known[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
-        # Called when the last tensor over this storage is gone, and not when Python ends.
+        # Called when the last tensor that uses this storage is freed; atexit=False: not when Python ends.
         weakref.finalize(storage, self._free, key).atexit = False
 
     def track_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors, and the scales of those that are quantised."""
+        """Count tensors, and the scales of those that bitsandbytes has quantised."""
         for tensor in tensors:
             self.track(tensor)
             for extra in _quantization_tensors(tensor):
@@ -67,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._known.pop(key)[1]
 
     def remeasure(self) -> None:
-        """See which storages have another size now: FSDP gives a gathered weight's bytes back, and keeps the rest."""
+        """Update the sizes of resized storages: FSDP frees the bytes of a gathered weight, but keeps its storage."""
         for key, (reference, size) in list(self._known.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -75,10 +76,10 @@ class LiveBytes(TorchDispatchMode):
                 self.live += storage.nbytes() - size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fsdp":
+        if func.namespace == "fsdp":  # FSDP resizes storages without an operation that could be seen here
             self.remeasure()
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):  # nearly always; walking a tree costs more than the count
+        if isinstance(out, torch.Tensor):  # nearly always; tree_iter would take longer than the counting
             self.track(out)
         else:
             for leaf in tree_iter(out):
@@ -91,38 +92,45 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _unpacked(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *scales: Any) -> int:
-    """Bytes of a whole 4-bit layer in 16 bits, or 32, and of its scales in fp32: bitsandbytes makes them for a product.
+    """Return the bytes that bitsandbytes needs to multiply by a 4-bit weight [bytes].
 
-    For a few rows its kernel on CUDA does without.
+    It dequantises the whole weight to the dtype of ``x`` (2 or 4 bytes each) and the scales to fp32 (4 bytes for each
+    :data:`BLOCK` of weights). This is an upper bound: without double quantization the scales are fp32 already, and the
+    CUDA kernels for a small ``x`` need neither.
     """
     return math.prod(shape) * x.itemsize + math.prod(shape) // BLOCK * 4
 
 
 INSIDE: dict[str, Callable[..., int]] = {
-    "aten::logsumexp": lambda x, *_: x.nbytes,  # exp(x - max)
-    "aten::_safe_softmax": lambda x, *_: x.numel(),  # where it is -inf, in bytes
+    "aten::logsumexp": lambda x, *_: x.nbytes,  # exp(x - max), as large as x
+    "aten::_safe_softmax": lambda x, *_: x.numel(),  # a mask of the places where x is -inf: one byte for each
     "bitsandbytes::gemm_4bit": _unpacked,
 }
-"""Bytes that operations hold beside inputs and outputs while they compute, for those that hold much, on any device."""
+"""Operation -> the bytes that it needs besides its inputs and outputs while it computes, on any device.
+
+Only operations that need much are listed. Each function takes the arguments of the operation.
+"""
 
 
 class Meter:
-    """Measure the seconds of a run, and the peak bytes of each of its phases.
+    """Measure the seconds of a run and the peak memory of each of its phases.
 
-    CUDA's allocator counts by itself. On a CPU every operation has to be watched, which makes a step slower by about
-    a sixth. So only batches that can set a new peak are watched: larger ones than any before. Compiled kernels cannot
-    be watched, so with them the process's resident memory on a CPU stands in.
+    CUDA's allocator counts by itself. On a CPU :class:`LiveBytes` must watch every operation, which makes a step slower
+    by about a sixth. So there only those micro-batches are watched that can set a new peak, because no earlier one was
+    as large. The operations inside compiled kernels cannot be watched, so for a compiled model on a CPU the resident
+    memory of the process is reported instead.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        began: when this process began with the run, in ``time.perf_counter``'s seconds; now when left out.
-        before: what an earlier process had spent on the same run: its :meth:`spent`.
+        began: when this process began the run [seconds of ``time.perf_counter``]; ``None`` means now.
+        before: what earlier processes had spent on the same run, as :meth:`spent` returned it.
         compiled: whether parts of the model are compiled.
 
     Attributes:
-        counts: whether it watches operations.
-        phases: for each phase ``allocated_bytes`` (a peak), and on CUDA ``reserved_bytes`` (a peak too), on a CPU
-            ``process_bytes`` (the most resident memory the process had until the phase's end).
+        counts: whether it watches operations: only on a CPU, and only if nothing is compiled.
+        phases: for each phase ``allocated_bytes``, the peak of the tensors, and besides on CUDA ``reserved_bytes``, the
+            peak of the allocator, or on a CPU ``process_bytes``, the most resident memory that the process has had
+            until the end of the phase.
     """
 
     def __init__(
@@ -147,18 +155,25 @@ class Meter:
         self.lap()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """On a CPU, count tensors that came to life while nobody watched."""
+        """On a CPU, count tensors that were made outside of :meth:`watch`."""
         if self.counts:
             self._live.track_all(tensors)
 
     def watch(self) -> contextlib.AbstractContextManager[Any]:
-        """On a CPU, count all storages that come to life inside."""
+        """Return a context that counts all new storages; it does nothing without ``counts`` or inside another one."""
         if self.counts and not self._live.active:
             return self._live
         return contextlib.nullcontext()
 
     def may_set_a_peak(self, kind: str, *size: int) -> bool:
-        """Whether no batch of this kind since :meth:`forget_sizes` was at least as large in everything."""
+        """Tell whether a batch may set a new peak, and remember its sizes.
+
+        It may not if since :meth:`forget_sizes` a batch of the same kind was at least as large in every size.
+
+        Args:
+            kind: ``"train"`` or ``"evaluate"``; batches of different kinds are not compared.
+            size: sizes on which the peak depends, for example padded tokens and trained tokens.
+        """
         for other_kind, other in self._sizes:
             if other_kind == kind and all(its >= mine for its, mine in zip(other, size, strict=True)):
                 return False
@@ -166,12 +181,12 @@ class Meter:
         return True
 
     def forget_sizes(self) -> None:
-        """Begin again, because something lives now that did not before: the optimizer's states."""
+        """Forget the sizes of earlier batches, because the same size now needs more: the optimizer states exist."""
         self._sizes.clear()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book what happens inside under ``name``; phases may nest, and the inner one has it."""
+        """Record the peaks of what runs inside under the phase ``name``; of nested phases only the inner one counts."""
         self.lap()
         self._phase.append(name)
         try:
@@ -182,15 +197,15 @@ class Meter:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began with the run."""
+        """The time since this process began the run [seconds]."""
         return time.perf_counter() - self.began
 
     def spent(self) -> dict[str, Any]:
-        """Return what the whole run took so far, earlier processes included, as JSON data for checkpoints."""
+        """Return the seconds and peaks of the run so far, with earlier processes, as JSON data for checkpoints."""
         return {"seconds": self._seconds_before + self.elapsed, "memory": self.phases}
 
     def lap(self) -> int:
-        """Return the peak bytes since the last lap, and book them to the current phase."""
+        """Return the peak since the last lap [bytes], and record it under the current phase."""
         if self.cuda:
             peak = torch.cuda.max_memory_allocated()
             other = {"reserved_bytes": torch.cuda.max_memory_reserved()}
@@ -199,7 +214,7 @@ class Meter:
             other = {"process_bytes": _peak_resident_bytes()}
             self._live.remeasure()
             peak = self._live.peak if self.counts else other["process_bytes"]
-            self._live.peak = self._live.live  # the next lap begins with what lives now
+            self._live.peak = self._live.live  # the peak of the next lap is at least what is alive now
         if self._phase:
             booked = self.phases.setdefault(self._phase[-1], {})
             for key, value in {"allocated_bytes": peak, **other}.items():
@@ -214,18 +229,19 @@ def every_tensor(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _quantization_tensors(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The scales beside a bitsandbytes weight, which are no parameters of their own."""
+    """Yield the tensors that belong to a bitsandbytes weight, such as its scales; they are not parameters."""
     state = getattr(parameter, "quant_state", None)
     while state is not None:  # double quantization nests a second state
         yield from (t for t in (state.absmax, state.code, state.offset) if isinstance(t, torch.Tensor))
         state = state.state2
-    for name in ("CB", "SCB"):  # bitsandbytes' names of an int8 weight and of its scales
+    for name in ("CB", "SCB"):  # bitsandbytes' names for an int8 weight and its scales
         extra = getattr(parameter, name, None)
         if isinstance(extra, torch.Tensor):
             yield extra
 
 
 def _peak_resident_bytes() -> int:
+    """Return the most resident memory that this process has had since it started [bytes]."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak  # macOS counts in bytes, Linux in KiB

@@ -1,8 +1,9 @@
-"""Sample what the machine does during a run, in a thread: the cards and this process.
+"""Sample the cards and this process during a run, in a background thread.
 
-The trainer's own peaks (``measure/memory.py``) are bytes of tensors. These samples are what others see: the process's
-resident memory, the card's memory with everything that is on it, and how busy, warm and hungry it was. Reading them
-needs no synchronisation with the card, so the run does not wait for it.
+The trainer's own peaks (``measure/memory.py``) are bytes of tensors. These samples show what the operating system and
+the driver see: the resident memory of the process, the memory of each card that all processes use together, and the
+card's utilisation, temperature and power. Reading them needs no synchronisation with the card, so the run does not wait
+for it.
 """
 
 import contextlib
@@ -28,24 +29,30 @@ READINGS: dict[str, Callable[[Any], float]] = {
     "celsius": lambda card: pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU),
     "clock_mhz": lambda card: pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM),
 }
-"""What a card is asked for. ``utilisation`` is the share of time in which any kernel ran; ``memory_bytes`` is of all
-processes, contexts included, as nvidia-smi counts it (the second version of the call leaves out the driver's own)."""
+"""Name of a reading -> how to get it from NVML, NVIDIA's library for monitoring its cards.
+
+``utilisation`` is the share of time in which any kernel ran. ``memory_bytes`` is the memory of all processes, with
+their CUDA contexts, as nvidia-smi counts it; version 2 of the call leaves out the memory that the driver reserves.
+"""
 PATIENCE = 5.0
-"""Seconds that the end of a run waits for a card's last answer."""
+"""How long the end of a run waits for the last sample [seconds]."""
 SHORTEST = 0.1
-"""Seconds under which a share of CPU time says nothing: the system counts it in ticks of 10 ms."""
+"""The shortest time since the last sample after which the end of a run takes one more [seconds].
+
+For a shorter time the share of CPU time would say nothing, because the system counts CPU time in ticks of 10 ms.
+"""
 
 
 def open_cards(devices: Sequence[Any]) -> list[Any]:
-    """Open NVML's handles of the cards that torch uses.
+    """Open the NVML handles of the cards that torch uses.
 
-    By UUID: CUDA's numbers are not NVML's as soon as ``CUDA_VISIBLE_DEVICES`` is set.
+    NVML is asked by UUID, because CUDA numbers the cards differently as soon as ``CUDA_VISIBLE_DEVICES`` is set.
 
     Args:
-        devices: ``torch.cuda.get_device_properties`` of each.
+        devices: ``torch.cuda.get_device_properties`` of each card.
 
     Returns:
-        A handle each, ``None`` for a card that NVML does not find; of all of them when there is no NVML.
+        One handle for each card; ``None`` for a card that NVML does not find, and for all cards if there is no NVML.
     """
     try:
         pynvml.nvmlInit()
@@ -55,14 +62,21 @@ def open_cards(devices: Sequence[Any]) -> list[Any]:
 
 
 def _open(device: Any) -> Any:
-    for kind in ("GPU", "MIG"):  # MIG: a part of a card, which has a UUID of its own
+    """Open the NVML handle of one card; ``None`` if NVML does not find it."""
+    for kind in ("GPU", "MIG"):  # MIG (multi-instance GPU): a part of a card, which has a UUID of its own
         with contextlib.suppress(pynvml.NVMLError):
             return pynvml.nvmlDeviceGetHandleByUUID(f"{kind}-{device.uuid}")
     return None
 
 
 def ask(card: Any) -> dict[str, float]:
-    """Read all of :data:`READINGS` that a card answers; a lost one answers nothing, a part of one no utilisation."""
+    """Take all :data:`READINGS` that a card supports.
+
+    A reading that fails is left out. A card that was lost gives none, and a part of a card (MIG) gives no utilisation.
+
+    Args:
+        card: a handle from :func:`open_cards`, or ``None``.
+    """
     found: dict[str, float] = {}
     if not card:
         return found
@@ -73,18 +87,18 @@ def ask(card: Any) -> dict[str, float]:
 
 
 class Monitor(TrainerCallback):
-    """Takes a sample every so many seconds, inside ``with monitor:``, and writes it as a line of JSON.
+    """Take a sample every few seconds, inside ``with monitor:``, and append it to a file as one line of JSON.
 
-    A line holds ``time`` (seconds since 1970), ``step`` (optimizer steps done), ``seconds`` since the line before,
-    ``rss_bytes`` (this process's resident memory), ``cpu_cores`` (how many it kept busy since the line before) and
-    ``cards``: for each what it answered, and what torch's allocator has allocated and reserved on it. Nothing that
-    goes wrong here ends a run.
+    A sample holds ``time`` (seconds since 1970), ``step`` (optimizer steps done), ``seconds`` since the sample before,
+    ``rss_bytes`` (resident memory of this process), ``cpu_cores`` (how many cores it kept busy since the sample before)
+    and ``cards``: for each card its readings, and the bytes that torch's allocator has allocated and reserved there.
+    An error in the monitor does not end the run.
 
     Args:
-        path: the file; an earlier part of the run in it is gone on from.
-        seconds: between two samples; 0 takes none.
-        cuda: whether there are cards to ask.
-        say: takes a sentence for the user.
+        path: the file; a resumed run appends its samples to those of its earlier parts.
+        seconds: the time between two samples; 0 switches sampling off.
+        cuda: whether to sample the cards that torch uses.
+        say: gets a sentence for the user if sampling fails.
 
     Attributes:
         newest: the last sample; empty before the first.
@@ -122,7 +136,7 @@ class Monitor(TrainerCallback):
             self._thread.join(PATIENCE)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Remember the number of the step."""
+        """Remember how many optimizer steps are done."""
         self.step = state.global_step
 
     def summary(self) -> dict[str, Any] | None:
@@ -132,7 +146,7 @@ class Monitor(TrainerCallback):
         return summarise(read(self.path))
 
     def _run(self) -> None:
-        # Whatever a driver, a full disk or a container without /proc comes up with, the training goes on.
+        # A broken driver, a full disk or a container without /proc must not stop the training.
         try:
             if self.cuda:
                 numbers = range(torch.cuda.device_count())
@@ -140,6 +154,7 @@ class Monitor(TrainerCallback):
             with _appending(self.path) as write:
                 while not self._stop.wait(self.seconds):
                     write(self.sample())
+                # One last sample, so that the end of the run is covered, and even the shortest run has a sample.
                 if not self.newest or time.perf_counter() - self._last > SHORTEST:
                     write(self.sample())
         except Exception as error:
@@ -171,15 +186,17 @@ class Monitor(TrainerCallback):
         return self.newest
 
     def _busy(self) -> float:
+        """Return the CPU time that this process has used so far, over all its threads [seconds]."""
         times = self._process.cpu_times()
         return times.user + times.system
 
 
 @contextlib.contextmanager
 def _appending(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Write lines at the end of a file; what a killed process left of its last line stays a line of its own."""
+    """Give a function that appends samples to a file; if its last line is incomplete, they begin on a new line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
+        # A process that was killed may have written only a part of its last line.
         torn = file.tell() and not path.read_bytes().endswith(b"\n")
         if torn:
             file.write("\n")
@@ -192,7 +209,7 @@ def _appending(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the samples of a file; torn lines are passed over, and a missing file has none."""
+    """Read the samples of a file, and skip incomplete lines; a missing file has no samples."""
     found = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -202,14 +219,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Summarise samples by their peaks, and their means over time.
+    """Summarise samples: the peak of each reading, and its mean weighted by time.
 
     Args:
         samples: from :func:`read`.
 
     Returns:
-        ``samples`` and ``seconds``; ``rss_bytes`` and ``cpu_cores``, and in ``cards`` for each card every reading, with
-        its ``mean`` and its ``peak``. ``None`` for no samples.
+        ``samples`` (how many) and ``seconds`` (how long); ``mean`` and ``peak`` of ``rss_bytes``, of ``cpu_cores`` and,
+        in ``cards``, of each card's readings. ``None`` if there are no samples.
     """
     if not samples:
         return None
@@ -219,7 +236,7 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     for number in range(max(len(sample["cards"]) for sample in samples)):
         # An earlier part of the run may have had fewer cards.
         readings = [sample["cards"][number] if number < len(sample["cards"]) else {} for sample in samples]
-        names = dict.fromkeys(itertools.chain.from_iterable(readings))  # each once, in their order
+        names = dict.fromkeys(itertools.chain.from_iterable(readings))  # each name once, in order
         cards.append({name: _over_time(name, readings, seconds) for name in names})
     return {
         "samples": len(samples),
@@ -251,14 +268,14 @@ WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "celsius": ("card, temperature", lambda celsius: f"{celsius:.0f} °C"),
     "clock_mhz": ("card, clock of the multiprocessors", lambda clock: f"{clock:.0f} MHz"),
 }
-"""A reading in words, and how it is written."""
+"""Name of a reading -> its label in :func:`table`, and the function that formats its values."""
 
 
 def table(processes: Sequence[Mapping[str, Any] | None]) -> list[tuple[str, str, str]]:
-    """Write what was sampled, its mean and its peak, in words: one line for each reading.
+    """Make one table line for each reading: its label, mean and peak, all as text.
 
     Args:
-        processes: what :func:`summarise` gave for each process of the run.
+        processes: for each rank of the run what :func:`summarise` returned.
     """
     rows: list[tuple[str, str, str]] = []
     for rank, found in enumerate(processes):
@@ -273,6 +290,7 @@ def table(processes: Sequence[Mapping[str, Any] | None]) -> list[tuple[str, str,
 
 
 def _in_words(readings: Mapping[str, Any], process: str, card: str = "") -> list[tuple[str, str, str]]:
+    """Make the table lines of one process or one card; ``process`` and ``card`` are added to the labels."""
     rows = []
     for name, (words, written) in WORDS.items():
         if name in readings:

@@ -1,8 +1,8 @@
 """Record where a step's time and bytes go: a trace of a few steps, and on CUDA a snapshot of the allocator.
 
-torch's profiler writes the trace, in the format of Chrome's tracing that Perfetto reads. The spans that it has beside
-the operators are ours: ``step 3``, and in it each micro-batch, the optimizer step, and between two steps what is read,
-logged, saved and evaluated. docs/guide/monitoring.md says how both are read.
+torch's profiler writes the trace in the Chrome trace format, which Perfetto reads. Besides the operators the trace has
+spans that we add: ``step 3``, in it one for each micro-batch and one for the optimizer step, and ``between steps`` for
+reading the next rows, logging, saving and evaluating. docs/guide/monitoring.md explains how to read both files.
 """
 
 import contextlib
@@ -20,18 +20,22 @@ TRACE = "trace.json.gz"
 SNAPSHOT = "snapshot.pickle"
 OPERATORS = "operators.json"
 SHOWN = 10
-"""Operators in the report."""
+"""How many operators the report shows."""
 MOST_EVENTS = 100_000
-"""Allocations that a snapshot remembers; some three steps of a small model."""
+"""How many allocator events (allocations, frees) a snapshot keeps: about three steps of a small model."""
 
 
 def windows(steps: int) -> dict[str, int]:
-    """Choose the steps to trace: three after the first ones, in which kernels are chosen and optimizer states made.
+    """Choose the steps to trace: up to three, after the first steps, which choose kernels and make optimizer states.
 
-    The profiler itself starts one step earlier, as its own first step is slow.
+    The profiler starts one step earlier, because its own first step is slow.
 
     Args:
         steps: optimizer steps that this process is going to take.
+
+    Returns:
+        Arguments of ``torch.profiler.schedule``: steps without the profiler (``wait``), steps whose trace is discarded
+        (``warmup``), and steps that are traced (``active``).
 
     Examples:
         >>> windows(42)
@@ -45,11 +49,11 @@ def windows(steps: int) -> dict[str, int]:
 
 
 class Profile(TrainerCallback):
-    """Trace a few optimizer steps, inside ``with profile:``; then it is off, as it is when the run ends early.
+    """Trace a few optimizer steps, inside ``with profile:``, and switch tracing off after them or when the run ends.
 
     Args:
-        folder: to write to.
-        cuda: whether there is a card.
+        folder: where to write the files.
+        cuda: whether to trace the card, too.
     """
 
     def __init__(self, folder: Path, *, cuda: bool = False):
@@ -66,7 +70,7 @@ class Profile(TrainerCallback):
         self._close()
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Make the schedule; now it is known how many steps there are."""
+        """Start the profiler with its schedule. The number of steps is not known before."""
         steps = state.max_steps - state.global_step
         if steps <= 0:
             return
@@ -83,7 +87,7 @@ class Profile(TrainerCallback):
         self._between_steps()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Begin a step's span, and its first micro-batch's."""
+        """Open the span of a step, and that of its first micro-batch."""
         if self._profiler:
             if self.cuda and state.global_step + 1 == self._first:
                 torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
@@ -93,28 +97,31 @@ class Profile(TrainerCallback):
             self._next_micro_batch()
 
     def on_substep_end(self, args, state, control, **kwargs):
-        """A micro-batch is done, and not the last."""
+        """End the span of a micro-batch that is not the last of its step, and open the next one."""
         if self._profiler:
             self._inner.close()
             self._next_micro_batch()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """All micro-batches are done, and the gradients clipped."""
+        """End the span of the last micro-batch, which includes clipping, and open that of the optimizer step."""
         if self._profiler:
             self._inner.close()
             self._inner.enter_context(record_function("optimizer step"))
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """The weights have moved."""
+        """End the span of the optimizer step."""
         if self._profiler:
             self._inner.close()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """End the step's span."""
+        """End the span of the whole step."""
         self._spans.close()
 
     def on_log(self, args, state, control, logs, **kwargs):
-        """After the step's time was taken, tell the profiler, and write when it has seen enough."""
+        """Tell the profiler that a step is over, and write the files after the last traced one.
+
+        This is called after the time of the step was measured, so that writing is not part of it.
+        """
         if not self._profiler or "loss" not in logs:
             return
         self._profiler.step()
@@ -125,6 +132,7 @@ class Profile(TrainerCallback):
             self._between_steps()
 
     def _span(self, name: str) -> None:
+        """Open a span, and an empty stack for the spans inside it."""
         self._spans.enter_context(record_function(name))
         self._inner = self._spans.enter_context(contextlib.ExitStack())
 
@@ -136,19 +144,19 @@ class Profile(TrainerCallback):
         self._inner.enter_context(record_function(f"micro-batch {self._micro_batches}"))
 
     def _write(self) -> None:
-        """Stop, and write what was seen."""
+        """Stop tracing, and write the trace, the snapshot and the table of operators."""
         found = self._profiler
         assert found is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.cuda:
-            torch.cuda.memory._dump_snapshot(str(self.folder / SNAPSHOT))
+            torch.cuda.memory._dump_snapshot(str(self.folder / SNAPSHOT))  # before _close, which ends the recording
         self._close()
         found.export_chrome_trace(str(self.folder / TRACE))
         about = self.summarise(found)
         (self.folder / OPERATORS).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     def _close(self) -> None:
-        """Stop tracing, whatever happened."""
+        """Stop tracing, whether or not it is complete; a second call does nothing."""
         self._spans.close()
         self._running.close()
         if self.cuda and self._profiler:
@@ -156,10 +164,14 @@ class Profile(TrainerCallback):
         self._profiler = None
 
     def summarise(self, found: profile) -> dict[str, Any]:
-        """List the operators, the most costly first, by their own time, without that of the operators they call.
+        """List the operators by their own time, without that of the operators that they call; the slowest first.
 
         Args:
-            found: the profiler, stopped.
+            found: the profiler, after it was stopped.
+
+        Returns:
+            ``steps`` (first and last traced), ``device``, ``seconds`` of all operators together, and ``operators``: for
+            each its ``name``, ``calls``, ``seconds`` and ``share`` of all seconds.
         """
         device, own = ("cuda", "self_device_time_total") if self.cuda else ("cpu", "self_cpu_time_total")
         operators = []
@@ -180,7 +192,11 @@ class Profile(TrainerCallback):
 
 
 def read(folder: Path) -> Mapping[str, Any] | None:
-    """Read what :class:`Profile` has written about a run, with the names of its files; ``None`` if there was none."""
+    """Read the slowest operators that :class:`Profile` has written, and the names of its files.
+
+    Returns:
+        As :meth:`Profile.summarise`, with ``files`` and at most :data:`SHOWN` operators; ``None`` if there is no trace.
+    """
     try:
         about = json.loads((folder / OPERATORS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

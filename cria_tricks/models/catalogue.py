@@ -1,4 +1,4 @@
-"""Models that have a short name: where their weights are, and their shapes as their ``config.json`` gives them."""
+"""List the models that have a short name: their hub ids, and their shapes as in their ``config.json``."""
 
 import copy
 from collections import UserDict
@@ -16,7 +16,8 @@ class Entry:
     """A published model.
 
     Attributes:
-        hub: its id on the hub, of the tuned version that talks; a mirror without a licence click where there is one.
+        hub: the hub id of its instruction-tuned version; for some models that of a mirror, which does not ask to accept
+            a licence first.
         config: the fields of its ``config.json`` that decide shapes and bytes.
     """
 
@@ -36,6 +37,20 @@ def _shape(
     theta: float,
     **more: Any,
 ) -> dict[str, Any]:
+    """Make a config from the numbers of a model, which :data:`CATALOGUE` gives in the order of the parameters.
+
+    Args:
+        kind: the model type.
+        width: of the hidden states.
+        layers: the number of blocks.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads.
+        inner: the width of the hidden layer inside the MLP.
+        vocabulary: the vocabulary size.
+        tokens: the context length.
+        theta: the base of the rotary position embedding.
+        **more: further fields of the config; they replace the defaults below.
+    """
     return {
         "model_type": kind,
         "hidden_size": width,
@@ -118,10 +133,13 @@ CATALOGUE: dict[str, Entry] = {
         _shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, 1e6),
     ),
 }
-"""By short name, smallest family first."""
+"""Short name -> model, grouped by family."""
 
 TINY = _shape("llama", 256, 2, 4, 2, 512, 49152, 2048, 1e4, rms_norm_eps=1e-6, tie_word_embeddings=True)
-"""No published model: two blocks with SmolLM2's vocabulary, for tests. ``random:tiny`` gives it random weights."""
+"""A shape for tests that no published model has: two blocks, and SmolLM2's vocabulary.
+
+``random:tiny`` is a model of this shape with random weights.
+"""
 
 
 class Configs(UserDict[str, dict[str, Any]]):
@@ -132,21 +150,21 @@ class Configs(UserDict[str, dict[str, Any]]):
 
 
 CONFIGS = Configs({"tiny": TINY, **{name: entry.config for name, entry in CATALOGUE.items()}})
-"""What ``random:NAME`` takes."""
+"""Name -> config, for every NAME in ``random:NAME``."""
 
 ALIASES: dict[str, str] = {name: entry.hub for name, entry in CATALOGUE.items()}
-"""Short names to hub ids."""
+"""Short name -> hub id."""
 
 
 def short_name(model: str) -> str:
     """Spell a short name as the catalogue does.
 
     Args:
-        model: a short name in any letter case, or any other name of a model.
+        model: a short name in any letter case, also after ``random:``, or any other name of a model.
 
     Returns:
-        The catalogue's spelling; the name unchanged if the catalogue does not have it, or if a file or folder here has
-        exactly that name.
+        The catalogue's spelling. The name is returned unchanged if the catalogue does not have it, or if a local file
+        or folder has exactly this name.
 
     Examples:
         >>> short_name("SmolLM2")

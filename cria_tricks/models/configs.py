@@ -1,4 +1,4 @@
-"""Find the config of a model before any of its weights is read, with the defaults of its kind and its context."""
+"""Find the ``config.json`` of a model without reading its weights, and the defaults of each model type."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ LONGER_THAN_CONTEXT = (
     "config), and a model does badly on positions that it was not trained for: set data.max_length={context}, or take "
     "a model with a longer context"
 )
-"""What is said of rows that are longer than the model's context, before anything is known of the data."""
+"""The warning about a row length that exceeds the model's context, for when the lengths of the rows are not known."""
 _QWEN = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
     "gemma3_text": {
-        "num_attention_heads": 8,  # Gemma-3-4B's config says neither this nor its vocabulary
+        "num_attention_heads": 8,  # the config of Gemma-3-4B has neither this field nor vocab_size
         "num_key_value_heads": 4,
         "head_dim": 256,
         "vocab_size": 262_208,
@@ -55,7 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_position_embeddings": 131_072,
     },
-    # Some of its blocks turn no positions, at no byte less; Granite scales its hidden states and logits, at none more.
+    # Some blocks of SmolLM3 do not rotate positions, and Granite scales its hidden states and logits. Neither changes
+    # the bytes.
     "smollm3": {
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
@@ -66,17 +67,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi3": {"max_position_embeddings": 4096},
     "olmo2": {"max_position_embeddings": 2048},
 }
-"""Model types that are read, and what a field is in transformers' code when their config leaves it out."""
+"""Model types that can be estimated -> the values that transformers gives to fields missing in their config."""
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """Get a model's ``config.json``.
+    """Return a model's ``config.json`` as a dictionary.
 
     Args:
-        model: a short name of the catalogue, a hub id, ``random:NAME``, a folder, or the file itself.
+        model: a short name of the catalogue, a hub id, ``random:NAME``, a folder, or the path of the file itself.
 
     Raises:
-        BadInput: if there is none, or it cannot be had.
+        BadInput: if there is no such file, or it cannot be downloaded or read.
     """
     by_hub_id = {hub: name for name, hub in ALIASES.items()}
     name = by_hub_id.get(model, model.removeprefix("random:"))
@@ -92,19 +93,24 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def beyond_context(context: int, tokens: int) -> list[str]:
-    """Warn if rows of this many tokens are longer than the model's context; 0 stands for a context that is unknown."""
+    """Return a warning if rows of ``tokens`` tokens exceed the model's context, else an empty list.
+
+    Args:
+        context: the context length of the model [tokens]; 0 if it is unknown.
+        tokens: the length of the longest row [tokens].
+    """
     if 0 < context < tokens:
         return [LONGER_THAN_CONTEXT.format(tokens=tokens, context=context)]
     return []
 
 
 def context_of(model: str) -> int:
-    """Find the context of a model of any kind, in tokens; 0 if no config says it."""
+    """Return the context length of a model of any type [tokens]; 0 if it cannot be found."""
     try:
         config = find_config(model)
     except BadInput:
         return 0
-    config = config.get("text_config") or config
+    config = config.get("text_config") or config  # a model that also takes images describes its text part there
     found = config.get("max_position_embeddings")
     if found is None:
         found = KINDS.get(str(config.get("model_type")), {}).get("max_position_embeddings")
@@ -112,8 +118,9 @@ def context_of(model: str) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a config from a JSON file; raise :class:`BadInput` if it is none."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))  # -sig: some editors begin a file with a mark
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise BadInput(f"model {path}: cannot be read as JSON: {first_line(error)}") from None
     if not isinstance(config, dict):

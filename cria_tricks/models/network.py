@@ -1,11 +1,11 @@
-"""Bound requests to the hub: one that never answers is given up after ten seconds, and offline none is sent.
+"""Limit the waiting for the hub: give up a host that does not answer for ten seconds, and send nothing when offline.
 
-``huggingface_hub`` asks five times more when nobody answers, with pauses of up to 8 s, and each library above it asks
-again. So every request of its client passes through here. Once nobody has answered for as long as we wait, each further
-request fails at once, as when offline: then the libraries take what is in their cache, or say that it is not there.
-Only silence is bounded: an answer that comes byte by byte is waited for, and Ctrl-C ends it.
+If a host does not answer, ``huggingface_hub`` repeats the request five times, with pauses of up to 8 s, and the
+libraries that use it repeat their calls. So we hook into its client. If a host has not answered within our time limit,
+each further request to it fails at once, as when offline. Then the libraries use the files in their cache, or report
+that a file is not there. Only silence is limited: an answer that arrives slowly may take any time, and Ctrl-C ends it.
 
-``huggingface_hub`` reads its settings when it is imported. So only functions import it, after ``--offline``.
+``huggingface_hub`` reads its settings when it is imported. So only functions import it, after ``--offline`` was read.
 """
 
 import logging
@@ -24,56 +24,59 @@ from cria_tricks.models.catalogue import ALIASES
 from cria_tricks.processes import numbers
 
 BOUND = 10.0
-"""Seconds to wait for a host that has never answered, before we give it up."""
+"""How long to wait for a host that has never answered [seconds]."""
 ONCE_ANSWERED = 60.0
-"""The same for a host that has answered this process before, so that a short cut does not end a long download."""
+"""The same for a host that has answered this process before, so that a short break does not end a long download."""
 AGAIN = 0.5
-"""Seconds that must be left for asking again."""
+"""The shortest remaining time for which another request is worth sending [seconds]."""
 GIVEN_UP = 30.0
-"""Seconds for which a host that did not answer is not asked again."""
+"""How long requests fail at once after a host was given up [seconds]."""
 FORBIDDEN = "the network is switched off by --offline or HF_HUB_OFFLINE=1"
 
 
 def offline() -> bool:
-    """Tell whether the network must not be used: by ``--offline`` or by the variables of Hugging Face's libraries."""
+    """Tell whether the network must not be used, because of ``--offline`` or a Hugging Face environment variable."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def go_offline() -> None:
-    """Forbid the network in this process and in those that it starts."""
+    """Forbid the network in this process and in the processes that it starts."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
     datasets = sys.modules.get("datasets")
-    if datasets:  # it reads the variable once, when it is imported
+    if datasets:  # already imported, so it has read the variable and will not read it again
         datasets.config.HF_HUB_OFFLINE = True
 
 
 def refuse_offline(what: str, cure: str) -> None:
-    """Refuse what would need the network, when it is forbidden.
+    """Refuse something that needs the network if the network must not be used.
 
     Args:
-        what: is missing, and where it was asked for.
-        cure: what to do instead.
+        what: what is missing and where it was asked for, as the beginning of the message.
+        cure: what to do instead, as its end.
 
     Raises:
-        BadInput: if the network may not be asked.
+        BadInput: if :func:`offline` is true.
     """
     if offline():
         raise BadInput(f"{what}, and {FORBIDDEN}; {cure}")
 
 
 class Patience:
-    """How long a host has been asked without an answer.
+    """Keep track of how long one host has not answered. All times are in seconds of ``time.monotonic``.
 
     Attributes:
-        since: when it was first asked after its last answer; ``None`` while it answers.
-        last: when it was asked last; what was long ago says nothing of now.
-        answered: whether it has answered before.
-        says: what it does instead of an answer.
+        since: the time of the first request after the host's last answer; ``None`` while it answers.
+        last: the time of the last request. After a pause of :data:`GIVEN_UP` the waiting starts again from zero,
+            because an old silence says nothing about the host now.
+        answered: whether the host has ever answered.
+        says: what the host does instead of answering, for messages.
+        told: whether the user knows that we are waiting.
+        given_up: the time at which the host was last given up.
     """
 
     def __init__(self) -> None:
@@ -84,10 +87,13 @@ class Patience:
         self.given_up = -GIVEN_UP
 
     def left(self, host: str) -> float:
-        """Seconds for which a request that is made now may wait.
+        """Return how long a request that is sent now may wait for the host [seconds].
+
+        Args:
+            host: the name of the host, for messages.
 
         Raises:
-            OfflineModeIsEnabled: if there are none. The libraries do not ask again after this error.
+            OfflineModeIsEnabled: if no time is left. The libraries do not repeat a request after this error.
         """
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -100,7 +106,8 @@ class Patience:
             self.told = False
         self.last = now
         waited = now - self.since
-        # The library pauses for up to 4 s before it asks again at this point: the rest of the bound is for that.
+        # At this point the library pauses for up to 4 s before it repeats a request. The other 40 % of the bound are
+        # for that pause.
         left = 0.6 * bound - waited
         if left < AGAIN:
             self.given_up = now
@@ -113,7 +120,7 @@ class Patience:
         return left
 
     def answers(self) -> None:
-        """Note an answer."""
+        """Note that the host has answered."""
         self.since = None
         self.answered = True
         self.told = False
@@ -125,17 +132,17 @@ _lock = threading.Lock()
 
 
 def bound() -> None:
-    """Bound what the hub's library asks from here on, and silence its warning about each attempt."""
+    """Limit all requests of the hub's library from now on, and silence its warnings about repeated requests."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import _http
 
     for library in ("huggingface_hub", "datasets"):
-        logging.getLogger(library).setLevel(logging.ERROR)  # five warnings a file; ours is one line
-    made = _http._GLOBAL_CLIENT_FACTORY  # the user's own, where there is one
-    if getattr(made, "bounded", False):
+        logging.getLogger(library).setLevel(logging.ERROR)  # it would warn five times for each file; we print one line
+    made = _http._GLOBAL_CLIENT_FACTORY  # the library's own, or one that the user has set
+    if getattr(made, "bounded", False):  # bound() was called before
         return
 
-    # The library makes its client when it first needs one, so the hooks go into the function that makes it.
+    # The library makes its client only when it needs one, so the function that makes it must add the hooks.
     def factory() -> Any:
         client = made()
         client.event_hooks["request"].append(_before)
@@ -147,19 +154,23 @@ def bound() -> None:
 
 
 def _before(request: Any) -> None:
-    """Hold a request to the time that is left. A job's log may be silent for long, and is let alone."""
+    """Limit the timeouts of a request to the time that is left for its host.
+
+    The log and the events of a job are exempt, because nothing may happen there for a long time.
+    """
     if request.url.path.endswith(("/logs", "/events")):
         return
     with _lock:
         left = _patience.setdefault(request.url.host, Patience()).left(request.url.host)
     asked = request.extensions.get("timeout", {})
-    # A hub that has taken a commit may think about it for longer than one that is only asked for something.
+    # After an upload the hub may work on a commit for a while before it answers; a download needs no such time.
     read = left if request.method in ("GET", "HEAD") else ONCE_ANSWERED
     most = {"connect": left, "pool": left, "read": read, "write": ONCE_ANSWERED}
     request.extensions["timeout"] = {name: min(limit, asked.get(name) or limit) for name, limit in most.items()}
 
 
 def _after(response: Any) -> None:
+    """Note the answer of a host, and tell the user if the host asks to wait because of too many requests."""
     host = response.request.url.host
     wait = re.search(r"\bt=(\d+)", response.headers.get("ratelimit", ""))
     if response.status_code == 429 and wait:
@@ -168,25 +179,27 @@ def _after(response: Any) -> None:
         patience = _patience.setdefault(host, Patience())
         if response.status_code < 500:
             patience.answers()
-        else:  # it is asked again, and the time runs on
+        else:  # a server error: the library repeats the request, and the time limit still runs
             patience.says = f"answers {response.status_code}"
 
 
 def _say(sentence: str) -> None:
-    if not numbers.rank():  # the main process speaks for all
-        # It imports rich, and whoever only names a model should not wait for that.
+    """Print a sentence for the user, in the main process only."""
+    if not numbers.rank():
+        # It imports rich, which a command that prints nothing here should not wait for.
         from cria_tricks.common.console import Aside
 
         Aside().print(sentence)
 
 
 def why(error: BaseException) -> str:
-    """Say in one line what an error of the hub's libraries means."""
+    """Explain an error of the hub's libraries in one line."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     chain = list(_chain(error))
     silent = next((each for each in chain if isinstance(each, OfflineModeIsEnabled)), None)
-    # datasets throws the cause away, and keeps a ConnectionError; those of httpx, under any of its names, are no such.
+    # datasets drops the original error and raises a ConnectionError. The errors of httpx are not ConnectionErrors. They
+    # are recognised by the name of their base class, because a newer huggingface_hub uses httpx2 instead.
     cut = any(isinstance(each, ConnectionError) or "TransportError" in _names(each) for each in chain)
     if offline() and (cut or any(isinstance(each, LocalEntryNotFoundError) for each in chain)):
         return f"it is not in the cache of this machine, and {FORBIDDEN}"
@@ -197,23 +210,27 @@ def why(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, then the error that caused it, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _names(error: BaseException) -> list[str]:
+    """Return the names of an error's class and of all its base classes."""
     return [kind.__name__ for kind in type(error).__mro__]
 
 
 def config_of(hub_id: str) -> Path:
-    """Get a model's ``config.json`` from the hub, or from its cache: the first thing that says a model is there.
+    """Download a model's ``config.json`` from the hub, or take it from the cache, and return its path.
+
+    It is the smallest proof that the hub has the model and gives access to it.
 
     Args:
         hub_id: OWNER/NAME.
 
     Raises:
-        BadInput: if it cannot be had, in one line that says why.
+        BadInput: if that fails; it says why in one line.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -229,7 +246,7 @@ def config_of(hub_id: str) -> Path:
 
 
 def refusal(hub_id: str, error: Exception) -> str:
-    """Say why the hub does not give a model, and what to do."""
+    """Explain why a model could not be downloaded, and say what to do."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
@@ -239,7 +256,7 @@ def refusal(hub_id: str, error: Exception) -> str:
         near = nearest(hub_id, ALIASES.values(), cutoff=0.8)
         cure = hint(near, "check the name; a private one needs: hf auth login")
         return f"the hub has no such model, or does not show it to this login; {cure}"
-    # The network; or a name that the hub does not take, an answer that is none.
+    # All other errors: of the network, a name that the hub does not accept, or an answer that cannot be read.
     reason = why(error)
     check = "run it once without" if reason.endswith(FORBIDDEN) else "check the name and the network"
     folder = "--set model=DIR or --model DIR, or --base DIR for an adapter's base"

@@ -1,7 +1,7 @@
-"""The widths of a model, from its ``config.json``: all that an estimate needs to know, and no weights.
+"""Read the shape of a model from its ``config.json``: all that an estimate needs to know, without any weights.
 
-A dozen lines of arithmetic on twelve numbers give every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma, Granite,
-SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
+Twelve numbers and a dozen lines of arithmetic give the size of every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma,
+Granite, SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
 """
 
 import functools
@@ -19,32 +19,32 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermed
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's widths. In formulas: V words, D wide, L blocks, H heads of C, K key heads, F inside the MLP.
+    """The shape of a decoder, with the letters that the formulas use.
 
     Attributes:
-        name: what the model is called.
+        name: the model's name.
         kind: ``model_type`` of its config.
-        vocabulary: V.
-        width: D, of the hidden states.
-        layers: L.
-        heads: H.
-        kv_heads: K, of keys and values; divides H.
-        head_width: C.
-        inner: F, of the gated MLP, or of one expert's.
-        tied: whether the head is the embedding.
-        biased: the matrices that have a bias.
+        vocabulary: V, the vocabulary size.
+        width: D, the width of the hidden states.
+        layers: L, the number of blocks.
+        heads: H, the number of query heads.
+        kv_heads: K, the number of key heads, and of value heads; divides H.
+        head_width: C, the width of one head.
+        inner: F, the width of the hidden layer inside the gated MLP, or inside one expert.
+        tied: whether the output head uses the embedding's weights.
+        biased: the names of the matrices that have a bias.
         qk_norm: whether queries and keys are normalised.
-        norms: RMS norms on hidden states in a block.
-        experts: MLPs a block has; 1 for a dense model.
-        experts_per_token: those that a token goes through.
-        window: tokens that a token looks back at most; 0 for all.
-        caps_scores: whether attention's scores go through a tanh.
-        caps_logits: whether the logits do.
-        beside_head: the field of the config by which logits are more than one product; empty if none is set.
-        norms_whole_queries: whether queries are normalised over all heads at once, and keys.
-        norms_behind: whether a block normalises what attention and MLP give, and not what they are given.
-        joined: whether one matrix gives queries, keys and values, and one gate and up.
-        context: tokens of the longest row that the model was made for; 0 if it is not known.
+        norms: how many RMS norms on hidden states a block has.
+        experts: how many MLPs a block has; 1 for a dense model.
+        experts_per_token: how many of them each token goes through.
+        window: how many tokens back a token attends at most; 0 for no limit.
+        caps_scores: whether a tanh caps the attention scores.
+        caps_logits: whether a tanh caps the logits.
+        beside_head: the config field because of which logits are more than one matrix product; empty if none is set.
+        norms_whole_queries: whether one norm covers the queries of all heads at once, and another all keys.
+        norms_behind: whether a block normalises the outputs of attention and MLP instead of their inputs.
+        joined: whether one matrix makes queries, keys and values together, and another one gate and up.
+        context: the context length, the longest row that the model was made for [tokens]; 0 if it is not known.
     """
 
     name: str
@@ -73,17 +73,17 @@ class Shape:
 
     @property
     def query_width(self) -> int:
-        """H C."""
+        """H C, the width of the queries of all heads."""
         return self.heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """K C, of keys and of values each."""
+        """K C, the width of the keys of all heads; the values are as wide."""
         return self.kv_heads * self.head_width
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(D_in, D_out) of the matrices of a block, by the names that LoRA's targets have; of one expert."""
+        """Name of a matrix in a block, as LoRA's targets are named -> (D_in, D_out); with experts, of one expert."""
         width, inner = self.width, self.inner
         if self.joined:
             return {
@@ -104,17 +104,17 @@ class Shape:
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """The matrices of a block in the order in which they run; those together that have one input."""
+        """The matrices of a block in the order in which they run; matrices with the same input are in one group."""
         if self.joined:
             return ("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)
         return ("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 
     @property
     def modules(self) -> list[str]:
-        """The paths of the model's modules in transformers, those that hold no weights left out."""
+        """The paths of the model's modules in transformers, without those that hold no tensors, such as activations."""
         into_heads, out_of_heads = self.stages[:2]
         attention = [*into_heads, *out_of_heads]
-        # transformers keeps all experts' matrices in one module, beside the router that is called gate.
+        # transformers keeps the matrices of all experts in one module; the router beside it is called gate.
         mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]
         norms = ["input_layernorm", "post_attention_layernorm"]
         if self.norms_behind:
@@ -134,22 +134,23 @@ class Shape:
         return paths
 
     def copies(self, linear: str) -> int:
-        """Count the copies of a matrix in a block: one, or one for each expert."""
+        """Return how many copies of a matrix a block has: one, or for a matrix of the MLP one for each expert."""
         return self.experts if linear in ("gate_proj", "up_proj", "down_proj") else 1
 
     @property
     def packable(self) -> dict[str, tuple[int, int]]:
-        """Those of the matrices that quantization packs: transformers keeps all experts' in one, which it does not."""
+        """The ``linears`` that quantization packs. It skips experts: transformers joins theirs into one tensor."""
         return {name: widths for name, widths in self.linears.items() if self.copies(name) == 1}
 
     @property
     def block_linear_weights(self) -> int:
-        """Weights of a block's matrices: what quantization packs. An expert router is not among them."""
+        """How many weights the matrices of a block have, with all experts, but without biases and the router."""
         return sum(self.copies(name) * d_in * d_out for name, (d_in, d_out) in self.linears.items())
 
     @property
     def block_other_weights(self) -> int:
-        """Norms, biases and the router of a block, which are never quantised."""
+        """How many weights the norms, biases and the router of a block have; they are never quantised."""
+        # One norm for queries and one for keys, each as wide as all heads together or as a single head.
         of_queries = self.query_width + self.kv_width if self.norms_whole_queries else 2 * self.head_width
         norms = self.norms * self.width + of_queries * self.qk_norm
         biases = sum(self.linears[name][1] for name in self.biased)
@@ -158,18 +159,19 @@ class Shape:
 
     @property
     def embedding_weights(self) -> int:
-        """V D: of the embedding, and of the head again when it is not tied."""
+        """V D, the weights of the embedding; a head that is not tied has as many again."""
         return self.vocabulary * self.width
 
     @property
     def weights(self) -> int:
-        """Parameters of the whole model."""
+        """How many parameters the whole model has."""
         blocks = self.layers * (self.block_linear_weights + self.block_other_weights)
+        # The last term is the norm behind the last block.
         return blocks + self.embedding_weights * (1 if self.tied else 2) + self.width
 
     @property
     def tensors(self) -> tuple[tuple[int, int], ...]:
-        """All parameters: how many, elements of each. The small ones of a block are taken as one."""
+        """All parameters, as (number of tensors, elements of each); the small ones of a block count as one tensor."""
         matrices = [(self.layers * self.copies(name), d_in * d_out) for name, (d_in, d_out) in self.linears.items()]
         rest = [
             (self.layers, self.block_other_weights),
@@ -180,21 +182,21 @@ class Shape:
 
     @property
     def active_weights(self) -> int:
-        """Parameters of the matrices that a token is multiplied by, the head included."""
+        """How many weights each token is multiplied by: the head and all blocks, without the experts it skips."""
         # An expert has three matrices of D x F: gate, up and down.
         idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner
         return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:
-    """Read the widths of a model from its config.
+    """Read the shape of a model from its config.
 
     Args:
-        config: of ``config.json``; of a model that also sees, the part about text is taken.
-        name: what to call it, in errors too.
+        config: the content of ``config.json``; of a model that also takes images only the text part is used.
+        name: the model's name, also for error messages.
 
     Raises:
-        BadInput: if it is no decoder of a known kind, or a field is missing or no sensible number.
+        BadInput: if the model is not a decoder of a known type, or a field is missing or not a positive whole number.
     """
     whole = config
     if isinstance(config.get("text_config"), Mapping):
@@ -203,7 +205,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if not isinstance(kind, str) or kind not in KINDS:
         raise BadInput(f"model {name}: model_type {kind!r} is no decoder that can be estimated; {', '.join(KINDS)} are")
     _refuse_other_heads(whole, name)
-    config = {**KINDS[kind], **config}
+    config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)
     for field in REQUIRED:
         number(field)
@@ -235,6 +237,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=number("num_local_experts", 1),
         experts_per_token=number("num_experts_per_tok", 1),
+        # Gemma 2 caps scores and logits even if its config does not mention them, because transformers' defaults do.
         caps_scores=bool(config.get("attn_logit_softcapping", kind == "gemma2")),
         caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
         beside_head=_beside_head(kind, config),
@@ -256,12 +259,12 @@ def _number(config: Mapping[str, Any], name: str, field: str, default: int | Non
 
 
 def _is_windowed(kind: str, config: Mapping[str, Any], layers: int) -> bool:
-    """Whether some block's tokens look back no further than a window."""
+    """Tell whether some blocks attend only to a window of earlier tokens."""
     if config.get("sliding_window") is None:
         return False
     if "use_sliding_window" not in KINDS[kind]:
         return True
-    # Qwen's configs name a window also where they do not use it, and the block from which on it holds.
+    # Qwen configs give a window even if they do not use it. Blocks from max_window_layers on use it.
     return bool(config["use_sliding_window"]) and config.get("max_window_layers", 0) < layers
 
 
@@ -270,20 +273,21 @@ GENERATES = (
     *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     *("SmolLM3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM"),
 )
-"""What a config calls these models when they have a head that generates text."""
+"""Class names in a config's ``architectures`` that stand for one of these models with a head that generates text."""
 
 BESIDE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Fields of a config, one of which is set where logits are more than a product."""
+"""Config fields. If one of them is set, the logits are more than one matrix product."""
 
 
 def _refuse_other_heads(config: Mapping[str, Any], name: str) -> None:
-    """A classifier's head is of another size, and transformers would give it a new, random one to generate text."""
+    """Refuse a model with another head, such as a classifier: transformers would give it a random head for text."""
     meant = config.get("architectures") or ()
     if meant and not any(each in GENERATES for each in meant):
         raise BadInput(f"model {name}: is no causal language model but {meant[0]}; name one that generates text")
 
 
 def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
+    """Return the first field of :data:`BESIDE_HEAD` that is set, by the config or by default; empty if none is."""
     default = {"gemma2": "final_logit_softcapping", "granite": "logits_scaling"}.get(kind)
     return next((field for field in BESIDE_HEAD if config.get(field, field == default)), "")
 
@@ -292,7 +296,7 @@ BIASED_MLP = ("llama", "smollm3", "granite")
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The matrices that have a bias: Qwen2's always, Mistral's and Phi-3's never, others' if their config says so."""
+    """Name the matrices with a bias: for Qwen2 always q, k, v, for Mistral and Phi-3 none, for others by the config."""
     if kind == "qwen2":
         return ("q_proj", "k_proj", "v_proj")
     biased: tuple[str, ...] = ()
@@ -304,23 +308,23 @@ def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_shape(model: str) -> Shape:
-    """Find a model's config and read its widths."""
+    """Find a model's config by the model's name, and read its shape."""
     model = short_name(model)
     return shape_of(find_config(model), model)
 
 
 def refuse_undivided(name: str, heads: int, kv_heads: int, inner: int, processes: int) -> None:
-    """Refuse a number of processes that does not divide the model's widths.
+    """Refuse tensor parallelism over a number of processes that does not divide the model's heads and MLP evenly.
 
     Args:
-        name: of the model.
-        heads: of the queries.
-        kv_heads: of keys and values.
-        inner: width inside the MLP.
-        processes: that share a block.
+        name: the model's name.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads.
+        inner: the width of the hidden layer inside the MLP.
+        processes: how many processes share the matrices of a block.
 
     Raises:
-        BadInput: if one is not divisible, with the numbers that would be.
+        BadInput: if one of them is not divisible; it suggests numbers of processes that are possible.
     """
     if any(width % processes for width in (heads, kv_heads, inner)):
         largest = math.gcd(heads, kv_heads, inner)

@@ -1,7 +1,7 @@
 """Read the headers of a model's weight files, refuse files that do not fit together, and identify the model by hashes.
 
-Nothing here loads a model or imports torch. A folder that contradicts itself is refused within a moment, and a file is
-hashed once: its sha256 is kept with its path, size and time of change.
+Nothing here loads a model or imports torch, so a folder that contradicts itself is refused quickly. A large file is
+hashed only once: its sha256 is stored with its path, size and time of change.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.models import cache_folder
 
 WHOLE = "model.safetensors"
-"""The file of weights that are all in one; transformers looks for it first."""
+"""The weight file of a model that has only one; transformers looks for it first."""
 INDEX = "model.safetensors.index.json"
-"""The list of files of weights that are in several."""
+"""The index of a model that has several weight files: it says which file holds which tensor."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
@@ -31,14 +31,14 @@ TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What decides how a text becomes tokens."""
+"""The files that decide how a text becomes tokens."""
 LARGE = 16 * 2**20
-"""Bytes from which the hash of a file is worth keeping; a smaller one is hashed in no time."""
+"""The size from which the hash of a file is stored [bytes]; smaller files are hashed each time, which is fast."""
 AGAIN = "fetch or save the folder again"
 
 
 class Tensor(NamedTuple):
-    """What a header says of a tensor."""
+    """What the header of a weight file says about a tensor: the file that holds it, its dtype and shape."""
 
     file: Path
     dtype: str
@@ -46,14 +46,14 @@ class Tensor(NamedTuple):
 
 
 def find(folder: Path, name: str) -> list[Path]:
-    """List the files of weights that transformers reads.
+    """List the weight files of a model that transformers would read.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         name: what errors call the model.
 
     Raises:
-        BadInput: if there are none that may be read, or the index names a file that is not there.
+        BadInput: if there are no safetensors files with the expected names, or the index names a missing file.
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -78,7 +78,7 @@ def find(folder: Path, name: str) -> list[Path]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str]:
-    """Which file holds a tensor."""
+    """Read the index: tensor name -> name of the file that holds it."""
     try:
         places = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")
         if places and all(isinstance(file, str) and Path(file).name == file for file in places.values()):
@@ -89,21 +89,24 @@ def _index(folder: Path, name: str) -> dict[str, str]:
 
 
 def tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Read the headers of all files of weights.
+    """Read the headers of all weight files of a model.
 
     Args:
-        folder: of the model.
+        folder: the model's folder.
         name: what errors call the model.
 
+    Returns:
+        Tensor name -> what its header says.
+
     Raises:
-        BadInput: if a file is cut off or no safetensors, or the index says something else than the files.
+        BadInput: if a file is truncated or not in the safetensors format, or the index contradicts the files.
     """
     found: dict[str, Tensor] = {}
     files = find(folder, name)
     for file in files:
         try:
-            with safe_open(file, framework="np") as opened:  # holds the header against the file's length
-                for key in opened.keys():  # noqa: SIM118 (no dictionary)
+            with safe_open(file, framework="np") as opened:  # raises if the file is not as long as its header says
+                for key in opened.keys():  # noqa: SIM118 (the file is not a dictionary)
                     part = opened.get_slice(key)
                     found[key] = Tensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
@@ -122,10 +125,10 @@ def tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def identity(folder: Path) -> dict[str, dict[str, str]]:
-    """Say which model a folder holds: the sha256 of every file that decides what it computes.
+    """Identify the model in a folder by the sha256 of every file that decides what it computes.
 
     Returns:
-        ``weights``, ``config`` and ``tokenizer``, each the sha256 of its files by name.
+        ``weights``, ``config`` and ``tokenizer``: for each a dictionary, file name -> sha256.
     """
     return {
         "weights": _hashes(find(folder, str(folder))),
@@ -135,14 +138,14 @@ def identity(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _hashes(files: Iterable[Path]) -> dict[str, str]:
-    """The sha256 of those files that are there, by their names."""
+    """Hash the files that exist: file name -> sha256."""
     return {file.name: sha256(file) for file in files if file.is_file()}
 
 
 def sha256(file: Path) -> str:
-    """Hash a file, or remember its hash, as long as its path, size and time of change are the same.
+    """Return the sha256 of a file; a large file is hashed again only if its path, size or time of change is new.
 
-    The hub's cache names a large file by its sha256, so such a file is not read at all.
+    The hub's cache stores a large file under its sha256 as the name, so such a file is not read at all.
     """
     blob = file.resolve()
     if blob.parent.name == "blobs" and len(blob.name) == 64:
@@ -160,12 +163,12 @@ def sha256(file: Path) -> str:
 
 
 def remembered(key: str) -> Any:
-    """Give back what :func:`remember` kept under a key, or ``None``."""
+    """Return what :func:`remember` stored under a key, or ``None``."""
     return _remembered().get(key)
 
 
 def remember(found: Mapping[str, Any]) -> None:
-    """Keep what was found of files; a cache that cannot be written costs time and nothing else."""
+    """Store findings about files in the cache folder for later commands; if it cannot be written, do nothing."""
     with contextlib.suppress(BadInput):
         atomic_files.write_file(_memory(), json.dumps(_remembered() | dict(found)) + "\n")
 

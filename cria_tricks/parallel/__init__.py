@@ -9,9 +9,9 @@ __all__ = ["BESIDE", "STRATEGIES", "switch_on"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the strategies when they are asked for: torch comes with them, and ``world`` is needed without."""
+    """Import the strategies only when they are used, so that other files of this folder load without torch."""
     if name in __all__:
-        # They import torch, which takes seconds.
+        # The strategies import torch, which takes seconds.
         from cria_tricks.parallel import strategies
 
         return getattr(strategies, name)

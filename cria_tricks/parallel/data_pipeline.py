@@ -1,15 +1,15 @@
 r"""Data x pipeline: several pipelines side by side, each with its share of the micro-batches.
 
-Saves    time: each pipeline takes k / N of a step's micro-batches. In bytes a process is one of a pipeline. Of n
-         processes, N pipelines idle n - N slots for k slots of work: more and shorter ones idle less      [seconds]
-Costs    the weights N times; the gradients of equal stages are added up over the N pipelines, once a step
+Saves    time: each pipeline takes k / N of a step's micro-batches. n processes in N pipelines idle n - N slots
+         for k slots of work, so more and shorter pipelines idle less; in bytes what one pipeline saves    [seconds]
+Costs    the weights N times; once a step an all-reduce of each stage's gradients over the N pipelines
 Claim    exact within rounding: losses, gradients and the adapter are those of one process
 Needs    k divisible by N, and k / N >= S; processes: N x S
-Breaks   nothing that one pipeline does not: the sum comes after the last backward pass, and before the clipping
+Breaks   only what one pipeline breaks: the sum comes after the last backward pass, and before the clipping
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3.3.1 (data beside pipeline parallelism: the bubble)
-Ours     where each process stands, and one all-reduce of a flat copy of the gradients: the reference and what runs, in
-         one. The rest is the pipeline's. DistributedDataParallel around a stage of torch's (2.13) gives the right sum
-         once, and fails in the second step by an assertion inside torch
+Ours     the place of each process in the grid, and one all-reduce of a flat copy of the gradients: this reference is
+         also what runs. The rest is the pipeline's. DistributedDataParallel around a stage of torch's (2.13) gives the
+         right sum once, and fails in the second step by an assertion inside torch
 
 Shapes: N pipelines of S stages; k micro-batches a step, k / N a pipeline.
 """
@@ -45,7 +45,7 @@ for parameter in my_blocks.parameters():
 
 
 def place(rank: int, stages: int) -> tuple[int, int]:
-    """Where a process stands: its pipeline and its stage. Neighbours in a pipeline have neighbouring numbers.
+    """Return the pipeline and the stage of a process. Neighbouring stages of a pipeline have neighbouring ranks.
 
     Examples:
         >>> [place(rank, stages=2) for rank in range(4)]
@@ -55,7 +55,7 @@ def place(rank: int, stages: int) -> tuple[int, int]:
 
 
 def partners(rank: int, stages: int, processes: int) -> list[int]:
-    """The processes that have the same stage: their gradients belong together.
+    """Return the processes that have the same stage as this one, so that their gradients must be summed.
 
     Examples:
         >>> partners(1, stages=2, processes=4)
@@ -65,13 +65,13 @@ def partners(rank: int, stages: int, processes: int) -> list[int]:
 
 
 def add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over a group, in one call: hundreds of thin matrices would wait hundreds of times.
+    """Replace each tensor by its sum over a group, in one all-reduce, because each call has a latency.
 
-    Losses are divided by the trained tokens of all pipelines, so the gradients are added and not averaged.
+    Each loss was divided by the trained tokens of all pipelines, so the gradients are added and not averaged.
 
     Args:
-        tensors: of the same shapes in every process of the group, and of one dtype.
-        group: of :func:`partners`.
+        tensors: tensors of one dtype, with the same shapes in every process of the group.
+        group: the process group of :func:`partners`.
     """
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
@@ -80,7 +80,7 @@ def add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def bubble(processes: int, data: int, micro_batches: int) -> float:
-    """The share of its step that a stage has nothing to do, of ``micro_batches`` over all pipelines.
+    """Return the share of a step in which a stage is idle, for ``data`` pipelines with ``micro_batches`` in all.
 
     Examples:
         >>> [round(bubble(4, data, 8), 3) for data in (1, 2)]
@@ -92,15 +92,15 @@ def bubble(processes: int, data: int, micro_batches: int) -> float:
 def traffic(
     recipe: Recipe, shape: Shape, processes: int, data: int = 2, stage: int = 0, tokens: int | None = None
 ) -> list[Call]:
-    """What a process of one stage sends in an optimizer step.
+    """Return what a process of one stage sends in an optimizer step.
 
     Args:
         recipe: what is trained, with LoRA on the blocks.
-        shape: the model's, whose blocks the stages share evenly.
-        processes: of all pipelines.
-        data: pipelines.
-        stage: which one.
-        tokens: of a row; ``data.max_length`` when left out.
+        shape: the shape of the model; its stages have the same number of blocks.
+        processes: the number of processes of all pipelines together.
+        data: the number of pipelines.
+        stage: the stage of the process.
+        tokens: the tokens of a row; ``data.max_length`` if left out.
     """
     stages = processes // data
     trained = folds.work(recipe, shape, T4).trained_weights // stages

@@ -1,15 +1,15 @@
 r"""Data parallelism (DDP): every process holds the whole model and takes its share of the rows.
 
-Saves    time: N processes do a step's forward and backward passes side by side      [seconds]
+Saves    time: N processes run the forward and backward passes of a step side by side      [seconds]
 Costs    one all-reduce of the gradients a step, 4 bytes a trained weight: each process sends 2 (N - 1) / N of them.
-         No byte is saved: weights, gradients and optimizer states are in every process
+         No memory is saved: every process holds all weights, gradients and optimizer states
 Claim    exact within rounding: the gradients are added up in another order
 Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
-Breaks   an epoch that the processes cannot share evenly, filled up with rows of its beginning (accelerate's
-         even_batches); a mean of each process's mean where their trained tokens differ
+Breaks   an epoch that the processes cannot share evenly, if it is filled up with its first rows again (accelerate's
+         even_batches); a mean of the processes' means, if their numbers of trained tokens differ
 Sources  Li et al. 2020, arXiv:2006.15704, sec. 3.2 (buckets, overlap); Patarasuk and Yuan 2009 (the ring)
-Ours     30 lines: gradients are summed in buckets as soon as the backward pass has made them. The switch takes
-         torch's DistributedDataParallel, around the model and its loss
+Ours     30 lines: gradients are summed in buckets as soon as the backward pass has made them. The switch wraps the
+         model and its loss in torch's DistributedDataParallel
 
 Shapes: a window of k micro-batches of (B, T); each of N processes takes k / N of them.
 """
@@ -44,14 +44,17 @@ torch.distributed.init_process_group()
 replica = DistributedDataParallel(model)
 """
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that travel together: a call's latency is paid once for all of them (torch's ``bucket_cap_mb``)."""
+"""The size of a bucket, the gradients that one all-reduce sums [bytes]; torch calls it ``bucket_cap_mb``.
+
+Every call has a latency, so a few large calls are faster than many small ones.
+"""
 
 
 class Replicated:
-    """Keep the gradients of N copies of a model equal to those of their rows together.
+    """Sum the gradients of N copies of a model, so that each copy gets the gradients of the rows of all of them.
 
-    Sec. 3.2.1 to 3.2.3: gradients are put into buckets in the order in which the backward pass makes them, from the
-    last layer to the first, and a bucket is summed while the pass goes on with the layers below::
+    Li et al., sec. 3.2.1 to 3.2.3: gradients are put into buckets in the order in which the backward pass makes them,
+    from the last layer to the first. A full bucket is all-reduced while the backward pass continues::
 
         replicas = Replicated(model.parameters())
         for micro_batch in mine:
@@ -60,8 +63,8 @@ class Replicated:
         replicas.wait()
 
     Args:
-        parameters: of the copy; those of the first process are taken everywhere.
-        bucket_bytes: of a bucket, at least.
+        parameters: of the copy in this process; all copies get the values of process 0.
+        bucket_bytes: the least size of a bucket, except the last one.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_bytes: int = BUCKET_BYTES):
@@ -75,7 +78,7 @@ class Replicated:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def _ready(self, parameter: torch.nn.Parameter) -> None:
-        if not self.last:  # the gradients of earlier micro-batches wait at home
+        if not self.last:  # the gradients of earlier micro-batches are only accumulated, in this process
             return
         assert parameter.grad is not None
         self.bucket.append(parameter.grad)
@@ -89,7 +92,7 @@ class Replicated:
         self.bucket = []
 
     def wait(self) -> None:
-        """After the backward pass: the last bucket, and until all have come."""
+        """Send the last bucket, and wait until all gradients are summed; call it after the last backward pass."""
         if self.bucket:
             self._send()
         for work, flat, gradients in self.on_their_way:
@@ -100,33 +103,36 @@ class Replicated:
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Divide each window of micro-batches among the processes."""
+    """Divide the micro-batches of each accumulation window among the processes."""
     several("ddp", processes)
     plan = plan.with_("parallel", strategy="ddp", data=processes)
     return share_window(plan, recipe, processes)
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Lay torch's DistributedDataParallel around a model and its loss.
+    """Wrap a model and its loss in torch's DistributedDataParallel.
 
     Args:
-        total: from a micro-batch to the sum of its losses; the wrapper must see this call, as it prepares its buckets.
-        plan: not needed here.
+        total: the model and its loss in one module, which maps a micro-batch to the sum of its losses. The wrapper
+            must see this call, because it prepares its buckets then.
+        plan: not used here.
         world: the processes.
     """
-    # Its mean over the processes is undone by the trainer's loss. Buffers are the same everywhere: none is trained.
+    # DDP averages the gradients over the processes. The trainer multiplies its loss by their number, so the average is
+    # the sum. Buffers need no broadcast, because training changes none of them. Gradients that are views of DDP's
+    # all-reduce buckets need no memory of their own.
     return DistributedDataParallel(
         total, bucket_cap_mb=BUCKET_BYTES / 2**20, broadcast_buffers=False, gradient_as_bucket_view=True
     )
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Until the window's last micro-batch gradients wait in their process."""
+    """Return the context of a micro-batch: only in the last one of the window the gradients are all-reduced."""
     assert isinstance(total, DistributedDataParallel)
     return contextlib.nullcontext() if last else total.no_sync()
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step sends: the gradients, once, whatever the number of micro-batches."""
+    """Return what an optimizer step sends: the gradients, once for any number of micro-batches."""
     trained = folds.work(recipe, shape, T4).trained_weights  # the same on any card
     return [Call("all_reduce", 4 * trained, 1, processes, "fp32 gradients of what trains")]

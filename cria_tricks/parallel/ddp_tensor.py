@@ -1,7 +1,8 @@
-r"""Data x tensor parallelism: processes as a grid; a row of it shares the matrices, a column adds up the gradients.
+r"""Data x tensor parallelism: groups of processes share the matrices, and the groups share the rows.
 
 Saves    what tensor parallelism saves, with N / M times the speed of one of its groups  [bytes, seconds]
-Costs    tensor parallelism's sums inside a group; one all-reduce of each process's own gradients over the groups a step
+Costs    tensor parallelism's sums inside a group, and once a step an all-reduce of each process's gradients over the
+         groups
 Claim    exact within rounding
 Needs    processes = groups x parallel.tensor_size; as many micro-batches a step as groups, or a multiple; dropout 0 for
          the same losses as one process
@@ -10,7 +11,8 @@ Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 5.1; Narayanan et al. 2021,
 Ours     15 lines: gradients are averaged over one dimension of the grid. torch's DistributedDataParallel takes no
          DTensor, so the switch does the same after the last backward pass, in one all-reduce
 
-Shapes: a grid of (N / M, M) processes for parallel.tensor_size M; a window of k micro-batches, k M / N for each group.
+Shapes: a grid of (N / M, M) processes: N / M groups of parallel.tensor_size = M; a window of k micro-batches, k M / N
+for each group.
 """
 
 import contextlib
@@ -51,8 +53,8 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.Proc
     """Average gradients over the processes that hold the same pieces of the same matrices, in place.
 
     Args:
-        parameters: whole ones, and ``DTensor`` ones, of which each process's own piece counts.
-        group: the processes with the same place in their tensor group.
+        parameters: plain tensors and ``DTensor``; of a ``DTensor`` the local piece is averaged.
+        group: the processes that have the same rank in their tensor group.
     """
     from cria_tricks.parallel.dtensor import own  # DTensor takes half a second to import
 
@@ -63,7 +65,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.Proc
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Divide each window of micro-batches among the groups, and the blocks' matrices inside a group."""
+    """Divide the micro-batches of each window among the groups, and the blocks' matrices among a group's processes."""
     several("ddp_tensor", processes)
     size = recipe.parallel.tensor_size
     if processes % size or processes == size:
@@ -83,7 +85,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
-    """After the window's last backward pass, average over the groups."""
+    """Average the gradients over the groups, after the backward pass of the window's last micro-batch."""
     yield
     if last:
         assert world.mesh is not None
@@ -91,9 +93,10 @@ def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step of one process sends: its group's sums, then its own gradients over the groups."""
+    """Return what one process sends in an optimizer step: its group's sums, then its own gradients over the groups."""
     size = recipe.parallel.tensor_size
     groups = processes // size
+    # tensor.traffic counts all micro-batches of a step, and each group runs only its share of them.
     inside = [replace(call, times=call.times // groups) for call in tensor.traffic(recipe, shape, size)]
     return [
         *inside,
@@ -102,7 +105,13 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
 
 
 def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
-    """Trained weights of one process: of LoRA's two, the one that is cut and the other, which is whole."""
+    """Count the trained weights that one process holds; of LoRA's A and B one is cut, and the other is whole.
+
+    Args:
+        recipe: what is trained.
+        shape: the model's shape.
+        size: M, the number of processes in a tensor group.
+    """
     whole = folds.work(recipe, shape, T4)  # the same on any card
     if whole.trains_blocks:
         cut = shape.layers * sum(d_in * d_out for d_in, d_out in shape.linears.values())
@@ -110,8 +119,8 @@ def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
     total = 0
     for name in whole.adapted:
         d_in, d_out = shape.linears[name]
-        if name in tensor.ROWS:  # A is cut with the inputs, B is whole
+        if name in tensor.ROWS:  # A, of shape (r, D_in), is cut
             total += d_in // size + d_out
-        else:
+        else:  # B, of shape (D_out, r), is cut
             total += d_in + d_out // size
     return shape.layers * recipe.lora.r * total

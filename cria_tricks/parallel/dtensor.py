@@ -1,6 +1,7 @@
-"""What no process holds whole: tensors in pieces (torch's ``DTensor``), and a pipeline's stages.
+"""Gather what no process holds as a whole: tensors in pieces (torch's ``DTensor``), and the stages of a pipeline.
 
-How they are put together for a checkpoint or an adapter, the norm of all gradients, and the way back.
+Weights and optimizer states are put together for a checkpoint or an adapter, and divided again after loading. The norm
+of all gradients is computed over their pieces.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,16 @@ from cria_tricks.processes.world import World
 
 
 def whole(values: Any, *, keep: bool = True) -> Any:
-    """Put tensors together, wherever they are in nested lists and dictionaries; all processes must ask.
+    """Gather every ``DTensor`` in nested lists and dictionaries. All processes must call this at the same time.
 
     Args:
-        values: e.g. a state dict.
-        keep: whether this process wants the result; it takes part either way, and holds one tensor at a time.
+        values: for example a state dict.
+        keep: whether this process keeps the result. A process that does not still takes part in the collectives; it
+            holds one whole tensor at a time.
 
     Returns:
-        The same with plain tensors, on the CPU where they were in pieces; with ``None`` for those not kept.
+        The same structure with plain tensors; those that were in pieces are on the CPU. Without ``keep`` all are
+        ``None``.
     """
 
     def joined(value: Any) -> Any:
@@ -35,11 +38,11 @@ def whole(values: Any, *, keep: bool = True) -> Any:
 
 
 def weights(model: torch.nn.Module, world: World) -> dict[str, torch.Tensor] | None:
-    """Put a model's weights together for the first process, which writes them; all processes must ask.
+    """Gather a model's weights in the main process, which writes them. All processes must call this at the same time.
 
     Returns:
-        Plain tensors by name: the state dict, or what trains of a model in stages. Nothing of use in the other
-        processes, and ``None`` when the first one has all of it, so that nobody copies it.
+        Plain tensors by name: the whole state dict, or for a pipeline only the weights that train. In the other
+        processes the result is of no use. ``None`` if the main process has all weights anyway, to save a copy.
     """
     if world.stages > 1:
         mine = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -50,12 +53,14 @@ def weights(model: torch.nn.Module, world: World) -> dict[str, torch.Tensor] | N
 
 
 def states(optimizer: Any, model: torch.nn.Module, world: World) -> dict[str, Any]:
-    """Put an optimizer's states together for the first process, by the names of their parameters.
+    """Gather an optimizer's states in the main process, by the names of their parameters.
 
-    Its own ``state_dict`` numbers them by groups, and transformers makes other groups where some are in pieces.
+    ``optimizer.state_dict`` numbers the parameters group by group, and the groups are different if some parameters are
+    in pieces (:func:`group_apart`). Names are the same for any number of processes.
 
     Returns:
-        ``lr``, the learning rate, and ``state``: tensors and numbers. Nothing of use in the other processes.
+        ``lr``, the learning rate, and ``state``: parameter name -> its tensors and numbers. In the other processes the
+        result is of no use.
     """
     own = optimizer.state_dict()
     names = _names(optimizer, model)
@@ -65,8 +70,9 @@ def states(optimizer: Any, model: torch.nn.Module, world: World) -> dict[str, An
 
 
 def _of_all_stages(mine: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Put what the stages hold together, by name; all in the first process, nothing in the others."""
-    # Equal stages of all pipelines have learnt the same, and so have the processes that share a stage's matrices.
+    """Join what the stages hold, by name, in the main process; the other processes get an empty dictionary."""
+    # The same stage of every pipeline has the same weights, and whole() gathers the pieces of the processes that share
+    # a stage's matrices. So one process for each stage is enough.
     speaks = world.data_rank == 0 and world.rank % world.tensor == 0
     plain = whole(mine, keep=speaks)
     found: dict[str, Any] = {}
@@ -92,13 +98,20 @@ def group_apart(optimizer: torch.optim.Optimizer) -> None:
 
 
 def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, world: World) -> None:
-    """Give an optimizer the states of another one over the same parameters, whole there and perhaps in pieces here.
+    """Load optimizer states that :func:`states` returned, and divide them as the parameters are divided here.
+
+    Args:
+        saved: ``lr`` and ``state``, with whole tensors by the names of their parameters.
+        optimizer: the optimizer that gets them.
+        model: the model with its parameters; some may be in pieces.
+        world: the processes.
 
     Raises:
-        ValueError: if they are of other parameters.
+        ValueError: if the states belong to other parameters.
     """
     own = optimizer.state_dict()
     names = _names(optimizer, model)
+    # A stage needs only a part of the saved states. Otherwise both must have the same names.
     strange = set(names) - saved["state"].keys() if world.stages > 1 else set(names) ^ saved["state"].keys()
     if saved["state"] and strange:
         raise ValueError("its optimizer has states of other weights than these")
@@ -106,6 +119,7 @@ def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, w
         group["lr"] = saved["lr"]
     mine = {number: saved["state"][name] for number, name in enumerate(names) if name in saved["state"]}
     optimizer.load_state_dict({**own, "state": mine})
+    # accelerate wraps the optimizer, and the wrapper's attribute has the one inside.
     state: Mapping[Any, dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).state
     for parameter, values in state.items():
         if isinstance(parameter, DTensor):
@@ -115,7 +129,7 @@ def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, w
 
 
 def _names(optimizer: Any, model: torch.nn.Module) -> list[str]:
-    """The parameters in the order in which the optimizer numbers them."""
+    """Return the names of the parameters in the order in which the optimizer numbers them."""
     known = {id(parameter): name for name, parameter in model.named_parameters()}
     return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -123,15 +137,17 @@ def _names(optimizer: Any, model: torch.nn.Module) -> list[str]:
 def clip(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, stages: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Scale gradients down to a norm, as ``torch.nn.utils.clip_grad_norm_``, which takes no mixture of DTensors.
+    """Scale gradients down to a maximal norm, also if some are plain tensors and some are ``DTensor``.
+
+    ``torch.nn.utils.clip_grad_norm_`` does not take such a mixture.
 
     Args:
-        parameters: whole ones count once, of those in pieces every process adds its own.
-        max_norm: of all gradients together.
-        stages: the processes of this pipeline, which have other parameters; none without stages.
+        parameters: of this process; every process adds the pieces that it holds, and whole gradients count once.
+        max_norm: the largest norm of all gradients together.
+        stages: the processes of this pipeline, which hold other parameters; ``None`` if there are no stages.
 
     Returns:
-        The norm that they had.
+        The norm before the scaling.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     total = square(gradients)
@@ -139,13 +155,17 @@ def clip(
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().float()
     for gradient in gradients:
+        # 1e-6 as in torch's function: it avoids a division by zero.
         own(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
 def square(gradients: Sequence[Any]) -> torch.Tensor:
-    """The square of the norm of all gradients together, float64: whole ones count once, pieces are added up."""
-    squares = torch.zeros(2, dtype=torch.float64, device=own(gradients[0]).device)  # of whole ones, of pieces
+    """Return the squared norm of all gradients together, in float64, summed over the processes that hold pieces.
+
+    A whole gradient is the same in all these processes, so it counts once.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=own(gradients[0]).device)  # [whole gradients, pieces]
     mesh: Any = None
     for gradient in gradients:
         in_pieces = isinstance(gradient, DTensor) and any(isinstance(p, Shard) for p in gradient.placements)
@@ -158,5 +178,5 @@ def square(gradients: Sequence[Any]) -> torch.Tensor:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor."""
+    """Return the part of a tensor that this process holds: the local piece of a ``DTensor``, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,17 +1,17 @@
 r"""Sharded data parallelism (FSDP2, ZeRO-3): a piece of everything in each process, a block whole while it runs.
 
 Saves    weights, gradients and optimizer states: 1 / N of each in a process          [bytes]
-Costs    the blocks' weights travel twice a micro-batch, to the forward and to the backward pass, embedding and head
-         once, the gradients of what trains once a step; one block is whole while it runs. Embedding
-         and head are whole all the time, because our wrapping leaves them in the root, and gradients are whole until
-         the step's last micro-batch
+Costs    communication: the blocks' weights twice a micro-batch, for the forward and for the backward pass, embedding
+         and head once, and the gradients of what trains once a step. Memory: one block is whole while it runs,
+         embedding and head in both passes, because our wrapping leaves them in the root, and the gradients until the
+         step's last micro-batch
 Claim    exact within rounding: the gradients are added up in another order
 Needs    as many micro-batches a step as processes, or a multiple; dropout 0 for the same losses as one process
 Breaks   8-bit optimizers, whose kernels do not know a DTensor (refused); 4-bit weights under accelerate's wrapper,
          which leaves them whole with a warning; int8 weights (refused)
 Sources  Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3 (ZeRO-3); Zhao et al. 2023, arXiv:2304.11277, sec. 3
-Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps no gathered weight from one pass
-         to the other. The switch takes torch's fully_shard, block by block
+Ours     40 lines: a gather whose backward is a reduce-scatter, and a hook that keeps autograd from saving the gathered
+         weights. The switch calls torch's fully_shard, block by block
 
 Shapes: N processes; a weight of E elements is ceil(E / N) in each; micro-batches of (B, T).
 """
@@ -51,28 +51,28 @@ fully_shard(model)
 
 
 class Gather(torch.autograd.Function):
-    """Forward: the pieces become the whole. Backward: the whole gradients are added up, each process keeps a piece."""
+    """All-gather the pieces of a tensor; the backward pass sums the gradients and gives each process its piece."""
 
     @staticmethod
     def forward(ctx: Any, piece: torch.Tensor) -> torch.Tensor:
-        """From (E / N) to (E)."""
+        """Gather the pieces of all processes: (E / N) -> (E)."""
         whole = piece.new_empty(piece.numel() * dist.get_world_size())
         dist.all_gather_into_tensor(whole, piece)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """From (E) to (E / N)."""
+        """Sum the gradients over all processes, and return this process's piece: (E) -> (E / N)."""
         piece = gradients[0].new_empty(gradients[0].numel() // dist.get_world_size())
         dist.reduce_scatter_tensor(piece, gradients[0].contiguous())
         return piece
 
 
 class Sharded(torch.nn.Module):
-    """A block whose weights are one flat tensor, of which this process keeps a piece.
+    """A block whose weights are one flat tensor, of which each process stores a piece.
 
-    Sec. 5.3 of ZeRO: a block's weights are gathered when it runs, forgotten, and gathered again for its backward pass.
-    Autograd would keep the gathered weights from one to the other; the hook lets it keep their places only.
+    Sec. 5.3 of ZeRO: a block's weights are gathered when it runs, freed, and gathered again for its backward pass.
+    Autograd would save the gathered weights in between; a hook makes it save only where in the flat tensor they are.
 
     Args:
         block: any module; its parameters must be the same in all processes.
@@ -86,15 +86,15 @@ class Sharded(torch.nn.Module):
         rank = dist.get_rank()
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % size))
         self.piece = torch.nn.Parameter(padded.chunk(size)[rank].clone())
-        self.block = [block.to("meta")]  # in a list: what it computes is wanted, not its parameters
+        self.block = [block.to("meta")]  # in a list, which hides its parameters from torch; forward replaces them
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the block makes of x."""
+        """Run the block on x, with the gathered weights."""
         whole = Gather.apply(self.piece)
         again: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
-            if tensor.untyped_storage().data_ptr() != address:
+            if tensor.untyped_storage().data_ptr() != address:  # an activation, not a gathered weight
                 return tensor
             size = tensor.size()
             stride = tensor.stride()
@@ -108,6 +108,7 @@ class Sharded(torch.nn.Module):
 
         address = whole.untyped_storage().data_ptr()
         places = whole.split([shape.numel() for shape in self.shapes.values()] + [self._padding(whole)])
+        # The last place is the padding. zip drops it, because there is one shape fewer.
         weights = {name: place.view(shape) for (name, shape), place in zip(self.shapes.items(), places, strict=False)}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept() if callable(kept) else kept):
             return torch.func.functional_call(self.block[0], weights, (x,))
@@ -117,7 +118,7 @@ class Sharded(torch.nn.Module):
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Divide each window of micro-batches among the processes, and all tensors."""
+    """Divide the micro-batches of each window among the processes, and refuse tricks that take no sharded tensors."""
     several("fsdp", processes)
     refuse(recipe, "optimizer", ("adamw_8bit",), "bitsandbytes' kernels take no sharded tensor; use optimizer=adamw")
     refuse(recipe, "paged_optimizer", (True,), "bitsandbytes' kernels take no sharded tensor; leave it off")
@@ -132,15 +133,17 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Cut a model in place, block by block, so that a block is whole only while it runs.
+    """Shard a model in place, block by block, so that a block is whole only while it runs.
 
     Args:
-        total: from a micro-batch to the sum of its losses; holds the model, and is the root, which stays whole from its
-            forward to its backward pass: embedding, last norm and head, which the loss reads past their modules.
-        plan: not needed here.
+        total: holds the model, and maps a micro-batch to the sum of its losses. It becomes the root of FSDP, to which
+            all weights outside the blocks belong: embedding, last norm and head. They are whole from the beginning of
+            the forward pass to the end of the backward pass, so that the loss can use them without calling their
+            modules.
+        plan: not used here.
         world: the processes.
     """
-    # They take a second to import, and only a run over several cards needs them.
+    # These imports take a second, and only a run over several cards needs them.
     from torch.distributed.fsdp import fully_shard
 
     from cria_tricks.load.model import blocks_of
@@ -153,18 +156,19 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Until the window's last micro-batch the gradients of what trains wait, whole, in their process."""
+    """Let gradients stay whole in their process until the window's last micro-batch, which reduce-scatters them."""
     total.set_requires_gradient_sync(last)  # type: ignore[operator]
     return contextlib.nullcontext()
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step sends: weights to each micro-batch's two passes, gradients of what trains once."""
-    memory = facts(recipe, shape, T4)  # the same bytes on any card
+    """Return what an optimizer step sends: weights for both passes of each micro-batch, trained gradients once."""
+    memory = facts(recipe, shape, T4)  # any card would do: these bytes are the same on all
     whole = gathered(memory, processes)
     mine = recipe.tricks.gradient_accumulation // processes
     each = whole.blocks // shape.layers
-    # Those that the gradient reaches, and one more, which is fetched ahead whether it is needed or not.
+    # The backward pass gathers the blocks that it reaches, and one more, which FSDP prefetches whether or not it is
+    # needed.
     reached = min(memory.learning_blocks + 1, shape.layers)
     gradients = whole.blocks_gradients // shape.layers
     calls = (

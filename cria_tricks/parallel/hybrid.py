@@ -1,15 +1,17 @@
-r"""Data x tensor x pipeline: processes as a cube. Each axis divides something else: rows, matrices, blocks.
+r"""Data x tensor x pipeline: the processes form a cube, whose three axes divide the rows, the matrices and the blocks.
 
-Saves    of L blocks' weights, gradients and optimizer states L / S blocks a process, and 1 / M of each matrix in them;
+Saves    weights, gradients and optimizer states: a process has L / S of the L blocks, and 1 / M of each matrix in them;
          time: the N groups of S M processes share a step's micro-batches                             [bytes, seconds]
-Costs    tensor parallelism's sums in every block, a pipeline's idle slots, one sum of each process's own gradients; a
-         pipeline's hidden states travel M times, once for each process of a stage
+Costs    tensor parallelism's sums in every block, a pipeline's idle slots, and once a step an all-reduce of each
+         process's own gradients; a pipeline's hidden states are sent M times, once by each process of a stage
 Claim    exact within rounding: losses and gradients are those of one process
 Needs    N x S x M processes, and what each axis needs: k divisible by N, k / N >= S, heads divisible by M, LoRA
 Breaks   what breaks one of the axes: packed weights, heads that do not divide, fewer micro-batches than stages
-Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3 (which axis how long: tensor within a machine, stages across)
-Ours     which processes share rows, blocks and matrices. Lesson 24 trains the tiny model so, and compares its losses
-         with those of one process: the trainer is the pipeline's, the matrices are cut as by parallel.strategy=tensor
+Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 3 (how long to make each axis: tensor within a machine, stages
+         across machines)
+Ours     which processes share rows, blocks and matrices. Lesson 24 trains the tiny model in this way, and compares its
+         losses with those of one process: the trainer is the pipeline's, the matrices are cut as by
+         parallel.strategy=tensor
 
 Shapes: a cube of (N, S, M) processes: N pipelines of S stages of M processes; k micro-batches a step.
 """
@@ -36,26 +38,27 @@ mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("data", "stage", "ten
 # torch.distributed.all_reduce(parameter.grad.to_local(), group=mesh.get_group("data"))
 """
 AXES = ("data", "stage", "tensor")
-"""From the outermost, whose processes may be far from each other, to the innermost: it sends most, and most often."""
+"""The axes, from the outermost, whose processes may be far apart, to the innermost, which sends most and most often."""
 
 
 def lines(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """The lines of the cube that a process stands in: with whom it shares rows, stages and matrices.
+    """Return the three lines of the cube that meet in a process: with whom it divides rows, blocks and matrices.
 
     Args:
-        rank: the process.
-        sizes: of the axes, from the outermost to the innermost.
+        rank: the rank of the process.
+        sizes: the length of each axis, from the outermost to the innermost.
 
     Returns:
-        For each axis the processes that differ in nothing else.
+        For each axis the ranks of the processes that have the same place on all other axes, this process included.
 
     Examples:
         >>> lines(5, {"data": 2, "stage": 2, "tensor": 2})
         {'data': [1, 5], 'stage': [5, 7], 'tensor': [4, 5]}
     """
     found = dict[str, list[int]]()
-    step = 1
+    step = 1  # the distance between the ranks of two neighbours on this axis
     for axis, size in reversed(list(sizes.items())):
+        # rank // step % size is this process's place on the axis, so this goes back to place 0.
         first = rank - rank // step % size * step
         found[axis] = [first + place * step for place in range(size)]
         step *= size
@@ -65,14 +68,14 @@ def lines(rank: int, sizes: Mapping[str, int]) -> dict[str, list[int]]:
 def traffic(
     recipe: Recipe, shape: Shape, sizes: Mapping[str, int], stage: int = 0, tokens: int | None = None
 ) -> list[Call]:
-    """What a process of one stage sends in an optimizer step: along each axis its own.
+    """Return what a process of one stage sends in an optimizer step, along all axes.
 
     Args:
         recipe: what is trained, with LoRA on the blocks.
-        shape: the model's, whose blocks the stages share evenly.
-        sizes: of the cube's axes.
-        stage: which one.
-        tokens: of a row; ``data.max_length`` when left out.
+        shape: the shape of the model; its stages have the same number of blocks.
+        sizes: the length of each axis.
+        stage: the stage of the process.
+        tokens: the tokens of a row; ``data.max_length`` if left out.
     """
     k = recipe.tricks.gradient_accumulation // sizes["data"]
     tokens = tokens or recipe.data.max_length
@@ -81,6 +84,7 @@ def traffic(
     group = sizes["tensor"]
     calls = [*tensor.traffic(here, part, group), *pipeline.traffic(here, shape, sizes["stage"], stage)]
     if stage > 0 and not recipe.tricks.gradient_checkpointing:
+        # tensor.traffic assumes that the input of the first block needs no gradient. That of a later stage does.
         why = "the gradient of the first q, k and v's input, for the stage before"
         calls.append(Call("all_reduce", pipeline.hidden_bytes(here, shape, tokens), 3 * k, group, why))
     calls.append(Call("all_reduce", 8, 1, group, "the square of the norm of its pieces"))

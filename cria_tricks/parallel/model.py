@@ -1,14 +1,14 @@
 r"""Model parallelism (a device map): the blocks lie on several cards, and one process runs them one after the other.
 
-Saves    weights and what blocks keep: each card holds its own blocks only           [bytes]
+Saves    weights and saved activations: each card holds only those of its own blocks           [bytes]
 Costs    (N - 1) / N of the cards' time: while a card computes, all others wait
 Claim    exact: the same operations in the same order
 Needs    two cards in one process
-Breaks   hope for speed: two cards take as long as one, and a little longer for what travels between them. Kaggle's two
-         T4s are faster with a process each (ddp) as soon as one card holds the run
+Breaks   the hope for speed: two cards take as long as one, and a little longer to send activations to each other.
+         Kaggle's two T4s are faster with one process each (ddp), if one card can hold the run
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2 (why partitioned layers alone leave cards idle)
-Ours     25 lines: two processes hold half of the layers each and send activations there and gradients back. The switch
-         gives from_pretrained a device map
+Ours     25 lines: two processes hold half of the layers each, and send activations forward and gradients back. The
+         switch gives from_pretrained a device map
 
 Shapes: activations (B, T, D) cross each of N - 1 borders, and their gradients come back.
 """
@@ -41,14 +41,14 @@ model = AutoModelForCausalLM.from_pretrained(base, device_map="balanced")
 def one_after_the_other(
     layers: torch.nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Run a model whose first layers are in process 0, the next in process 1, and so on; then its backward pass.
+    """Run forward and backward through a model whose first layers are in process 0, the next ones in 1, and so on.
 
-    At any moment one process computes and the others wait: for their input first, for their gradient later.
+    At any moment one process computes and the others wait: first for their input, later for their gradient.
 
     Args:
-        layers: of this process.
-        x: the model's input in the first process; in the others an empty tensor of their input's shape.
-        loss: from the last layers' result, called by the last process.
+        layers: the layers of this process.
+        x: the model's input in the first process; in the others an empty tensor with the shape of their input.
+        loss: maps the output of the last layers to the loss; only the last process calls it.
 
     Returns:
         The loss in the last process, a zero in the others.
@@ -75,7 +75,7 @@ def one_after_the_other(
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Spread the blocks over the cards of this machine."""
+    """Divide the blocks among the cards of this machine."""
     if processes > 1:
         raise BadInput(
             f"parallel.strategy=model with {processes} processes: it is one process with several cards; start one, or "
@@ -92,15 +92,15 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Nothing: the model was loaded where it belongs."""
+    """Return the model as it is: each block was loaded onto its card."""
     return total
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Nothing: one process sees all rows."""
+    """Return an empty context: a single process has all rows, so no gradients are exchanged."""
     return contextlib.nullcontext()
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """Nothing between processes, as there is one. Between its cards (B, T, D) crosses each border, there and back."""
+    """Return no calls, because there is one process; between its cards, (B, T, D) is copied forward and back."""
     return []

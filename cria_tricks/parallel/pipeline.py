@@ -1,18 +1,19 @@
 r"""Pipeline parallelism, 1F1B: each process has some of the blocks, and micro-batches follow one another through them.
 
-Saves    weights, gradients and optimizer states: L blocks -> L / S a process, beside the embedding on the first and the
-         head on the last                                                                            [bytes]
-Costs    idle time: (S - 1) / (k + S - 1) of every stage's step, if all stages take equally long; where they do not, all
-         wait for the slowest. B T D numbers sent on per micro-batch, and as many gradients back; padding to one length
+Saves    weights, gradients and optimizer states: L blocks -> L / S a process, besides the embedding on the first and
+         the head on the last                                                                        [bytes]
+Costs    idle time: (S - 1) / (k + S - 1) of every stage's step, if all stages take equally long; if not, all wait for
+         the slowest. Each stage sends B T D numbers per micro-batch to the next, and gets as many gradients back;
+         padding to one length
 Claim    exact within rounding: losses, gradients and the adapter are those of one process
 Needs    at least S micro-batches a step (k >= S); rows of one length, so all are padded to the longest; LoRA; room for
          the whole model in every process while it loads
-Breaks   trained embeddings that are tied to the head, as both ends would have to add up their gradients: full
-         fine-tuning is refused. A mean of the micro-batches' means, which torch takes unless scale_grads=False
+Breaks   trained embeddings that are tied to the head, because first and last stage would have to add up their
+         gradients: full fine-tuning is refused. Without scale_grads=False torch takes a mean of micro-batch means
 Sources  Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2 (1F1B with a flush, and its bubble); Huang et al. 2018,
          arXiv:1811.06965, sec. 2.2 (GPipe: all forward, then all backward)
-Ours     the order of a stage's passes, and a step over plain sends and receives. The switch takes torch's Schedule1F1B,
-         in the shared trainer; from its first step on it holds a receive buffer each way for all k micro-batches
+Ours     the order of a stage's passes, and a step over plain sends and receives. The switch runs torch's Schedule1F1B
+         in the shared trainer; from its first step on it holds receive buffers for all k micro-batches, both ways
 
 Shapes: S stages, k micro-batches of (B, T), hidden states (B, T, D), L blocks.
 """
@@ -57,14 +58,14 @@ NOT_LORA = {
     "prompt_tuning": "only the first stage would train, and rows would grow in all",
     "side_network": "only the last stages would train",
 }
-"""Why ``tricks.peft`` must be ``lora``."""
+"""Value of ``tricks.peft`` -> why a pipeline refuses it; only ``lora`` works."""
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """The order of a stage's passes (Narayanan et al., sec. 2.2, fig. 4, top).
+    """Return the order of a stage's passes in 1F1B (Narayanan et al., sec. 2.2, fig. 4, top).
 
-    Warm-up: as many forward passes as there are stages behind it. Then one forward, one backward, in turn. At the end
-    the backward passes that are left. So never more than ``stages - stage`` micro-batches are under way in a stage.
+    First come as many forward passes as there are later stages (the warm-up), then one forward and one backward pass in
+    turn, and at last the remaining backward passes. So at most ``stages - stage`` micro-batches are under way at once.
 
     Examples:
         >>> "".join(what for what, _ in one_forward_one_backward(0, 3, 5))
@@ -77,7 +78,10 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """All forward passes, then all backward passes (Huang et al., sec. 2.2): every micro-batch is under way at once."""
+    """Return a stage's passes in GPipe (Huang et al., sec. 2.2): all forward passes, then all backward passes.
+
+    So all micro-batches are under way at once.
+    """
     return [(what, number) for what in "FB" for number in range(micro_batches)]
 
 
@@ -88,21 +92,23 @@ def step(
     stages: int,
     hidden: torch.Tensor,
 ) -> int:
-    """One stage's step: its passes in their order, over plain sends and receives. Process ``stage`` must run it.
+    """Run all passes of one stage in a step, over plain sends and receives. The process of rank ``stage`` calls this.
 
     Args:
-        run: from what came in, shape (B, T, D), and a micro-batch's number to what goes out. Nothing comes into the
-            first stage, which has the rows; what comes out of the last is the micro-batch's share of the loss.
+        run: the forward pass of the stage: maps its input (B, T, D) and the number of the micro-batch to its output.
+            The first stage gets ``None`` and takes its rows itself. The last one returns the micro-batch's share of
+            the loss.
         passes: from :func:`one_forward_one_backward` or :func:`gpipe`.
-        stage: this one's number.
-        stages: how many there are.
-        hidden: a tensor with the shape, dtype and device of what goes from stage to stage.
+        stage: the number of this stage.
+        stages: the number of stages.
+        hidden: a tensor with the shape, dtype and device of the hidden states between two stages.
 
     Returns:
-        The most micro-batches that were under way at once. Gradients are in ``.grad``, added up.
+        The most micro-batches that were under way at once. The summed gradients are in ``.grad``.
     """
     first = stage == 0
     last = stage == stages - 1
+    # micro-batch -> its input and output, from its forward to its backward pass
     kept: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
     sent: list[tuple[Any, torch.Tensor]] = []
     most = 0
@@ -113,7 +119,7 @@ def step(
         return found
 
     def send(tensor: torch.Tensor, to: int) -> None:
-        # Not dist.send: it waits until the other side receives, and that may itself be waiting in a send to this one.
+        # Not dist.send: it waits until the other side receives, and the other side may wait in a send to this process.
         sent.append((dist.isend(tensor, to), tensor))
 
     for what, number in passes:
@@ -135,9 +141,10 @@ def step(
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of its step that a stage has nothing to do: S - 1 of k + S - 1 slots, in 1F1B and in GPipe alike.
+    """Return the share of a step in which a stage is idle: S - 1 of k + S - 1 slots, in 1F1B and in GPipe alike.
 
-    Narayanan et al. give the same bubble over the time that is worked, (S - 1) / k.
+    A slot is the time of one micro-batch in one stage, forward and backward. Narayanan et al. divide the same idle time
+    by the working time instead, so their bubble is (S - 1) / k.
 
     Examples:
         >>> bubble(4, 12)
@@ -147,7 +154,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Give each pipeline its share of every window of micro-batches, and let it take all of them at once."""
+    """Divide the micro-batches of each window among the pipelines; a pipeline gets its share of a step at once."""
     several("pipeline", processes)
     pipelines = recipe.parallel.pipelines
     stages = processes // pipelines
@@ -185,11 +192,11 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Leave of a model this process's stage, in place.
+    """Remove from a model, in place, all weights that this process's stage does not need.
 
     Args:
-        total: from a micro-batch to the sum of its losses; holds the model.
-        plan: says how many blocks each stage has.
+        total: holds the model, and maps a micro-batch to the sum of its losses.
+        plan: the plan, which says how many blocks each stage has.
         world: the processes.
     """
     model: Any = total.model
@@ -198,22 +205,22 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Nothing: the schedule takes a whole window, and sums gradients after it."""
+    """Return an empty context: the schedule runs a whole window, and the gradients are summed after it."""
     return contextlib.nullcontext()
 
 
 def traffic(
     recipe: Recipe, shape: Shape, processes: int, stage: int = 0, tokens: int | None = None, shares: int = 1
 ) -> list[Call]:
-    """What one stage sends in an optimizer step, but for the first: before it, torch asks all stages for their shapes.
+    """Return what one stage sends in an optimizer step. The first step sends more: torch exchanges shapes before it.
 
     Args:
-        recipe: ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` of them.
-        shape: the model's.
-        processes: stages.
-        stage: which one.
-        tokens: of a row, as all are padded to the longest; ``data.max_length`` when left out.
-        shares: pipelines that share the micro-batches.
+        recipe: ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` micro-batches a step.
+        shape: the model's shape.
+        processes: the number of stages, one process each.
+        stage: the number of this stage.
+        tokens: the tokens of a row; all are padded to the longest. ``data.max_length`` if left out.
+        shares: the number of pipelines that share the micro-batches.
     """
     hidden = hidden_bytes(recipe, shape, tokens or recipe.data.max_length)
     k = recipe.tricks.gradient_accumulation // shares
@@ -231,5 +238,5 @@ def traffic(
 
 
 def hidden_bytes(recipe: Recipe, shape: Shape, tokens: int) -> int:
-    """Of a micro-batch's hidden states between two blocks, B T D numbers."""
+    """Return the size of a micro-batch's hidden states between two blocks, B T D numbers [bytes]."""
     return recipe.train.batch_size * tokens * shape.width * folds.work(recipe, shape, T4).hidden_itemsize

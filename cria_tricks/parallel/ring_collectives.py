@@ -1,4 +1,4 @@
-"""Collectives from scratch: an all-reduce as a ring of N processes, in two halves."""
+"""Show an all-reduce from scratch: N processes form a ring, and run a reduce-scatter and then an all-gather."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Add a tensor up over all processes, in place, with nothing but sends and receives.
+    """Sum a tensor over all processes, in place, with nothing but sends and receives.
 
-    Every process sends 2 (N - 1) / N of the tensor, contiguous, of any shape, the same everywhere.
+    The tensor is contiguous, of the same shape in all processes. Each process sends 2 (N - 1) / N of its bytes.
     """
     pieces = list(tensor.view(-1).tensor_split(dist.get_world_size()))
     ring_reduce_scatter(pieces)
@@ -17,9 +17,10 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 
 
 def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
-    """N - 1 times: send a piece to the right, and add what comes from the left to one's own.
+    """Sum each piece over all processes, so that process r ends up with the sum of piece r + 1 (mod N), in place.
 
-    The sum of a piece goes round and grows. At the end piece r + 1 of process r is complete, of N, in place.
+    This takes N - 1 steps. In each one, process r sends one piece to process r + 1 and adds the piece that it receives
+    from process r - 1 to its own. So the partial sum of a piece travels around the ring and grows.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -32,7 +33,10 @@ def ring_reduce_scatter(pieces: Sequence[torch.Tensor]) -> None:
 
 
 def ring_all_gather(pieces: Sequence[torch.Tensor]) -> None:
-    """N - 1 times: send on the complete piece that came last; the first is one's own, r + 1."""
+    """Copy the sums of all pieces to all processes, in place, after :func:`ring_reduce_scatter`.
+
+    In each of N - 1 steps, a process sends on the sum that it received last; in the first step, that of piece r + 1.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     for step in range(size - 1):
@@ -40,9 +44,10 @@ def ring_all_gather(pieces: Sequence[torch.Tensor]) -> None:
 
 
 def _exchange(to_the_right: torch.Tensor, from_the_left: torch.Tensor) -> None:
+    """Send one tensor to process r + 1, and receive another from process r - 1."""
     rank = dist.get_rank()
     size = dist.get_world_size()
-    # Both at once: if all processes first sent and then received, none would ever receive.
+    # Both at once: if all processes sent first, each would wait forever for the next one to receive.
     send = dist.P2POp(dist.isend, to_the_right, (rank + 1) % size)
     receive = dist.P2POp(dist.irecv, from_the_left, (rank - 1) % size)
     for work in dist.batch_isend_irecv([send, receive]):

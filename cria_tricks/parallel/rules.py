@@ -1,4 +1,4 @@
-"""What several strategies ask of a recipe."""
+"""Refuse recipes that do not fit a parallel strategy: the rules that several strategies share."""
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
@@ -6,10 +6,10 @@ from cria_tricks.step_plan import Plan
 
 
 def several(strategy: str, processes: int) -> None:
-    """Refuse a single process.
+    """Refuse a run of a single process.
 
     Raises:
-        BadInput: saying how to start more.
+        BadInput: says how to start several.
     """
     if processes < 2:
         raise BadInput(
@@ -19,7 +19,12 @@ def several(strategy: str, processes: int) -> None:
 
 
 def share_window(plan: Plan, recipe: Recipe, shares: int) -> Plan:
-    """Give each share of the rows its part of every window of micro-batches, so that a step's rows stay the same.
+    """Divide the micro-batches of each accumulation window, so that an optimizer step still trains on the same rows.
+
+    Args:
+        plan: the plan for one process; its accumulation steps are divided.
+        recipe: the recipe; ``tricks.gradient_accumulation`` is the window of all processes together.
+        shares: the number of data-parallel ranks.
 
     Raises:
         BadInput: if the window cannot be divided evenly.
@@ -36,7 +41,7 @@ def share_window(plan: Plan, recipe: Recipe, shares: int) -> Plan:
 
 
 def _same_step(rows: int, window: int, shares: int) -> str:
-    """A setting that leaves a step's rows as they are, if there is one."""
+    """Suggest settings with as many rows in a step, for a message; empty if a step has too few rows for all shares."""
     all_rows = rows * window
     for smaller in range(min(rows, all_rows // shares), 0, -1):
         if all_rows % (smaller * shares) == 0:
@@ -45,16 +50,16 @@ def _same_step(rows: int, window: int, shares: int) -> str:
 
 
 def refuse(recipe: Recipe, field: str, values: tuple[object, ...], why: str) -> None:
-    """Refuse a trick beside the strategy.
+    """Refuse a trick that does not work together with the strategy.
 
     Args:
-        recipe: what is wanted.
-        field: of ``recipe.tricks``.
-        values: that do not work.
-        why: the reason and what to use, after a colon.
+        recipe: the recipe to check.
+        field: a field of ``recipe.tricks``.
+        values: the values of this field that do not work.
+        why: the reason and what to use instead, as the end of the message.
 
     Raises:
-        BadInput: if the trick is on.
+        BadInput: if the field has one of these values.
     """
     if (value := getattr(recipe.tricks, field)) in values:
         shown = str(value).lower() if isinstance(value, bool) else value

@@ -1,8 +1,9 @@
-"""The strategies by which several processes share a run, and two that put several of them together.
+"""List the strategies by which several processes share a run, and two more that combine several strategies.
 
-Each module opens with a card of eight lines, states its ``CLAIM``, and holds a from-scratch reference over plain
-collectives, ``switch_on(plan, recipe, processes) -> Plan``, ``spread(total, plan, world) -> module`` and
-``traffic(recipe, shape, processes) -> list[Call]``.
+The module of a strategy begins with a card of eight lines, states its ``CLAIM``, and holds a from-scratch reference
+over plain collectives. Its functions are ``switch_on(plan, recipe, processes) -> Plan``, which changes the plan;
+``spread(total, plan, world) -> module``, which wraps or cuts the model; ``window(total, world, last)``, the context of
+one micro-batch; and ``traffic(recipe, shape, processes) -> list[Call]``, what an optimizer step sends.
 """
 
 from dataclasses import replace
@@ -17,37 +18,39 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
 STRATEGIES: dict[str, ModuleType] = {
-    # The rows are shared, the model is whole in each process ...
+    # Each process has the whole model, and its own share of the rows.
     "ddp": ddp,
-    # ... or in pieces of which none computes with another's rows ...
+    # Each process stores a shard of the model and gathers one block at a time; it has its own share of the rows.
     "fsdp": fsdp,
-    # ... or its matrices are shared, and the rows are the same.
+    # The processes divide the matrices of each block, and all of them have the same rows.
     "tensor": tensor,
+    # The processes of a group divide the matrices, and each group has its own share of the rows.
     "ddp_tensor": ddp_tensor,
-    # One process, several cards.
+    # A single process divides the blocks among several cards.
     "model": model,
-    # Each process has some of the blocks, and rows follow one another through all.
+    # Each process has some of the blocks, and every micro-batch passes through all processes.
     "pipeline": pipeline,
 }
-"""What ``parallel.strategy`` can be."""
+"""The values of ``parallel.strategy`` except ``none``, and their modules."""
 
 ELASTIC = ("ddp", "fsdp")
-"""Strategies for any number of processes that divides a step's micro-batches, one included."""
+"""Strategies that run with every number of processes that divides the micro-batches of a step, also with one."""
 
 BESIDE: tuple[ModuleType, ...] = (data_pipeline, hybrid)
-"""Strategies that are no value of ``parallel.strategy``: one is a setting of another, one runs in a lesson only."""
+"""Strategies that are not values of ``parallel.strategy``: the first one is ``pipeline`` with the setting
+``parallel.pipelines``, and the second runs only in a lesson."""
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Write a recipe's strategy into its plan.
+    """Apply the strategy of a recipe to its plan.
 
     Args:
-        plan: with all tricks in it.
-        recipe: what is wanted.
-        processes: of the run.
+        plan: the plan, to which all tricks have been applied.
+        recipe: the recipe.
+        processes: the world size of the run.
 
     Raises:
-        BadInput: for a strategy that does not fit the processes or the tricks, with the reason and what to use.
+        BadInput: if the strategy does not fit the processes or the tricks; it gives the reason and what to use.
     """
     strategy = recipe.parallel.strategy
     if strategy == "none":
@@ -58,23 +61,24 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
             )
         return plan
     if processes == 1 and strategy in ELASTIC and numbers.launched():
-        return plan  # of machines that come and go one is left: the run of one process
+        return plan  # an elastic run with one process left is a run without a strategy
     return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """Say what one process sends in an optimizer step; in a pipeline, one of the stages that send most.
+    """Return the collectives of one process in an optimizer step; in a pipeline, of a stage that sends most.
 
     Args:
-        recipe: what is wanted; its strategy decides.
-        shape: of the model.
-        processes: of the run.
+        recipe: the recipe; it names the strategy.
+        shape: the model's shape.
+        processes: the world size of the run.
     """
     strategy = recipe.parallel.strategy
     pipelines = recipe.parallel.pipelines
     if strategy != "pipeline":
         return STRATEGIES[strategy].traffic(recipe, shape, processes)
-    inner = min(1, processes // pipelines - 2)  # of three stages and more, those between the ends send both ways
+    # Stage 0 if there are two stages. If there are more, stage 1, which sends in both directions.
+    inner = min(1, processes // pipelines - 2)
     if pipelines > 1:
         return data_pipeline.traffic(recipe, shape, processes, pipelines, inner)
     return pipeline.traffic(recipe, shape, processes, inner)

@@ -1,15 +1,16 @@
 r"""Tensor parallelism: every process computes a part of each block's matrices, for the same rows.
 
-Saves    weights of the blocks' matrices, and what is wide inside a block (heads, MLP): 1 / N in a process  [bytes]
-Costs    sums of (B, T, D) in every block, forward and backward, for each of which all processes wait: over PCIe
-         little is gained, over a network much lost. Embedding, norms, head and the residual stream are whole everywhere
+Saves    weights of the blocks' matrices, and the wide activations inside a block (heads, MLP): 1 / N of each in a
+         process  [bytes]
+Costs    all-reduces of (B, T, D) in every block, forward and backward, and all processes wait for each of them: little
+         is gained over PCIe, much is lost over a network. Embedding, norms, head and residual stream are whole in all
 Claim    exact within rounding: the sums over a matrix's inputs are added up in another order
 Needs    heads, key heads and the MLP's width divisible by N; dropout 0 for the same losses as one process
 Breaks   int8 and 4-bit weights, whose packed bytes are no rows and columns (refused); models whose heads do not divide
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 3 (columns, then rows; the operators f and g)
-Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch takes torch's parallelize_module
-         with a plan that knows peft's LoRA. Our plan cuts matrix by matrix, so the input's gradient is summed 5 times
-         a block; with an input that q, k and v share, and one that gate and up share, it would be twice, as with f
+Ours     30 lines: f and g, and an MLP of one column and one row matrix. The switch calls torch's parallelize_module
+         with a plan that knows peft's LoRA. Our plan cuts matrix by matrix, so gradients of inputs are summed 5 times a
+         block: for q, k, v, gate and up. With f there are 2 sums, as q, k, v share an input, and gate and up another
 
 Shapes: activations (B, T, D); a column matrix (F / N, D), a row matrix (D, F / N); LoRA A (r, D_in), B (D_out, r).
 """
@@ -48,53 +49,53 @@ for block in model.model.layers:
     parallelize_module(block.mlp, mesh, parts)
 """
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Matrices whose outputs are divided: heads and the MLP's inside stay in their process."""
+"""Column-parallel matrices: their outputs are divided, so a process has some heads and a part of the MLP's inside."""
 ROWS = ("o_proj", "down_proj")
-"""Matrices whose inputs are: what they make is summed."""
+"""Row-parallel matrices: their inputs are divided, so the outputs of all processes are summed."""
 
 
 class Copied(torch.autograd.Function):
-    """Megatron's f: forward nothing; backward the gradients of all parts are summed, as all used the same input."""
+    """Megatron's f: the identity forward; a sum over the processes backward, because they all used the same input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """(..., D), the same in all processes."""
+        """Return x, of shape (..., D), which is the same in all processes."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """(..., D)."""
+        """Sum the gradients of all processes, of shape (..., D)."""
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total
 
 
 class Summed(torch.autograd.Function):
-    """Megatron's g: forward the parts are summed; backward nothing, as all parts have the sum's gradient."""
+    """Megatron's g: a sum over the processes forward; the identity backward, as each part has the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
-        """(..., D), a part of the sum in each process."""
+        """Sum the parts of all processes, of shape (..., D)."""
         total = part.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """(..., D)."""
+        """Return the gradient of the sum, of shape (..., D)."""
         return gradients[0]
 
 
 def mlp(x_BTD: torch.Tensor, up_FD: torch.Tensor, down_DF: torch.Tensor) -> torch.Tensor:
-    """An MLP of two matrices, in two halves that meet once: down(gelu(up(x))).
+    """Compute an MLP of two matrices, down(gelu(up(x))), of which each process computes 1 / N, with one sum at the end.
 
-    Sec. 3: the first matrix is cut by its outputs, so each process can apply the nonlinearity to its own; the second by
-    its inputs, so that what is to be exchanged is one sum.
+    Sec. 3: the first matrix is cut by its outputs, so each process can apply the nonlinearity to its own outputs. The
+    second is cut by its inputs, so the processes need to exchange only one sum.
 
     Args:
-        x_BTD: the same in all processes.
-        up_FD: the whole matrix; this process uses F / N of its rows, which are outputs.
-        down_DF: the whole; F / N of its columns, which are inputs.
+        x_BTD: the input, the same in all processes.
+        up_FD: the whole first matrix; this process uses F / N of its outputs (dimension 0).
+        down_DF: the whole second matrix; this process uses F / N of its inputs (dimension 1).
     """
     size = dist.get_world_size()
     rank = dist.get_rank()
@@ -105,17 +106,17 @@ def mlp(x_BTD: torch.Tensor, up_FD: torch.Tensor, down_DF: torch.Tensor) -> torc
 
 
 def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
-    """Share the blocks' matrices; each process reads all rows."""
+    """Divide the blocks' matrices among the processes; every process trains on all rows."""
     several(recipe.parallel.strategy, processes)
     refuse_unsplittable(recipe)
     return plan.with_("parallel", strategy="tensor", data=1)
 
 
 def refuse_unsplittable(recipe: Recipe) -> None:
-    """Refuse what cannot be cut into rows and columns.
+    """Refuse tricks that do not work with matrices that are cut by their inputs or outputs.
 
     Raises:
-        BadInput: naming the trick, and what to use.
+        BadInput: names the trick, and what to use instead.
     """
     use = "use parallel.strategy=ddp, or fsdp, which shards the bytes as they are"
     refuse(recipe, "quantization", ("nf4", "fp4", "int8"), f"packed weights have no rows and columns to share; {use}")
@@ -134,13 +135,14 @@ def refuse_unsplittable(recipe: Recipe) -> None:
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Cut the blocks' matrices in place, those of LoRA with them.
+    """Cut the blocks' matrices in place, and LoRA's matrices with them.
 
-    Of a column matrix LoRA's B is cut and A is whole, as they share the input; of a row matrix A is cut and B is whole.
+    Beside a column-parallel matrix LoRA's B is cut and A is whole, because every process has the whole input. Beside a
+    row-parallel matrix A is cut and B is whole.
 
     Args:
-        total: from a micro-batch to the sum of its losses; holds the model.
-        plan: not needed here.
+        total: holds the model, and maps a micro-batch to the sum of its losses.
+        plan: not used here.
         world: the processes.
     """
     assert world.mesh is not None
@@ -149,7 +151,7 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """Nothing: each process has seen all rows."""
+    """Return an empty context: every process trains on all rows, so no gradients are averaged."""
     return contextlib.nullcontext()
 
 
@@ -157,8 +159,8 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
     """Cut the matrices of a model's blocks in place, peft's LoRA matrices with them.
 
     Args:
-        model: of transformers, with or without peft; its parameters must be the same in all processes.
-        mesh: one dimension of a ``DeviceMesh``.
+        model: a transformers model, with or without peft; its parameters must be the same in all processes.
+        mesh: the dimension of a ``DeviceMesh`` along which to cut.
     """
     # DTensor takes half a second to import, and only a run over several cards needs it.
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -169,23 +171,26 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
             continue
         style: Any
         style, adapter = (ColwiseParallel, "lora_B") if kind in COLUMNS else (RowwiseParallel, "lora_A")
+        # peft keeps the original matrix of a wrapped linear as its base_layer.
         parts: Any = {"base_layer": style(), f"{adapter}.default": style()}
         parallelize_module(module, mesh, parts if hasattr(module, "base_layer") else style())
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """What an optimizer step sends, for rows of full length: it is the same on every link and for every N."""
+    """Return the all-reduces of an optimizer step, for rows of full length; they are the same for every N."""
     tricks = recipe.tricks
+    # n: tokens of a micro-batch. again: how often a block runs forward. wide: sums behind o and down, in each block.
     n = recipe.train.batch_size * recipe.data.max_length
-    memory = facts(recipe, shape, T4)  # the same bytes an element on any card
+    memory = facts(recipe, shape, T4)  # any card would do: these item sizes are the same on all
     adapted = work(recipe, shape, T4).adapted
     thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
     again = 1 + tricks.gradient_checkpointing
-    # What makes the last matrix again may stop before its sum, unless an adapter beside it is still to be made.
+    # Recomputing a block stops at its last saved tensor. That is before the sum behind down_proj, unless an adapter
+    # beside it comes later.
     wide = 2 * again - (tricks.gradient_checkpointing and "down_proj" not in adapted)
     back = len(COLUMNS) * shape.layers
     if adapted and not tricks.gradient_checkpointing:
-        back -= 3  # nobody asks for the gradient of the embedding, which is the first block's q, k and v's input
+        back -= 3  # the first block's q, k and v have the frozen embedding as input, which needs no gradient
     steps = tricks.gradient_accumulation
     r = recipe.lora.r
     product = memory.product_itemsize

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline does what, if nothing has to travel, and how much of its time it does nothing."""
+"""Compute when each stage of a pipeline runs which pass, if sending takes no time, and how long the stages are idle."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,7 +9,7 @@ Pass = tuple[str, int]
 
 
 class Slot(NamedTuple):
-    """One pass in a timetable: ``F`` or ``B``, of which micro-batch, from when to when."""
+    """One pass of a stage: forward (``"F"``) or backward (``"B"``), of which micro-batch, from when to when."""
 
     what: str
     number: int
@@ -18,19 +18,21 @@ class Slot(NamedTuple):
 
 
 def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: float = 2.0) -> list[list[Slot]]:
-    """When each stage does what, if every pass begins as soon as it can and nothing has to travel.
+    """Return the slots of each stage, if every pass begins as soon as it can and sending takes no time.
 
     Args:
         orders: each stage's passes, e.g. ``[one_forward_one_backward(s, 4, 8) for s in range(4)]``.
-        forward: what a forward pass takes.
-        backward: what a backward pass takes; a gradient for the input and one for the weights make it about twice.
+        forward: the duration of a forward pass, in any unit of time.
+        backward: the duration of a backward pass; it takes about twice as long, because it computes two gradients, one
+            for the input and one for the weights.
     """
-    done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> when
+    done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> its end
     slots: list[list[Slot]] = [[] for _ in orders]
     while any(len(mine) < len(order) for mine, order in zip(slots, orders, strict=True)):
         before = len(done)
         for stage, order in enumerate(orders):
             for what, number in order[len(slots[stage]) :]:
+                # The stage whose result this pass needs; out of range if it needs none.
                 source = stage - 1 if what == "F" else stage + 1
                 if 0 <= source < len(orders) and (what, number, source) not in done:
                     break
@@ -43,7 +45,7 @@ def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: 
 
 
 def idle_share(slots: Sequence[Sequence[Slot]]) -> float:
-    """The part of all stages' time, from the first pass to the last, in which they do nothing."""
+    """Return the share of their time that all stages together are idle, from the first pass to the last."""
     every = list(chain.from_iterable(slots))
     span = max(slot.end for slot in every) - min(slot.begin for slot in every)
     return 1 - sum(slot.end - slot.begin for slot in every) / (span * len(slots))

@@ -1,4 +1,4 @@
-"""What ``cria plan`` and ``cria_tricks.plan`` answer: the bill of a recipe on a card, as typed data and as text."""
+"""Define the answer of ``cria plan`` and ``cria_tricks.plan``: the bill of a recipe on a card, as data and as text."""
 
 import io
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ class _Frozen(BaseModel):
 
 
 class BillRow(_Frozen):
-    """One line of the bill [bytes], and why it is there."""
+    """One line of the bill: its name, its bytes, and why it is there."""
 
     name: str
     bytes: int
@@ -22,7 +22,11 @@ class BillRow(_Frozen):
 
 
 class Suggestion(_Frozen):
-    """A toggle that would lower the peak: what to set, the new peak [bytes], and the time against before [ratio]."""
+    """A toggle that would lower the peak: what to set, the new peak [bytes], and whether the run would fit then.
+
+    ``slowdown`` is the time of a token with the toggle, divided by the time without it [ratio]; ``None`` if the card's
+    rates are not known.
+    """
 
     set: str
     peak_bytes: int
@@ -32,7 +36,12 @@ class Suggestion(_Frozen):
 
 
 class Comparison(_Frozen):
-    """The peak [bytes] without and with one toggle, over the toggles ``beside`` it."""
+    """The peak [bytes] without (``before_bytes``) and with (``after_bytes``) one toggle.
+
+    ``beside`` lists, in ``PlanAnswer.alone``, the other toggles that were on because this one needs them; in
+    ``PlanAnswer.removed``, the toggles that were switched off together with this one, because they need it.
+    ``slowdown`` is as in :class:`Suggestion`.
+    """
 
     set: str
     beside: list[str]
@@ -43,7 +52,7 @@ class Comparison(_Frozen):
 
 
 class Rung(_Frozen):
-    """A set of toggles: the bytes that it needs, and the time of a token [s] where the card's rates are known."""
+    """A set of toggles, the bytes that it needs, and the time of a token [s]; ``None`` if the rates are not known."""
 
     set: list[str]
     peak_bytes: int
@@ -72,26 +81,26 @@ class PlanAnswer(_Frozen):
         processes: how many there are.
         batch: rows of a micro-batch.
         tokens: tokens of the longest row.
-        mean_tokens: tokens of a row with its padding, in the mean, which times and prices are of.
-        data_rows: training rows that the lengths were read from; 0 for rows that are taken as full.
+        mean_tokens: mean number of tokens of a row, padding included; times and prices are estimated from it.
+        data_rows: the number of training rows whose lengths were read; 0 if all rows were assumed to be full.
         lengths: where the lengths come from, in one sentence.
-        capacity_bytes: what the card has.
+        capacity_bytes: the memory of the card.
         peak_bytes: the tensors of a step at its fullest moment; the sum of ``rows``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``rows`` and ``around``.
-        fits: whether ``needed_bytes`` are no more than ``capacity_bytes``.
-        context: tokens of the longest row that the model was made for; 0 if it is not known.
-        method: ``"closed_form"`` (by hand) or ``"dry_run"``.
-        rows: the bill.
-        around: what the card holds beside the tensors of a step.
-        seconds_per_step: of an optimizer step [s]; ``None`` for a card whose rates are not known.
+        fits: whether ``needed_bytes`` is at most ``capacity_bytes``.
+        context: the context length of the model, the longest row that it was made for [tokens]; 0 if it is not known.
+        method: how ``rows`` were computed: ``"closed_form"`` (formulas) or ``"dry_run"``.
+        rows: the lines of the bill.
+        around: what the card holds besides the tensors of a step, in lines like those of the bill.
+        seconds_per_step: the time of an optimizer step [s]; ``None`` for a card whose rates are not known.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
         suggestions: single toggles that would lower the peak, the smallest slowdown first.
         alone: what each toggle saves without the others.
-        removed: what would be lost by switching one off.
+        removed: what would be lost by switching off each toggle.
         ladder: the toggles added one after the other.
-        front: the toggle sets that no other set beats in both bytes and time; ``None`` when not asked for.
-        longest: the most tokens of a row that fit; ``None`` when not asked for.
-        prices: time and price on the rented machines that have this card and room for the run; ``None`` when not asked
+        front: the toggle sets that no other set beats in both bytes and time; ``None`` if not asked for.
+        longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
+        prices: time and price on the rented machines that have this card and room for the run; ``None`` if not asked
             for.
     """
 
@@ -123,7 +132,7 @@ class PlanAnswer(_Frozen):
     prices: list[Price] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer as plain data, as ``cria plan --json`` prints it; what was not asked for is left out."""
+        """Return the answer as plain data, as ``cria plan --json`` prints it, without what was not asked for."""
         return self.model_dump(exclude_unset=True)
 
     def show(self, screen: "Console") -> None:
@@ -142,7 +151,7 @@ class PlanAnswer(_Frozen):
 
 
 def _as_text(found: dict[str, Any]) -> str:
-    # As in PlanAnswer.show.
+    # Imported late for the same reason as in PlanAnswer.show.
     from rich.console import Console
 
     from cria_tricks.predict import plan_screen

@@ -1,6 +1,6 @@
-"""The kernels of a CUDA card, for fake tensors, which pretend to be on a CPU.
+"""Run the kernels of a CUDA card on fake tensors, which pretend to be on a CPU, so that a dry run counts their bytes.
 
-A count of live bytes sees each allocation of the card's kernels, but for the workspace inside of a single one.
+A count of live bytes then sees every tensor that these kernels allocate, but not the workspace inside a kernel.
 """
 
 import contextlib
@@ -21,16 +21,17 @@ from cria_tricks.tricks.activation_offload import Offloaded
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Let fake tensors on "cpu" take the kernels that real tensors take on a CUDA card.
+    """Patch the libraries so that fake tensors on "cpu" take the kernels that real tensors take on a CUDA card.
 
-    Attention takes the kernel that the card would pick, 8-bit products those of bitsandbytes for CUDA. What offload and
-    paging put outside of the card's memory becomes a meta tensor, which takes no memory.
+    Attention takes the kernel that the card would choose, and 8-bit products take bitsandbytes' kernels for CUDA. A
+    tensor that offload or paging would put outside the card's memory becomes a meta tensor, which is not counted.
 
     Args:
-        device: the card; on a CPU nothing is changed.
+        device: the card. For a CPU only the choice of the experts' kernel is patched.
     """
     patch = unittest.mock.patch.object
-    # Fake tensors know torch's product for all experts in bf16 only; a T4 has none, and takes transformers' own.
+    # torch's grouped product, one call for all experts, works on fake tensors only in bf16. A T4 does not have it, and
+    # takes transformers' fallback.
     at_once = patch(moe, "_can_use_grouped_mm", functools.partial(_experts_at_once, device))
     if device.kind != "cuda":
         with at_once:
@@ -38,8 +39,9 @@ def kernels_of(device: Device) -> Iterator[None]:
         return
     with (
         at_once,
-        # No TorchFunctionMode: it is off in backward passes, where checkpointed blocks run once more.
+        # Not a TorchFunctionMode: it is inactive in the backward pass, in which checkpointed blocks run once more.
         patch(F, "scaled_dot_product_attention", functools.partial(_attend, device)),
+        # bitsandbytes would choose its kernels for CPUs, because that is where fake tensors say they are.
         patch(bnb.autograd._functions, "MatMul8bitFp", bnb.autograd._functions.MatMul8bitLt),
         patch(bnb.functional, "int8_vectorwise_quant", _int8_vectorwise_quant),
         patch(torch.ops.bitsandbytes, "int8_mixed_scaled_mm", _int8_mixed_scaled_mm),
@@ -52,10 +54,11 @@ def kernels_of(device: Device) -> Iterator[None]:
 
 
 def _state_buffer(optimizer: Any, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    paged = optimizer.is_paged and weight.numel() >= 1e5  # bitsandbytes' own limit
+    """Make an optimizer state; a paged one is a meta tensor, because it does not take the card's memory."""
+    paged = optimizer.is_paged and weight.numel() >= 1e5  # bitsandbytes does not page smaller states
     where = "meta" if paged else weight.device
     state: Any = torch.zeros_like(weight, dtype=dtype, device=where)
-    state.is_paged = paged  # else bitsandbytes wants it beside the weight
+    state.is_paged = paged  # otherwise bitsandbytes refuses a state on another device than its weight
     return state
 
 
@@ -70,7 +73,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if torch.is_autocast_enabled("cpu"):  # attention is on its list: cast to 16 bits, and nothing inside is cast again
+    """Stand in for torch's ``scaled_dot_product_attention``: run the kernel that the card would choose."""
+    if torch.is_autocast_enabled("cpu"):  # as autocast does: cast the inputs of attention, and nothing inside it
         dtype = torch.get_autocast_dtype("cpu")
         query = query.to(dtype)
         key = key.to(dtype)
@@ -88,6 +92,7 @@ def _flash(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 def _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    # Only for a backward pass the kernel also returns the log-sum-exp of each line of scores.
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     bias = _added(attn_mask, query)
     if bias is not None:
@@ -102,29 +107,34 @@ def _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Turn a mask of booleans into numbers that a kernel adds to the scores, in the dtype of the queries."""
+    """Turn a boolean mask into numbers that a kernel adds to the scores, 0 or -inf, in the dtype of the queries."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
 
 
 _RUN = {"flash": _flash, "memory-efficient": _efficient, "math": _math}
+"""Name of a kernel, as ``kernel_for`` returns it -> the function that runs it."""
 
 
 def _experts_at_once(device: Device, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
+    """Tell whether one grouped product computes all experts; transformers asks this for each of its products."""
     return weight.dtype == torch.bfloat16 and (device.kind == "cpu" or device.capability >= (8, 0))
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Drop with a mask of one byte an element; a CPU keeps the mask in the dtype of the input."""
+    """Drop elements as CUDA does, with a mask of one byte each; on a CPU the mask has the dtype of the input."""
     if not training or p == 0:
         return x
     return torch.ops.aten.native_dropout(x, p, True)[0]
 
 
 def _int8_vectorwise_quant(x: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, ...]:
-    """Quantise to a byte an element; no number is known, so no column is taken for one with outliers."""
-    if threshold:
+    """Quantise to one byte an element, with a scale for each vector.
+
+    Fake tensors have no values, so no column is taken as one with outliers.
+    """
+    if threshold:  # the real kernel makes these tensors to find the outliers
         (x.abs() >= threshold).any()
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32), x.new_empty(0).long()
 
@@ -138,6 +148,7 @@ def _int8_mixed_scaled_mm(
     outliers: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply in 8 bits as on CUDA: sums in int32, dequantised to fp16, then cast; without outliers."""
     sums = torch.ops.bitsandbytes.int8_linear_matmul(codes, weight)  # int32
     out = torch.ops.bitsandbytes.int8_mm_dequant(sums, scales, weight_scales, dtype=torch.float16, bias=bias)
     return out.to(x.dtype), x.new_empty(0)

@@ -1,6 +1,7 @@
-"""A model that holds no bytes: what ``load`` would load, quantised and adapted by the same code, of fake tensors.
+"""Build the model that ``load`` would load, quantised and with its adapter, from fake tensors, which hold no data.
 
-It is built and edited on the meta device, where modules can be moved and cast, and handed over to a fake mode at last.
+The model is built and edited on the meta device, because modules can be moved and cast there. At the end fake tensors
+take the place of its meta tensors, because the dry run counts the bytes of fake tensors, and takes meta tensors as 0.
 """
 
 import copy
@@ -28,13 +29,13 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
 
     Args:
         plan: the plan that would run.
-        config: the model's config, of transformers; it is not changed.
-        fake: the mode that its tensors will belong to.
+        config: the model's config, from transformers; it is not changed.
+        fake: the fake mode to which the model's tensors will belong.
 
     Raises:
-        BadInput: if it is no decoder, or does not fit the plan.
+        BadInput: if the model is no decoder, does not fit the plan, or cannot be counted with flash_attention_2.
     """
-    # What flash-attn keeps is what torch's flash kernel keeps, and that one needs no package.
+    # Torch's own flash kernel stands in for flash-attn: it saves the same tensors, and needs no extra package.
     attention = plan.model["attn_implementation"].replace("flash_attention_2", "sdpa")
     name = config.name_or_path or config.model_type
     model = built_empty(plan, copy.deepcopy(config), name)
@@ -48,7 +49,7 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
         if plan.quantization:
             _quantise(model, plan)
         for edit in plan.after_load:
-            if edit != "compile_blocks":  # nobody could count inside of them
+            if edit != "compile_blocks":  # a dry run could not count the memory inside compiled blocks
                 model = EDITS[edit](model, plan)
     with fake:
         _hand_over(model)
@@ -58,11 +59,11 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
 
 
 def _quantise(model: Any, plan: Plan) -> None:
-    """Put empty layers of bitsandbytes into a meta model, as they are after they were loaded."""
+    """Replace the linear layers of a meta model by bitsandbytes' quantised ones, as they are after loading."""
     dtype = getattr(torch, plan.model["dtype"])
     quantization = BitsAndBytesConfig(**plan.quantization)
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantization)
-    # from_pretrained would set both; peft and transformers look at them.
+    # from_pretrained would set both flags, which peft and transformers read.
     model.is_loaded_in_4bit = quantization.load_in_4bit
     model.is_loaded_in_8bit = quantization.load_in_8bit
     for module in model.modules():
@@ -72,18 +73,19 @@ def _quantise(model: Any, plan: Plan) -> None:
             module.weight = _eight_bits(module)
         else:
             continue
-        if module.bias is not None:  # born in fp32
+        if module.bias is not None:  # the new layer has it in fp32; from_pretrained would load it in the model's dtype
             module.bias.data = module.bias.data.to(dtype)
 
 
 def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype) -> bnb.nn.Params4bit:
-    """Make a packed weight, two elements a byte, with its scales."""
+    """Make an empty 4-bit weight, with two elements in each byte, and the quantization state that holds its scales."""
     kind = quantization.bnb_4bit_quant_type
     double = quantization.bnb_4bit_use_double_quant
     elements = module.weight.numel()
     blocks = -(-elements // BLOCK)  # rounded up
     scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
-    if double:  # the scales are bytes, around a mean, and have scales of their own
+    # Double quantization: each scale is one byte, after their mean was subtracted, and has an fp32 scale of its own.
+    if double:
         scales = {
             "absmax": torch.empty(blocks, dtype=torch.uint8),
             "offset": torch.empty(()),
@@ -98,33 +100,42 @@ def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype
         dtype=dtype,
     )
     packed = torch.empty((elements + 1) // 2, 1, dtype=torch.uint8)
+    # False: it needs no gradient.
     return bnb.nn.Params4bit(
         packed, False, state, quant_type=kind, compress_statistics=double, module=module, bnb_quantized=True
     )
 
 
 def _scales_of(blocks: int) -> QuantState:
-    """Make the scales of the scales, after double quantization."""
+    """Make the state of quantised scales: one fp32 scale for every 256 of them, and a table of 256 levels.
+
+    bitsandbytes quantises scales as it quantises the states of 8-bit AdamW, so the block size is the same.
+    """
     absmax = torch.empty(-(-blocks // adamw_8bit.BLOCK))
     return QuantState(absmax, code=torch.empty(256), blocksize=adamw_8bit.BLOCK, dtype=torch.float32)
 
 
 def _eight_bits(module: Any) -> bnb.nn.Int8Params:
-    """Make an 8-bit weight: one byte an element, and one scale a row."""
+    """Make an empty 8-bit weight: one byte for each element, and one fp32 scale for each output feature."""
     codes = torch.empty(module.weight.shape, dtype=torch.int8)
+    # The two False: no gradient, and no fp16 weights. Then the codes once more (CB), and the scales (SCB).
     return bnb.nn.Int8Params(codes, False, False, codes, torch.empty(len(codes)))
 
 
 class Params4bit(FakeTensor):
-    """A packed weight; bitsandbytes' own class takes no fake tensor, and peft knows it by its name."""
+    """Stand in for bitsandbytes' class of the same name: a fake tensor that holds a 4-bit weight.
+
+    bitsandbytes' own class cannot be made from a fake tensor. The name matters, because peft looks for 4-bit weights by
+    the name of their class.
+    """
 
 
 class Int8Params(FakeTensor):
-    """The same in 8 bits."""
+    """Stand in for bitsandbytes' class of the same name: a fake tensor that holds an 8-bit weight."""
 
 
 def _hand_over(model: Any) -> None:
-    """Put fake tensors in the place of meta tensors; what was shared stays shared."""
+    """Replace the meta tensors of a model by fake ones; a tensor that two modules share (a tied head) stays shared."""
     made: dict[torch.Tensor, Any] = {}
     for tensors, name, meta in list(_tensors(model)):
         if meta not in made:
@@ -133,7 +144,7 @@ def _hand_over(model: Any) -> None:
 
 
 def _tensors(model: Any) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Give every tensor of a model with its name and the dictionary that holds it."""
+    """Yield every parameter and buffer of a model: the dictionary that holds it, its name there, the tensor."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -142,7 +153,8 @@ def _tensors(model: Any) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
 
 
 def _fake_like(meta: Any) -> Any:
-    made: Any = torch.empty(meta.shape, dtype=meta.dtype)
+    """Make a fake tensor with the shape and dtype of a meta tensor; a quantised weight keeps its quantization state."""
+    made: Any = torch.empty(meta.shape, dtype=meta.dtype)  # fake, because this runs inside the fake mode
     if not isinstance(meta, torch.nn.Parameter):
         return made
     made = torch.nn.Parameter(made, requires_grad=meta.requires_grad)
@@ -160,6 +172,7 @@ def _fake_like(meta: Any) -> Any:
 
 
 def _replace_scales(state: QuantState) -> None:
+    """Replace the scales, the levels and the mean of a quantization state by fake tensors, in place."""
     for name in ("absmax", "code", "offset"):
         tensor = getattr(state, name)
         if isinstance(tensor, torch.Tensor):

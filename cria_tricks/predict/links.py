@@ -1,12 +1,15 @@
-r"""When more cards stop helping: seconds of a step from its bytes and the link that they cross.
+r"""Estimate when more GPUs stop helping: the time of a step follows from its bytes and the link that they cross.
 
-A collective takes t = start + hops * hop + sent / rate. An all-reduce over a ring has 2 (N - 1) hops, and each process
-sends 2 (N - 1) / N of the tensor; an all-gather and a reduce-scatter half of either. So what a process sends hardly
-grows with N, the hops do, and what it computes shrinks: at some N a doubling buys next to nothing.
+A collective takes t = start + hops * hop + sent / rate: the fixed time of a call, the latency of each hop from one
+process to the next, and the bytes that a process sends, divided by the rate of the link. An all-reduce over a ring of N
+processes has 2 (N - 1) hops, and each process sends 2 (N - 1) / N times the tensor. An all-gather and a reduce-scatter
+have half of both. So with a larger N the bytes that a process sends hardly grow, the hops do grow, and the work of each
+process shrinks. Therefore, at some N, doubling N gains almost nothing.
 
-The seconds of a collective are added to those of computing; what a strategy can hide behind the backward pass is given
-as ``overlap``. Computing is ``bill/step_time.py``'s estimate of what one process computes, right within a factor of
-two, and so is the N that comes out. One link stands for all: where a ring crosses several, take the slowest.
+The time of the collectives is added to the computing time. What a strategy can hide behind the backward pass is given
+as ``overlap``. The computing time is the estimate of ``bill/step_time.py`` for the work of one process. It is right
+only within a factor of two, and so is the N at which more GPUs stop helping. One link stands for all: where a ring
+crosses several links, take the slowest.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,20 +25,20 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.tricks import folds
 
 StrategyTraffic = Callable[[Recipe, Shape, int], list[Call]]
-"""The ``traffic`` function of a strategy: from a recipe, a shape and N to the calls of one process."""
+"""The ``traffic`` function of a strategy: takes a recipe, a shape and N, returns the collectives of one process."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link that joins the processes, as one of them sees it, one way.
+    """A link between processes, as one of them sees it, in one direction.
 
     Attributes:
         name: its name.
-        peak: the rate it is sold as [bytes/s].
-        reached: the part of the peak that collectives get [ratio].
-        hop: the time from one process to the next [s].
-        start: the time that every call takes before it sends [s].
-        source: where the peak is from, then where the reached part is from.
+        peak: the advertised rate [bytes/s].
+        reached: the share of the peak that collectives reach [ratio].
+        hop: the latency from one process to the next [s].
+        start: the fixed time of every call, before it sends anything [s].
+        source: the source of the peak, then the source of the reached share.
     """
 
     name: str
@@ -47,24 +50,26 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """The rate that collectives get [bytes/s]."""
+        """The rate that collectives reach [bytes/s]."""
         return self.peak * self.reached
 
     def seconds(self, call: Call) -> float:
         """Estimate the time that a call takes in one optimizer step, all its repetitions together [s]."""
         n = call.processes
+        # An all-reduce goes around the ring twice: N - 1 hops to add up, and N - 1 to distribute the sum.
         hops = {"all_reduce": 2 * (n - 1), "send": 1}.get(call.kind, n - 1)
         return call.times * (self.start + hops * self.hop) + call.sent / self.rate
 
 
-# NCCL 2.30's constants for large calls over a ring [s], in src/graph/tuning.cc: the start of a call, and one hop over
-# NVLink, over PCIe, and over a network.
+# NCCL 2.30's constants for large calls over a ring [s], from src/graph/tuning.cc: the start of a call, and one hop over
+# NVLink, over PCIe and over a network.
 _START = 8.4e-6
 _NVLINK = 3.4e-6
 _PCIE = 5.7e-6
 _NET = 14.0e-6
 _TCP = 1448 / 1538
-"""Payload of a full Ethernet frame: of 1,538 bytes on the wire 1,448 are left by frame, IP and TCP with timestamps."""
+"""The payload of a full Ethernet frame [ratio]: of its 1,538 bytes on the wire, 1,448 are data. The others are the
+headers of the frame, of IP and of TCP with timestamps."""
 
 LINKS: dict[str, Link] = {
     "pcie3": Link("PCIe 3.0 x16", 15.75e9, 12 / 15.75, _PCIE, _START,
@@ -86,7 +91,8 @@ LINKS: dict[str, Link] = {
     "100gbe": Link("100 Gbit Ethernet", 12.5e9, _TCP, _NET, _START,
                    "100 Gbit/s; TCP's payload at best, frames of 1,500 bytes; one connection reaches less"),
 }  # fmt: skip
-"""Links by name. NCCL has one hop for all networks; over TCP it is longer, so Ethernet's figures are the best case."""
+"""Links by name. NCCL has one hop latency for all networks. A hop over TCP takes longer, so the figures for Ethernet
+are the best case."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,9 @@ class Timing:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-        bytes: the size of the whole tensor: the input of a reduction, the output of an all-gather.
+        bytes: the size of the whole tensor [bytes]: the input of a reduction, the output of an all-gather.
         processes: the number of processes that took part.
-        seconds: the time of one call.
+        seconds: the time of one call [s].
     """
 
     kind: str
@@ -112,12 +118,12 @@ class Timing:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The rates of nccl-tests [bytes/s]: of the whole tensor (``algbw``), of a process's bytes (``busbw``)."""
+        """The rates of nccl-tests [bytes/s]: of the whole tensor (``algbw``), of what a process sends (``busbw``)."""
         return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
 
 
 class Line(NamedTuple):
-    """A straight line through timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
+    """A straight line fitted to timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
 
     latency: float
     rate: float
@@ -128,9 +134,10 @@ class Line(NamedTuple):
 
 
 def fit_line(timings: Iterable[Timing]) -> Line:
-    """Lay a line through timings of a collective so that the sum of squared relative errors is least.
+    """Fit a line to timings of a collective, by least squares of the relative errors.
 
-    Relative, as the seconds span three orders of magnitude: absolute errors would let the largest size decide alone.
+    The errors are relative because the times span three orders of magnitude: with absolute errors the largest size
+    alone would decide.
     """
     timings = list(timings)
     one_size = len({timing.sent for timing in timings}) == 1  # through which many lines go
@@ -140,12 +147,13 @@ def fit_line(timings: Iterable[Timing]) -> Line:
     xx = _dot(x, x)
     yy = _dot(y, y)
     xy = _dot(x, y)
-    # Cramer's rule on the two normal equations: both unknowns are these numerators over one determinant.
+    # Cramer's rule for the two normal equations. These are the numerators; both are divided by the determinant below,
+    # which is never negative, so the signs of latency and slope are right already.
     latency = sum(x) * yy - sum(y) * xy
     slope = sum(y) * xx - sum(x) * xy
     determinant = xx * yy - xy * xy
     if one_size or latency < 0 or slope <= 0:
-        # No call was small, or the noise was larger than the differences: a line through zero, without a latency.
+        # No call was small, or the noise was larger than the differences: fit a line through zero, without a latency.
         return Line(0.0, yy / sum(y))
     return Line(latency / determinant, determinant / slope)
 
@@ -159,9 +167,9 @@ class StepTime:
     """The time of one optimizer step of one process.
 
     Attributes:
-        compute: the time it computes [s].
-        calls: the name and the time [s] of each call.
-        hidden: the time of calls that passes while it computes [s].
+        compute: the computing time [s].
+        calls: the name and the time [s] of each collective.
+        hidden: the part of the collectives' time that passes while the process computes [s].
     """
 
     compute: float
@@ -170,7 +178,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """The time of all calls [s]."""
+        """The time of all collectives [s]."""
         return sum(seconds for _, seconds in self.calls)
 
     @property
@@ -180,14 +188,14 @@ class StepTime:
 
 
 def step_seconds(compute: float, calls: Iterable[Call], link: Link, overlap: float = 0.0) -> StepTime:
-    """Put a step together.
+    """Combine the computing time and the collectives of a step.
 
     Args:
         compute: the time that one process computes [s].
-        calls: the calls that it takes part in.
+        calls: the collectives that it takes part in.
         link: the link that they cross.
-        overlap: the part of the computing during which calls may be under way: under ddp at best the backward pass of
-            the last micro-batch.
+        overlap: the share of the computing time during which collectives may run [ratio]: under ddp, at best, the
+            share of the last micro-batch's backward pass.
     """
     each = tuple((f"{call.kind}: {call.why}", link.seconds(call)) for call in calls)
     return StepTime(compute, each, min(overlap * compute, sum(seconds for _, seconds in each)))
@@ -197,7 +205,7 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     """Estimate how long one of N processes computes in an optimizer step of the whole run [s].
 
     Raises:
-        BadInput: if the model's heads do not divide.
+        BadInput: if the strategy cannot divide the model among so many processes.
     """
     if strategy == "pipeline":
         return _through_the_stages(recipe, shape, card, processes)
@@ -205,14 +213,18 @@ def compute_seconds(recipe: Recipe, shape: Shape, card: Card, strategy: str, pro
     total = 0.0
     for part in folds.step(own_recipe, own_shape, card).parts:
         if part.name == "optimizer" and strategy == "fsdp":
-            total += part.seconds / processes  # each process steps its own 1 / N of the weights only
+            total += part.seconds / processes  # each process updates only its own 1 / N of the weights
         else:
             total += part.seconds
     return total
 
 
 def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int) -> float:
-    """Let all wait for the slowest stage: the first micro-batch goes through all, each next one through the slowest."""
+    """Estimate how long a pipeline computes in a step [s].
+
+    The first micro-batch passes through all stages. Each of the k - 1 others comes out later by the time that the
+    slowest stage takes for one. The optimizer runs once, at the end.
+    """
     micro_batches = []
     optimizers = []
     stages = stages_of(recipe, shape, "pipeline", processes)
@@ -227,12 +239,12 @@ def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of processes, and the speed that it reaches.
+    """A number of processes, and the speed that they reach.
 
     Attributes:
         processes: the number of processes, N.
-        step: the time of a step of one process.
-        speedup: tokens a second over those of a single process [ratio].
+        step: the time of a step, for one of the processes.
+        speedup: tokens per second, divided by those of a single process [ratio].
     """
 
     processes: int
@@ -241,17 +253,17 @@ class ScalingPoint:
 
     @property
     def efficiency(self) -> float:
-        """The part of N-fold speed that is reached [ratio]."""
+        """The speedup divided by N: 1 would be N times the speed of one process [ratio]."""
         return self.speedup / self.processes
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The speed with 1, 2, 4, ... processes, and where doubling stops to help.
+    """The speed with 1, 2, 4, ... processes, and the number from which doubling no longer helps.
 
     Attributes:
         points: one entry for each number of processes.
-        stops: the number of processes from which another doubling is not worth it; ``None`` if it always was.
+        stops: the number of processes from which another doubling is not worth it; ``None`` if every doubling was.
         why: the reason.
     """
 
@@ -264,7 +276,7 @@ def when_it_stops(
     recipe: Recipe, shape: Shape, card: Card, link: Link, strategy: str, traffic: StrategyTraffic, *,
     growing: bool = False, overlap: float = 0.0, gain: float = 1.5, most: int = 256,
 ) -> Scaling:  # fmt: skip
-    """Double the processes as long as it helps.
+    """Double the number of processes as long as it helps.
 
     Args:
         recipe: the run on one card.
@@ -272,11 +284,12 @@ def when_it_stops(
         card: the card of each process.
         link: the link between them.
         strategy: ``ddp``, ``fsdp`` or ``tensor``.
-        traffic: the strategy's function from a recipe, a shape and N to its calls.
-        growing: let the window grow with N, so that a step sees N times the rows. Else the recipe's own is divided, its
-            batch stays, and it ends where no micro-batch is left.
+        traffic: the strategy's function from a recipe, a shape and N to its collectives.
+        growing: whether the number of micro-batches grows with N, so that a step sees N times the rows. If not, the
+            micro-batches of the recipe are divided among the processes, a step sees the same rows for every N, and the
+            doubling ends when there are fewer micro-batches than processes.
         overlap: see :func:`step_seconds`.
-        gain: how many times as many tokens a second a doubling must bring at least [ratio].
+        gain: the factor in tokens per second that a doubling must reach to be worth it [ratio].
         most: the largest number of processes that is tried.
     """
     window = recipe.tricks.gradient_accumulation
@@ -289,12 +302,12 @@ def when_it_stops(
     n = 2
     while n <= most:
         wanted = recipe
-        work = 1  # rows of a step, over those of a step of one process
+        work = 1  # the rows of a step, divided by those of a step on one process
         if growing:
             wanted = with_settings(recipe, [f"tricks.gradient_accumulation={window * n}"])
             work = n
         elif n > window and strategy != "tensor":
-            # All but tensor parallelism share out whole micro-batches, and there are no more of them.
+            # All strategies but tensor parallelism give whole micro-batches to a process, and these are used up.
             return stopped(f"the {window} micro-batches of a step are all given out")
         try:
             compute = compute_seconds(wanted, shape, card, strategy, n)

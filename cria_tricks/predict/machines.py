@@ -1,7 +1,7 @@
-"""Which machine for a model: the Hardware Selection Guide's answer, ours beside it, and where the two disagree.
+"""Recommend a machine for a model: the Hardware Selection Guide's answer, our estimate, and where the two disagree.
 
-Ours is counted: bytes by an estimator that is handed in, minutes and cost by ``bill/step_time.py``. So it can be asked
-for any model whose ``config.json`` is at hand.
+Our estimate is computed: the bytes by an estimator that the caller passes in, the minutes and the cost by
+``bill/step_time.py``. So it works for any model whose ``config.json`` is available.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,10 @@ METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 """The three ways to train that are compared, each with its name on the screen."""
 
 GB = 10**9
+"""The guide's gigabyte [bytes]."""
 
 ROWS = (512, 2048, 8192)
-"""Lengths of rows that show what a rule without lengths leaves out [tokens]."""
+"""Row lengths for which a rule of thumb is compared with our estimate, because the rule knows no lengths [tokens]."""
 
 WHY = {
     "full": "a weight, its gradient and AdamW's two states are 16 bytes; the rule is right where these are the peak, "
@@ -41,6 +42,7 @@ WHY = {
     "lora": "a frozen 16-bit weight is 2 bytes, and the adapter next to nothing; the other 2 of the rule stand for "
     "activations and logits, which grow with rows and vocabulary and not with parameters",
 }
+"""Why the rule of thumb and our estimate differ, by the way to train."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Option:
         needed_bytes: the memory that must be free on each of its cards.
         capacity_bytes: the memory of each card.
         fits: whether that is enough.
-        minutes: the time of training, if it fits.
-        cost: the price of these minutes [USD], if it fits.
+        minutes: the time of training; ``None`` if it does not fit.
+        cost: the price of these minutes [USD]; ``None`` if it does not fit.
         within_budget: whether the cost is within the budget; ``None`` without a budget, or if it does not fit.
     """
 
@@ -74,7 +76,7 @@ class Recommended:
 
     Attributes:
         by: the question it answers: ``model size``, ``budget`` or ``kind of training``.
-        case: the entry that applies.
+        case: the entry that applies, e.g. ``"1-3B parameters"``.
         flavors: the machines it names; none where the guide has no entry.
         says: the rest of the entry.
     """
@@ -87,16 +89,16 @@ class Recommended:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of thumb for memory, beside our estimate.
+    """A rule of thumb of the guide for memory, compared with our estimate.
 
     Attributes:
         method: ``full`` or ``lora``.
         gb_per_billion: the rule [GB per billion parameters].
         guide_bytes: the memory by the rule.
         our_bytes: the memory by our estimate, on an A100, for rows of 2,048 tokens.
-        by_tokens: our estimate for shorter and longer rows [bytes], by their length [tokens].
-        only_by_the_rule: the machines that it fits by the rule, and not by our estimate.
-        only_by_ours: the machines that it fits by our estimate, and not by the rule.
+        by_tokens: row length [tokens] -> our estimate on an A100 [bytes].
+        only_by_the_rule: the machines on which the model fits by the rule, but not by our estimate.
+        only_by_ours: the machines on which the model fits by our estimate, but not by the rule.
         why: the reason for the difference.
     """
 
@@ -117,15 +119,15 @@ class Advice:
     Attributes:
         model: the model's name.
         parameters: the number of its parameters.
-        tokens: the tokens of the run.
+        tokens: the tokens of the whole run.
         tokens_per_row: the tokens of a row.
         kind: the kind of training.
-        budget: the budget [USD], if there is one.
+        budget: the budget [USD]; ``None`` without one.
         guide: the guide's recommendations.
         options: every method on every machine.
-        cheapest: by method, the cheapest machine that it fits on, within the budget if there is one.
-        fastest: the same, by time.
-        rules: the guide's rules of thumb beside our estimate.
+        cheapest: method -> the cheapest machine on which it fits, within the budget if there is one, or ``None``.
+        fastest: method -> the fastest of these machines, or ``None``.
+        rules: the guide's rules of thumb, compared with our estimate.
         notes: further sentences for the reader.
     """
 
@@ -150,12 +152,13 @@ def advise(
     budget: float | None = None,
     kind: str = "development",
 ) -> Advice:
-    """Ask the guide and ourselves.
+    """Recommend machines for a model, by the guide and by our estimate.
 
     Args:
         shape: the model's shape.
         needed: the estimator.
-        tokens: the tokens of the whole run, every epoch counted; those of the kind's rows when left out.
+        tokens: the tokens of the whole run, all epochs together; when left out, those of a run of this kind (rows x
+            epochs x the default ``data.max_length``).
         budget: the budget for the run [USD].
         kind: ``quick``, ``development``, ``production`` or ``research``.
 
@@ -188,13 +191,15 @@ def advise(
 def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recipe:
     """Make the recipe that stands for a way to train on a card.
 
-    Rows of 2,048 tokens, one at a time, eight a step; checkpointing, 16-bit products, torch's attention, as the guide
-    advises when memory is short. LoRA is of rank 16 on all linears, and QLoRA has everything on that saves memory.
+    Each step trains on eight rows of 2,048 tokens, one row in each micro-batch, with gradient checkpointing, 16-bit
+    products and torch's attention, as the guide advises when memory is short. LoRA has rank 16 and adapts all linear
+    layers of the blocks. QLoRA adds NF4 with double quantization, lean preparation, the chunked loss and a paged 8-bit
+    optimizer.
 
     Args:
         method: ``full``, ``lora`` or ``qlora``.
         device: the card.
-        shape: the shape of the model, whose linears LoRA adapts; a Llama's when left out.
+        shape: the model's shape, which names the linear layers that LoRA adapts; when left out, those of a Llama.
     """
     tricks = Tricks(
         gradient_accumulation=8,
@@ -233,7 +238,7 @@ def _best(options: Sequence[Option], method: str, key: Callable[[Option], float 
     possible = [o for o in options if o.method == method and o.fits and o.within_budget is not False]
     if not possible:
         return None
-    return min(possible, key=lambda option: key(option) or 0.0).flavor
+    return min(possible, key=lambda option: key(option) or 0.0).flavor  # what fits has a number, so 0.0 is never used
 
 
 def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:
@@ -252,6 +257,7 @@ def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Reco
 def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) -> Rule:
     gb = GB_PER_BILLION[method]
     ours = {option.flavor: option for option in options if option.method == method}
+    # N GB for each billion parameters are N bytes for each parameter.
     by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
     recipe = recipe_for(method, A100_40GB, shape)
@@ -269,6 +275,7 @@ def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) 
 
 
 def _notes() -> tuple[str, ...]:
+    """Write the remarks that hold for every model."""
     several = ", ".join(f"{flavor.name} ({flavor.cards} cards)" for flavor in FLAVORS.values() if flavor.cards > 1)
     return (
         f"{several}: the cards share the rows, not the model. Each must hold all that a single one would, so four "

@@ -1,19 +1,23 @@
-r"""The bill by hand for one of N processes: what each strategy divides, and what it holds whole.
+r"""Estimate the memory of one of N processes: what each strategy divides, and what every process holds whole.
 
-The estimate of one process (``bill/moments.py``) is taken for what a process computes, and its moments are changed:
+We estimate what one process computes with the formulas for a single process (``bill/moments.py``), and then change the
+moments of its step:
 
-- **ddp**: the whole model, and gradients that lie in the buckets they travel in through the whole step;
-- **zero1**, **zero2**, on paper: of that, 1 / N of the optimizer states, then of the gradients too (Rajbhandari et al.
-  2020, arXiv:1910.02054, sec. 5.1 and 5.2);
-- **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some of them whole for a while: ``fsdp_bytes.py``;
-- **tensor**, **ddp_tensor**: the blocks of a model with 1 / N of the heads and of the MLP's width. So matrices, LoRA's
-  thin ones and what is kept inside a block follow from the same formulas; all that is D wide stays whole;
-- **pipeline**, **model**: a stage's blocks, with the embedding on the first and the head on the last. Of a pipeline's
-  stage s of S also what the S - s micro-batches keep that are under way in 1F1B (all k in GPipe); what torch
-  receives into: k hidden states from the stage before, and k gradients from the stage behind; and with the full loss
-  the logits that the last stage puts out, which torch keeps for the backward pass.
+- **ddp**: the whole model. The gradients live in DDP's all-reduce buckets, through the whole step.
+- **zero1**, **zero2**: as ddp, but with 1 / N of the optimizer states, and in zero2 also 1 / N of the gradients
+  (Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.1 and 5.2). These two are estimated only; no recipe can ask for
+  them.
+- **fsdp** (ZeRO-3, sec. 5.3): 1 / N of every tensor, and some tensors unsharded for a while; see ``fsdp_bytes.py``.
+- **tensor**, **ddp_tensor**: blocks with 1 / M of the heads and of the MLP's width, for groups of M processes (with
+  tensor, M = N). So the same formulas give the sizes of the matrices, of LoRA's A and B, and of the activations that a
+  block saves. Every tensor of the model's width D stays whole.
+- **pipeline**, **model**: the blocks of one stage, with the embedding in the first stage and the head in the last (but
+  **model** leaves a tied head in the first). A pipeline's stage s of S (counted from 0) also holds tensors of its other
+  micro-batches. There are k of these; in 1F1B at most S - s are under way at once, in GPipe all k. Those under way have
+  saved activations, and with the full loss the logits that the last stage returned, which torch keeps for the backward
+  pass. For all k there are torch's receive buffers: hidden states from the stage before, gradients from the one behind.
 
-Not in it: what NCCL allocates for itself, and the sums of tensor parallelism while they are under way.
+Not counted: what NCCL allocates for itself, and the tensors that tensor parallelism is all-reducing.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +36,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "pipeline", "model")
+"""The strategies that can be estimated."""
 
 
 def per_process(
@@ -45,21 +50,22 @@ def per_process(
     tokens: int | None = None,
     trained_tokens: int | None = None,
 ) -> Bill:
-    """Estimate what the process needs that needs most.
+    """Estimate the memory of the process that needs most.
 
     Args:
-        recipe: what is wanted, whatever the number of processes. ``parallel.tensor_size`` counts for ``ddp_tensor``;
-            ``parallel.pipelines``, ``pipeline_schedule`` and ``stage_blocks`` for ``pipeline``.
-        shape: of the model.
-        device: that each process has for itself.
-        strategy: of :data:`STRATEGIES`.
-        processes: how many; for ``model``, cards.
-        stage: of ``pipeline`` or ``model``; the one with the largest peak when left out.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_tokens: of a micro-batch; all that can be when left out.
+        recipe: the recipe of the whole run. ``parallel.tensor_size`` matters for ``ddp_tensor`` only;
+            ``parallel.pipelines``, ``pipeline_schedule`` and ``stage_blocks`` for ``pipeline`` only.
+        shape: the model's shape.
+        device: the card of each process.
+        strategy: one of :data:`STRATEGIES`; it may differ from the recipe's.
+        processes: the number of processes; for ``model``, which has one process, the number of cards.
+        stage: the stage to estimate, from 0, for ``pipeline`` or ``model``; when left out, the one with the largest
+            peak.
+        tokens: the tokens of a row; ``data.max_length`` when left out.
+        trained_tokens: the trained tokens of a micro-batch; when left out, all but the first token of each row.
 
     Raises:
-        BadInput: for a strategy that is none, or what it cannot divide.
+        BadInput: for an unknown strategy, or if it cannot divide the model or the processes.
     """
     if strategy in ("pipeline", "model"):
         parts = stages_of(recipe, shape, strategy, processes)
@@ -69,13 +75,15 @@ def per_process(
     own, part = local(recipe, shape, strategy, processes)
     memory = facts(own, part, device, tokens, trained_tokens)
     if strategy in ("ddp", "zero1", "zero2"):
-        # The buckets are there from the beginning, and are added to.
+        # DDP's buckets exist from the beginning of the step, and new gradients are added to them. So they count as
+        # gradients of earlier micro-batches.
         memory = replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
     steps = moments(memory)
     if strategy == "fsdp":
         steps = sharded_moments(memory, processes)
     elif strategy == "ddp_tensor":
         steps.insert(-1, _averaging(memory, steps[-1]))
+    # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
     steps = [smaller(moment, {row.name: divided_up(row.bytes, processes) for row in moment.rows if row.name in divided})
              for moment in steps]  # fmt: skip
@@ -83,16 +91,17 @@ def per_process(
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
-    """The recipe and the model of what one process computes: its part of the micro-batches, and of each block.
+    """Return the recipe and the shape of what one process computes: its micro-batches, and its part of each block.
 
     Raises:
-        BadInput: for a strategy that is none, or what it cannot divide.
+        BadInput: for an unknown strategy, or if it cannot divide the processes or the model's widths.
     """
     if strategy not in STRATEGIES:
         raise BadInput(f"strategy {strategy}: there are {', '.join(STRATEGIES)}")
     tensor = {"tensor": processes, "ddp_tensor": recipe.parallel.tensor_size}.get(strategy, 1)
     if processes % tensor:
         raise BadInput(f"{strategy}: {processes} processes make no groups of {tensor}")
+    # The data-parallel shares into which the micro-batches of a step are divided.
     shares = processes // tensor if strategy in ("ddp", "zero1", "zero2", "fsdp", "ddp_tensor") else 1
     window = {"gradient_accumulation": divided_up(recipe.tricks.gradient_accumulation, shares)}
     own = recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=window)})
@@ -104,21 +113,25 @@ def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[
 
 
 def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
-    """Before the optimizer steps, data x tensor puts all gradients into one tensor to be averaged."""
+    """Return the moment at which groups of processes, or pipelines, put all gradients into one tensor to all-reduce it.
+
+    It comes just before the optimizer step, so everything of that moment is alive, too.
+    """
     flat = Row("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
     return Moment("averaging", (*optimizer_step.rows, flat))
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage has of a model.
+    """The part of a model that one stage has.
 
     Attributes:
-        recipe: with the micro-batches of its pipeline.
-        shape: its blocks; a vocabulary only where the embedding or the head is.
-        number: of the stage, from 0.
-        stages: how many there are.
-        has_head: whether the head is here.
+        recipe: the recipe, with the micro-batches of this stage's pipeline.
+        shape: the shape of a model with the blocks of this stage; its vocabulary is 0 in a stage that has neither the
+            embedding nor the head.
+        number: the number of the stage, from 0.
+        stages: the number of stages.
+        has_head: whether this stage has the head.
     """
 
     recipe: Recipe
@@ -129,7 +142,7 @@ class StagePart:
 
     @property
     def is_last(self) -> bool:
-        """Whether the last norm is here."""
+        """Whether this is the last stage, which has the last norm."""
         return self.number == self.stages - 1
 
 
@@ -137,13 +150,13 @@ def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> li
     """Divide a model among the stages of a pipeline, or among the cards of a device map.
 
     Args:
-        recipe: what is wanted.
-        shape: of the model.
+        recipe: the recipe of the whole run.
+        shape: the model's shape.
         strategy: ``pipeline`` or ``model``.
-        processes: of all pipelines; for ``model``, cards.
+        processes: the processes of all pipelines together; for ``model``, the number of cards.
 
     Raises:
-        BadInput: if the model has too few blocks, or the processes make no pipelines.
+        BadInput: if the model has too few blocks, or the processes cannot be divided among the pipelines.
     """
     piped = strategy == "pipeline"
     pipelines = recipe.parallel.pipelines if piped else 1
@@ -160,11 +173,13 @@ def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> li
     else:
         cards = [layer * stages // shape.layers for layer in range(shape.layers)]
         blocks = [cards.count(number) for number in range(stages)]
-    # transformers leaves a tied head where the embedding is; a pipeline's last stage has its own copy.
+    # With a device map, transformers leaves a tied head where the embedding is. A pipeline's last stage has its own
+    # copy.
     head = 0 if shape.tied and not piped else stages - 1
     found = []
     for number, layers in enumerate(blocks):
-        # A vocabulary of no words is no embedding, no head and no logits; and nobody has both, but for a tied one.
+        # With a vocabulary of 0 the formulas count no embedding, no head and no logits. tied=True makes them count one
+        # matrix of this size: a stage that has both the embedding and the head has them as one tied matrix.
         words = shape.vocabulary if number in (0, head) else 0
         part = replace(shape, layers=layers, vocabulary=words, tied=True)
         found.append(StagePart(own, part, number, stages, number == head))
@@ -174,18 +189,19 @@ def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> li
 def _stage(
     part: StagePart, device: Device, strategy: str, processes: int, tokens: int | None, trained_tokens: int | None
 ) -> Bill:
-    """Bill one stage: the moments of a model with its blocks, and what waits beside them."""
+    """Estimate one stage: the moments of a model with its blocks only, plus a pipeline's other micro-batches."""
     memory = facts(part.recipe, part.shape, device, tokens, trained_tokens)
     steps = moments(memory)
     at_the_end = () if part.has_head else ("loss", "log-softmax", "head", "last norm")
     beside = _other_micro_batches(part, memory, steps) if strategy == "pipeline" else ()
+    # The formulas give every model a last norm, of D weights; only the last stage has it.
     no_norm = 0 if part.is_last else part.shape.width * memory.other_weight_itemsize
     found = []
     for moment in steps:
         if moment.name in at_the_end:
             continue
         rows = (_less(row, "weights: all others", no_norm) for row in moment.rows)
-        waiting = beside[-1:] if moment.name == "optimizer step" else beside
+        waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
         found.append(Moment(moment.name, (*rows, *waiting)))
     if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
         found.insert(-1, _averaging(memory, found[-1]))
@@ -193,17 +209,26 @@ def _stage(
 
 
 def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]) -> tuple[Row, ...]:
-    """What waits in a stage of a pipeline while it works on one micro-batch."""
+    """Return the lines of what a pipeline's stage holds, besides the micro-batch on which it works.
+
+    Args:
+        part: the stage.
+        memory: the facts of its step.
+        steps: the moments of its step, for one micro-batch.
+
+    Returns:
+        The saved activations of other micro-batches, the logits that were returned, and the receive buffers.
+    """
     k = part.recipe.tricks.gradient_accumulation
     under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
     kept = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
     logits = 0
-    if part.has_head and "log-softmax" in memory.loss_moments(memory):  # of all tokens at once, not chunk by chunk
+    if part.has_head and "log-softmax" in memory.loss_moments(memory):  # the full loss, of all tokens at once
         logits = memory.all_tokens * part.shape.vocabulary
-    kept += logits * FP32  # the loss keeps their logarithms
+    kept += logits * FP32  # the loss saves the result of log-softmax
     hidden = memory.all_tokens * part.shape.width * memory.hidden_itemsize
     put_out = logits * memory.product_itemsize
-    neighbours = 2 - (part.number == 0) - part.is_last
+    neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
         Row("blocks: other micro-batches", (under_way - 1) * kept, f"{under_way - 1} more are under way"),
         Row("pipeline: logits", under_way * put_out, "put out, and kept until the backward pass"),
@@ -212,4 +237,5 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
 
 
 def _less(row: Row, name: str, size: int) -> Row:
+    """Return a line of the bill, reduced by a number of bytes if it has this name."""
     return replace(row, bytes=row.bytes - size) if row.name == name else row

@@ -1,4 +1,4 @@
-"""Make the answer of ``cria plan``, the bill of a recipe on a card, as plain data."""
+"""Make the answer of ``cria plan`` as plain data: the memory bill of a recipe on a card, and what goes with it."""
 
 from dataclasses import asdict
 from typing import Any
@@ -26,10 +26,10 @@ def answer(
         target: the model and the card.
         recipe: the recipe that would run.
         lengths: the lengths of its rows.
-        dry: count by a dry run, as for :func:`bill`.
-        advise: add the ``front``.
-        longest: add the ``longest`` row that fits [tokens].
-        rows: the number of training rows, to add ``prices`` for; ``None`` for no prices.
+        dry: count the bytes by a dry run, as in :func:`bill`.
+        advise: add ``front``, the best toggle sets.
+        longest: add ``longest``, the length of the longest row that fits [tokens].
+        rows: the number of training rows, for ``prices``; ``None`` for no prices.
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
     found |= comparisons(target, recipe)
@@ -43,25 +43,24 @@ def answer(
 
 
 def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths | None = None) -> dict[str, Any]:
-    """Estimate a recipe.
+    """Estimate the memory and the time of a recipe on a card.
 
     Args:
         target: the model and the card.
         recipe: the recipe that would run.
-        dry: count by a dry run of the real modules, which takes seconds; by hand otherwise.
+        dry: count the bytes by a dry run of the real modules, which takes seconds; otherwise by closed formulas.
         lengths: the lengths of the rows, the longest of which has ``data.max_length`` tokens; when left out, all rows
-            are full.
+            are taken as that long.
 
     Returns:
-        ``model``, ``gpu``, ``strategy``, ``processes``, ``batch``, ``tokens`` (of the longest row), ``mean_tokens``,
-        ``data_rows`` and ``lengths`` (what the rows are taken for), ``capacity_bytes``, ``peak_bytes`` (of the step's
-        tensors, in the process that needs most), ``needed_bytes`` (with all that the card holds besides),
-        ``fits``, ``context`` (of the model), ``method``, ``rows`` and ``around`` (``name``, ``bytes``, ``why``; the
-        rows sum to the peak, with ``around`` to what is needed), ``seconds_per_step`` (none where the card's rates are
-        not known), ``warnings`` and ``suggestions`` (``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown``, ``fits``).
+        The fields of :class:`cria_tricks.predict.answer.PlanAnswer` up to ``suggestions``. ``rows`` and ``around`` are
+        lines of the bill (``name``, ``bytes``, ``why``): ``rows`` sum to ``peak_bytes``, which is of the step's tensors
+        in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` is ``None`` for
+        a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown`` and
+        ``fits``.
 
     Raises:
-        BadInput: for a toggle that cannot work there.
+        BadInput: for a toggle that cannot work on the card or with the model, or a dry run of several processes.
     """
     plan = target.resolve(recipe)
     if dry and target.processes > 1:
@@ -103,7 +102,7 @@ def _seconds_per_step(setting: Setting, plan: Plan, lengths: Lengths) -> float |
     if setting.seconds is None:
         return None
     recipe = setting.recipe
-    mean = plan.collator.get("packed_length", lengths.mean)  # packed rows are full
+    mean = plan.collator.get("packed_length", lengths.mean)  # a packed row is filled up to its whole length
     return setting.seconds * (recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation)
 
 
@@ -118,7 +117,7 @@ def _suggestion(change: Change) -> dict[str, Any]:
 
 
 def comparisons(target: Target, recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
-    """Compare the toggles of a recipe: each ``alone``, each ``removed`` from the whole, and the ``ladder``."""
+    """Compare the toggles of a recipe: each ``alone``, each ``removed``, and one after the other (``ladder``)."""
     return {
         "alone": [_change(change) for change in toggles.alone(target, recipe)],
         "removed": [_change(change) for change in toggles.removed(target, recipe)],
@@ -132,9 +131,13 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def doubts(target: Target, recipe: Recipe, needed: int) -> list[str]:
-    """Warn of what may go wrong although no toggle is refused: the context, the margin, the host's memory."""
+    """Warn of what may go wrong although no toggle is refused.
+
+    There are three such risks: rows longer than the model's context, a narrow fit, and the host's memory, which we do
+    not check.
+    """
     found: list[str] = []
-    # A packed row holds several documents, and positions start again in each; only the data show how long they are.
+    # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
     plan = target.resolve(recipe)
     if "packed_length" not in plan.collator:
         found += beyond_context(target.shape.context, recipe.data.max_length)
@@ -153,11 +156,15 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
         target: the model and the card.
         recipe: the recipe that would run.
         rows: the number of training rows.
-        lengths: the lengths of the rows; when left out, each is as long as a row can be.
+        lengths: the lengths of the rows; when left out, each has ``data.max_length`` tokens.
+
+    Raises:
+        BadInput: if the number of rows is below 1.
     """
     if rows < 1:
         raise BadInput(f"--rows {rows}: must be a whole number above 0")
-    packed_steps = recipe.tricks.packing and recipe.train.max_steps  # whose rows are full
+    # If the run's length is given in steps, packed rows count, which are full; if in epochs, the rows of the data.
+    packed_steps = recipe.tricks.packing and recipe.train.max_steps
     mean: float = recipe.data.max_length
     if lengths and not packed_steps:
         mean = lengths.mean
@@ -168,7 +175,7 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
             continue
         try:
             setting = on_machine(recipe, target.shape, flavor)
-        except BadInput:  # its cards cannot share this run out among them
+        except BadInput:  # the cards of this machine cannot share this run
             continue
         if setting.memory.fits and setting.seconds is not None:
             run = RunPrice(flavor, setting.seconds * tokens / 60)
@@ -177,10 +184,12 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
 
 
 def on_machine(recipe: Recipe, shape: Shape, flavor: Flavor) -> Setting:
-    """Estimate a recipe on a rented machine: the bytes on each of its cards, the time of a token on all of them.
+    """Estimate a recipe on a rented machine: the bytes on each of its cards, and the time of a token on all together.
+
+    With several cards and no strategy in the recipe, they share the run by ``ddp``.
 
     Raises:
-        BadInput: for a toggle that cannot work there, or a run that its cards cannot share.
+        BadInput: for a toggle that cannot work there, or a run that the machine's cards cannot share.
     """
     if flavor.cards > 1 and recipe.parallel.strategy == "none":
         recipe = with_settings(recipe, ["parallel.strategy=ddp"])
@@ -212,15 +221,16 @@ def _setting(setting: Setting) -> dict[str, Any]:
 
 
 def _dry_rows(recipe: Recipe, plan: Any) -> tuple[Row, ...]:
+    """Return the two lines of a dry run's bill: the weights, and all other bytes at the peak."""
     # transformers takes seconds to import, and only a dry run needs it.
     from transformers import AutoConfig
 
     from cria_tricks.predict.dry_run import dry_run
 
     config = find_config(recipe.model)
-    config = config.get("text_config") or config
+    config = config.get("text_config") or config  # of a model that also takes images, the part for text
     run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
-    moment = max(run.moments, key=lambda name: run.moments[name])  # the fullest one
+    moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
     return (
         Row("weights", run.weights_bytes, "the loaded model, what is added to it included"),
         Row("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),

@@ -1,4 +1,4 @@
-"""Print the answer of ``cria plan``: its bill, and the tables of what was asked for beside it."""
+"""Print the answer of ``cria plan``: the memory bill, and a table for everything else that was asked for."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,12 @@ from cria_tricks.hardware.cards import PRICES_DATE
 
 
 def show(found: dict[str, Any], screen: Console) -> None:
-    """Print a bill, and the comparisons that were asked for beside it."""
+    """Print an answer: the bill with its verdict and warnings, then whatever else the answer has.
+
+    Args:
+        found: the answer as plain data, from :meth:`cria_tricks.predict.answer.PlanAnswer.to_dict`.
+        screen: where to print.
+    """
     _show_bill(found, screen)
     if found["seconds_per_step"]:
         screen.print(
@@ -71,7 +76,7 @@ def _yes_or_no(found: dict[str, Any]) -> str:
 
 
 def _table(title: str, columns: Iterable[str], texts: Iterable[str]) -> Table:
-    """Make a table whose numbers stand to the right, and whose columns of ``texts`` to the left."""
+    """Make a table in which the columns named in ``texts`` are left-aligned, and all others (numbers) right-aligned."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
@@ -123,7 +128,7 @@ def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
 def _show_ladder(rungs: list[dict[str, Any]], screen: Console) -> None:
     columns = ("toggle", "peak", "fits", "time of a token")
     table = _table("the ladder: one after the other", columns, texts=("toggle", "fits"))
-    first = rungs[0]["seconds_per_token"]
+    first = rungs[0]["seconds_per_token"]  # plain fp32 full fine-tuning, with which the other times are compared
     for entry in rungs:
         times = None if first is None else entry["seconds_per_token"] / first
         table.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), _yes_or_no(entry), _times(times))
@@ -146,4 +151,5 @@ def _show_front(entries: Iterable[dict[str, Any]], screen: Console) -> None:
 
 
 def _times(ratio: float | None) -> str:
+    """Write a ratio of two times, or nothing if it is not known."""
     return "" if ratio is None else f"x {ratio:.2f}"

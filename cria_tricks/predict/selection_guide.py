@@ -1,6 +1,6 @@
-"""The Hardware Selection Guide (seed document 004) as data: its machines, and when it recommends which.
+"""Hold the Hardware Selection Guide (seed document 004) as data: its machines, and when it recommends which.
 
-These are its words and numbers, not ours; ``machines.py`` puts ours beside them.
+The words and numbers here are the guide's, not ours; ``machines.py`` compares them with our estimates.
 """
 
 import math
@@ -15,10 +15,10 @@ class Machine:
     """A rented machine as the guide describes it.
 
     Attributes:
-        low: its lowest price [USD/h].
-        high: its highest price [USD/h].
+        low: the lowest price [USD/h].
+        high: the highest price [USD/h].
         gb: the memory of all its cards together [GB].
-        use: the use that the guide recommends it for.
+        use: what the guide recommends it for.
     """
 
     low: float
@@ -38,7 +38,7 @@ MACHINES: dict[str, Machine] = {
     "a10g-largex4": Machine(16, 24, 96, "Multi-GPU, very large models"),
     "a100-large": Machine(8, 12, 40, "13B+ models, fast training"),
 }
-"""The machines by name. Nothing is billed at these prices: they are older and higher than ``Flavor.price``."""
+"""The machines by name. No estimate uses these prices, because they are older and higher than ``Flavor.price``."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Recommendation:
 
     Attributes:
         case: the models or budgets that it is for.
-        below: the limit up to which it holds [billions of parameters, or USD].
+        below: the entry is for amounts below this one [billions of parameters, or USD].
         flavors: the machines it names.
         says: the rest of the entry.
     """
@@ -64,9 +64,9 @@ class Kind:
 
     Attributes:
         flavors: the machines the guide names.
-        says: its numbers.
-        rows: the number of rows that we count with.
-        epochs: the number of times that each row is seen.
+        says: the guide's numbers.
+        rows: the number of training rows that our estimate assumes.
+        epochs: the number of epochs that our estimate assumes.
     """
 
     flavors: tuple[str, ...]
@@ -76,6 +76,7 @@ class Kind:
 
 
 _LAST = float("inf")
+"""The limit of the last entry, which has none."""
 
 BY_SIZE = (
     Recommendation("under 1B parameters", 1, ("t4-small",), "batch 4-8, 1-2 hours for 1,000 examples"),
@@ -102,7 +103,7 @@ BY_BUDGET = (
     Recommendation("$20-50", 50, ("a10g-small", "a10g-large"), "5,000-20,000 examples, 3-5 epochs, a model up to 7B"),
     Recommendation("$50-200", 200, ("a10g-large", "a100-large"), "all data, several epochs, up to 13B with LoRA"),
 )
-"""The entries by budget; the guide ends at $200."""
+"""The guide's entries by budget; it has none for $200 and more."""
 
 KINDS: dict[str, Kind] = {
     "quick": Kind(("t4-small",), "50-100 examples, 5-10 steps, 10-15 minutes", 100, 1),
@@ -110,24 +111,33 @@ KINDS: dict[str, Kind] = {
     "production": Kind(("a10g-large", "a100-large"), "all data, 3-5 epochs, 4-12 hours", 10_000, 3),
     "research": Kind(("a100-large",), "many runs, 20-50 hours in all", 10_000, 3),
 }
-"""Where the guide gives no number of rows, ours are the 10,000 of its times by model size; of research, one run."""
+"""The kinds of training. Where the guide gives no number of rows, we assume the 10,000 for which it gives its times by
+model size. Research means many runs; we assume one."""
 
 GB_PER_BILLION = {"full": 20, "lora": 4}
-"""Its rules of thumb for memory [GB per billion parameters]. It has none for 4-bit bases."""
+"""The guide's rules of thumb for memory [GB per billion parameters]. It has none for a base model in 4 bits."""
 
 
 def row_for(rows: tuple[Recommendation, ...], amount: float) -> Recommendation | None:
-    """Find the entry for so many billion parameters or USD; an amount on a border belongs to the larger entry."""
+    """Find the entry for an amount; one that equals the limit of an entry belongs to the next entry.
+
+    Args:
+        rows: the entries, :data:`BY_SIZE` or :data:`BY_BUDGET`.
+        amount: billions of parameters, or USD.
+
+    Returns:
+        The entry, or ``None`` if the amount is beyond the last one.
+    """
     return next((row for row in rows if amount < row.below), None)
 
 
 def refuse_unknown(tokens: int | None, budget: float | None, kind: str) -> None:
-    """Refuse a question that makes no sense.
+    """Refuse an unknown kind of training, and a number of tokens or a budget that makes no sense.
 
     Args:
-        tokens: the tokens of the whole run.
-        budget: the budget for the run [USD].
-        kind: a kind of training, of :data:`KINDS`.
+        tokens: the tokens of the whole run, if given.
+        budget: the budget for the run [USD], if given.
+        kind: a kind of training, one of :data:`KINDS`.
 
     Raises:
         BadInput: for an unknown kind, or tokens or a budget that is not above zero.

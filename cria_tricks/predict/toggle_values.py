@@ -1,4 +1,4 @@
-"""The values that each toggle is tried with, and all sets of them."""
+"""List the values to try for each toggle, and all sets of toggles with these values."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,7 +9,10 @@ from cria_tricks.recipe import Recipe
 
 
 def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
-    """List the values to try, for each field that changes no more than how a step is computed."""
+    """List the values to try, for toggles that change how a step is computed, but not what it learns from.
+
+    So ``peft``, ``packing`` and ``gradient_accumulation`` are not among them. Neither is ``compile``.
+    """
     quantizations: tuple[str, ...] = ("none",)
     if recipe.tricks.peft != "none":  # only frozen weights can be quantised
         quantizations = ("none", "int8", "nf4")
@@ -29,14 +32,14 @@ def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
 
 
 def all_sets(recipe: Recipe, device: Device) -> Iterator[dict[str, Any]]:
-    """Combine the choices of all fields, without the sets in which a toggle would have no effect."""
+    """Yield all combinations of these values, without those in which a toggle would have no effect."""
     fields = choices(recipe, device)
     for values in itertools.product(*fields.values()):
         tricks = dict(zip(fields, values, strict=True))
         if tricks["expand_kv"] and tricks["attention"] != "sdpa":
-            continue  # it repeats keys and values for torch's attention only
+            continue  # expand_kv repeats keys and values for torch's attention only
         if tricks["double_quantization"] and tricks["quantization"] != "nf4":
-            continue  # only NF4 has scales that are quantised again
+            continue  # of these values only nf4 has scales that can be quantised, too
         if tricks["lean_preparation"] and tricks["precision"] == "fp32":
-            continue  # without 16-bit arithmetic it has nothing to save
+            continue  # lean_preparation avoids fp32 copies of 16-bit tensors; in fp32 there are none
         yield tricks

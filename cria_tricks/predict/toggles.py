@@ -1,6 +1,6 @@
-"""What each toggle does to a bill: alone, removed, one after the other; what to flip when it does not fit.
+"""Compare toggles on paper: each alone, each removed, one after the other; and suggest some if a recipe does not fit.
 
-Nothing is run here: a bill takes a millisecond, so all toggle sets can be tried.
+Nothing is trained or loaded. One estimate takes a millisecond, so all sets of toggles can be tried.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ LADDER = (
     "lean_preparation",
     "compile",
 )
-"""The fields of ``recipe.tricks`` in the order of the lessons; a field stands after those that it needs."""
+"""The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
 
 NEEDS = {
     "expand_kv": ("attention",),
@@ -50,10 +50,10 @@ NEEDS = {
     "lean_preparation": ("peft", "precision", "quantization"),
     "chunked_loss": ("peft",),
 }
-"""The toggles that each of these needs: without them it has nothing to act on."""
+"""Toggle -> the toggles that it needs, because without them it has nothing to act on."""
 
 LONGEST = 2**20
-"""The longest row that :func:`longest` looks at [tokens]."""
+"""The longest row that :func:`longest` tries [tokens]."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Setting:
         set: the changed toggles, as ``--set`` takes them.
         recipe: the whole recipe with these changes.
         memory: its memory bill.
-        seconds: the time of one token [s], by the card's rates; ``None`` for a card whose rates are not known.
+        seconds: the estimated time of one token [s]; ``None`` for a card whose rates are not known.
     """
 
     set: tuple[str, ...]
@@ -75,13 +75,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """One toggle flipped.
+    """What one toggle changes.
 
     Attributes:
-        set: the flipped toggle.
-        beside: the toggles that it was tried over, or that had to go with it.
-        before: the setting without it.
-        after: the setting with it.
+        set: the toggle.
+        beside: in :func:`alone`, the other toggles that were on, because this one needs them; in :func:`removed`, the
+            toggles that were removed together with this one, because they need it.
+        before: the setting without the toggle.
+        after: the setting with the toggle.
     """
 
     set: str
@@ -96,7 +97,7 @@ class Change:
 
     @property
     def slowdown(self) -> float | None:
-        """The time of a token with the toggle over that without it [ratio]."""
+        """The time of a token with the toggle, divided by the time without it [ratio]; ``None`` if not known."""
         if self.before.seconds is None or self.after.seconds is None:
             return None
         return self.after.seconds / self.before.seconds
@@ -104,7 +105,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Target:
-    """A model on a card: what stays the same while toggles are tried.
+    """The model and the hardware, which stay the same while toggles are tried.
 
     Attributes:
         shape: the model's shape.
@@ -118,24 +119,30 @@ class Target:
 
     @property
     def card(self) -> Card | None:
-        """The card with its rates, if these are known."""
+        """The card with its peak rates; ``None`` if these are not known."""
         for card in CARDS.values():
             if card.device == self.device:
                 return card
         return None
 
     def bill(self, recipe: Recipe, *changed: str) -> Setting:
-        """Estimate the bytes and the seconds of a recipe; of several processes the one that needs most."""
+        """Estimate the bytes and the seconds of a recipe; with several processes, the bytes of the one that needs most.
+
+        Args:
+            recipe: the recipe.
+            changed: the toggles that were changed in it, for ``Setting.set``.
+        """
         return Setting(changed, recipe, self.memory(recipe), self._seconds_per_token(recipe))
 
     def memory(self, recipe: Recipe, tokens: int | None = None) -> Bill:
-        """Estimate the bytes alone, for rows of ``tokens`` or of ``data.max_length`` tokens."""
+        """Estimate the bytes only, for rows of ``tokens`` tokens, or of ``data.max_length`` when left out."""
         if self.processes == 1:
             return estimate(recipe, self.shape, self.device, tokens)
         strategy = recipe.parallel.strategy
         return per_process(recipe, self.shape, self.device, strategy, self.processes, tokens=tokens)
 
     def _seconds_per_token(self, recipe: Recipe) -> float | None:
+        """Estimate the time of a step, divided by all its tokens; ``None`` if the card's rates are not known."""
         if self.card is None:
             return None
         work = step(recipe, self.shape, self.card)
@@ -146,17 +153,17 @@ class Target:
     def _shared_step_seconds(self, recipe: Recipe, card: Card) -> float:
         """Estimate the time of a step of several cards in one machine, joined by PCIe [s]."""
         strategy = recipe.parallel.strategy
-        # PCIe 3.0 x16 carries 15.75 GB/s one way, 4.0 twice as much.
+        # PCIe 3.0 x16 carries 15.75 GB/s in one direction, 4.0 twice as much; 20 GB/s lies between the two.
         link = LINKS["pcie3"] if card.link_rate < 20e9 else LINKS["pcie4"]
         calls = traffic(recipe, self.shape, self.processes)
         compute = compute_seconds(recipe, self.shape, card, strategy, self.processes)
         return step_seconds(compute, calls, link).seconds
 
     def resolve(self, recipe: Recipe) -> Plan:
-        """Fold a recipe over the tricks, and check the plan against the model.
+        """Make the plan of a recipe, and check it against the model.
 
         Raises:
-            BadInput: for what cannot work on this card or with this model, or has no estimate.
+            BadInput: for a setting that cannot work on this card or with this model, or that has no estimate.
         """
         plan = resolve(recipe, self.device, self.processes)
         refuse(plan, facts_of(self.shape), self.processes)
@@ -164,7 +171,7 @@ class Target:
         return plan
 
     def works(self, recipe: Recipe) -> bool:
-        """Whether no toggle is refused."""
+        """Whether the recipe works here, that is, whether :meth:`resolve` refuses nothing."""
         try:
             self.resolve(recipe)
         except BadInput:
@@ -173,19 +180,19 @@ class Target:
 
 
 def switched_on(recipe: Recipe) -> list[str]:
-    """Name the fields that differ from plain fp32 full fine-tuning, in the ladder's order."""
+    """List the fields that differ from plain fp32 full fine-tuning, in the order of :data:`LADDER`."""
     plain = Tricks()
     return [field for field in LADDER if getattr(recipe.tricks, field) != getattr(plain, field)]
 
 
 def with_only(recipe: Recipe, fields: Iterable[str]) -> Recipe:
-    """Keep these toggles of a recipe as they are, and switch all others off."""
+    """Return a recipe with these toggles as they are, and all others off."""
     kept = {field: getattr(recipe.tricks, field) for field in fields}
     return _with(recipe, {**Tricks().model_dump(), **kept})
 
 
 def alone(target: Target, recipe: Recipe) -> list[Change]:
-    """Try each toggle over nothing but the toggles that it needs."""
+    """Compare each toggle alone: with it and without it, where only the toggles that it needs are on as well."""
     on = switched_on(recipe)
     found = []
     for field in on:
@@ -199,7 +206,7 @@ def alone(target: Target, recipe: Recipe) -> list[Change]:
 
 
 def removed(target: Target, recipe: Recipe) -> list[Change]:
-    """Take each toggle away from the whole recipe, with those that cannot do without it."""
+    """Compare the whole recipe with the recipe without each toggle, and without the toggles that need it."""
     on = switched_on(recipe)
     whole = target.bill(recipe)
     found = []
@@ -213,12 +220,12 @@ def removed(target: Target, recipe: Recipe) -> list[Change]:
 
 
 def without(recipe: Recipe, field: str) -> list[str]:
-    """Name the fields that stay on when one is taken away: all but those that cannot do without it."""
+    """List the fields that stay on when ``field`` is switched off: all but the toggles that need it."""
     return [other for other in switched_on(recipe) if other != field and field not in NEEDS.get(other, ())]
 
 
 def ladder(target: Target, recipe: Recipe) -> list[Setting]:
-    """Add one toggle after the other, from plain fp32 full fine-tuning to the recipe."""
+    """Estimate a series of settings, from plain fp32 full fine-tuning to the recipe, each with one more toggle on."""
     rungs = [target.bill(with_only(recipe, []), "plain fp32, everything trained")]
     so_far: list[str] = []
     for field in switched_on(recipe):
@@ -228,7 +235,7 @@ def ladder(target: Target, recipe: Recipe) -> list[Setting]:
 
 
 def suggestions(target: Target, recipe: Recipe) -> list[Change]:
-    """Find the single toggles that would save something here, the smallest slowdown first.
+    """Find the single toggles that would lower the peak here, the smallest slowdown first.
 
     Raises:
         BadInput: if the recipe itself is refused.
@@ -243,11 +250,12 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
         change = Change(after.set[0], (), before, after)
         if change.saved_bytes > 0:
             helpful.append(change)
+    # Among equal slowdowns, to a hundredth, the one that saves most comes first.
     return sorted(helpful, key=lambda change: (round(change.slowdown or 1, 2), -change.saved_bytes))
 
 
 def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Flip one toggle at a time; give its field and the changed recipe, where that is not refused."""
+    """Change one toggle at a time, and yield its field and the changed recipe if that is not refused."""
     for field, values in choices(recipe, target.device).items():
         for value in values:
             changed = _with(recipe, {field: value})
@@ -256,7 +264,7 @@ def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recip
 
 
 def in_words(target: Target, recipe: Recipe) -> str:
-    """Say in one line which toggles would save more than a hundredth of the peak."""
+    """Say in one line which toggles would lower the peak by more than a hundredth."""
     before = target.bill(recipe).memory.peak_bytes
     found = [change for change in suggestions(target, recipe) if change.saved_bytes > before / 100]
     if not found:
@@ -266,6 +274,7 @@ def in_words(target: Target, recipe: Recipe) -> str:
 
 
 def _at_the_cost(change: Change) -> str:
+    """Write what a toggle costs in time; nothing if it would be written as x 1.00, or is not known."""
     if change.slowdown is None or abs(change.slowdown - 1) < 0.005:
         return ""
     return f" (time x {change.slowdown:.2f})"
@@ -275,9 +284,9 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
     """Find the toggle sets that no other set beats in both bytes and time, the fastest first.
 
     ``peft``, ``packing`` and ``gradient_accumulation`` stay as they are, because they change what is learnt, or from
-    how much.
+    how much. ``compile`` stays as it is, too.
     """
-    # Many sets cost exactly the same. Of these the one with the fewest changes is the answer.
+    # Many sets cost exactly the same. Of these, only the one with the fewest changes is kept.
     shortest: dict[tuple[float, int], Setting] = {}
     for tricks in all_sets(recipe, target.device):
         changed = _with(recipe, tricks)
@@ -288,7 +297,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
         cost = (setting.seconds or 0.0, setting.memory.needed_bytes)
         if cost not in shortest or len(setting.set) < len(shortest[cost].set):
             shortest[cost] = setting
-    # From the fastest to the slowest, a set is worth its time only if it needs less than every faster one.
+    # From the fastest to the slowest, a set is worth its time only if it needs fewer bytes than every faster one.
     best: list[Setting] = []
     for cost in sorted(shortest):
         setting = shortest[cost]
@@ -298,7 +307,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
 
 
 def longest(target: Target, recipe: Recipe) -> int:
-    """Find the longest row that fits, by bisection [tokens]; 0 when not even one token does."""
+    """Find the longest row that fits, by bisection [tokens]; 0 if not even one token fits."""
     fits = 0
     most = LONGEST
     while fits < most:
@@ -315,7 +324,7 @@ def _with(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
 
 
 def named(recipe: Recipe, field: str) -> str:
-    """Write a toggle as ``--set`` takes it, but for its ``tricks.``: ``peft=lora``."""
+    """Write a toggle as ``--set`` takes it, but without the leading ``tricks.``: ``peft=lora``."""
     value = getattr(recipe.tricks, field)
     if isinstance(value, bool):
         value = str(value).lower()

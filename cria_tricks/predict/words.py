@@ -1,4 +1,4 @@
-"""The advice on machines as sentences, for the screen."""
+"""Write the advice on machines as sentences, for the screen."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,11 @@ from cria_tricks.predict.machines import METHODS, Advice, Rule
 
 
 def in_words(found: Advice) -> list[str]:
-    """Write what the table of options cannot say, a paragraph each."""
+    """Write what the table of options cannot show, as a list of paragraphs.
+
+    They are the guide's recommendations, the cheapest and fastest machines, how far the numbers can be trusted, the
+    guide's rules of thumb, and further notes.
+    """
     said = ["The guide recommends, and by our estimate there fit:"]
     for by in found.guide:
         said[0] += f"\n- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}"
@@ -22,7 +26,7 @@ def in_words(found: Advice) -> list[str]:
 
 
 def _machines(found: Advice, flavors: Sequence[str]) -> str:
-    """Name each machine and the methods that fit on it."""
+    """Name these machines, each with the methods that fit on it by our estimate."""
     named = []
     for flavor in flavors:
         fitting = [METHODS[option.method] for option in found.options if option.flavor == flavor and option.fits]
@@ -31,6 +35,7 @@ def _machines(found: Advice, flavors: Sequence[str]) -> str:
 
 
 def _in_words(rule: Rule) -> str:
+    """Compare a rule of thumb with our estimate, in a few sentences."""
     ours = ", ".join(f"{human(needed)} with rows of {tokens:,}" for tokens, needed in rule.by_tokens.items())
     said = (
         f"The guide's rule for {METHODS[rule.method]}, {rule.gb_per_billion} GB per billion parameters, gives "

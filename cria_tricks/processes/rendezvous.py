@@ -1,10 +1,10 @@
 """Agree on a name for the current launch, so that restarted processes do not read what earlier ones have left.
 
 torchrun's agent outlives its workers and shares one TCPStore with all of them, restarted ones too. What a dead process
-wrote there is still there, its address for example. A new process that reads a stale address connects to nobody
-(pytorch issue 135712: by chance it works). The count in ``TORCHELASTIC_RESTART_COUNT`` cannot tell launches apart,
-because each agent counts its own failures, and a change of members is none. So the processes agree on a new name, and
-everything else that they write into the store has this name as its prefix.
+wrote into the store is still there, for example its address. A new process that reads such a stale address cannot
+connect; if it works, that is by chance (pytorch issue 135712). The count in ``TORCHELASTIC_RESTART_COUNT`` cannot tell
+launches apart, because each agent counts only its own failures, and processes that join or leave are no failure. So the
+processes agree on a new name, and everything else that they write into the store has this name as its prefix.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from cria_tricks.common.errors import Lost
 
 PAUSE = 0.02
-"""Seconds between two looks at the store."""
+"""Seconds for which a process sleeps before it reads the store again."""
 
 
 def agree(store: Any, rank: int, size: int, timeout: float) -> str:
@@ -26,13 +26,14 @@ def agree(store: Any, rank: int, size: int, timeout: float) -> str:
     which the launcher sees to.
 
     Args:
-        store: torch's, of the launcher.
-        rank: of this process.
-        size: how many processes there are.
-        timeout: after which a process gives up [s].
+        store: the launcher's store, from torch. Its ``get`` waits until somebody has set the key.
+        rank: the rank of this process.
+        size: the world size.
+        timeout: how long a process other than 0 waits for process 0 [s].
 
     Raises:
-        Lost: if some process does not come.
+        Lost: if process 0 does not answer in time. Where a ``get`` runs out of time, torch raises an error of its own,
+            which :func:`cria_tricks.processes.world.in_one_line` turns into ``Lost``.
     """
     deadline = time.monotonic() + timeout
     token = uuid.uuid4().hex

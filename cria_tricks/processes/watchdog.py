@@ -13,11 +13,19 @@ from cria_tricks.processes.exit import leave
 from cria_tricks.processes.numbers import LOST
 
 PATIENCE = 20.0
-"""Seconds that a process has to notice that another is gone; torchrun's patience is 30."""
+"""Seconds in which the main thread must notice by itself that another process is gone; torchrun kills after 30."""
 
 
 def find(store: Any, rank: int, size: int) -> list[int]:
-    """List the process ids of the run's other processes on this machine; each process tells its own in the store."""
+    """List the process ids of the run's other processes on this machine.
+
+    Every process writes its host name and its process id into the store, and reads those of the others.
+
+    Args:
+        store: the store of the joined processes.
+        rank: the rank of this process.
+        size: the world size.
+    """
     here = socket.gethostname()
     store.set(f"place/{rank}", f"{here} {os.getpid()}")
     places = [store.get(f"place/{other}").decode().split() for other in range(size) if other != rank]
@@ -26,21 +34,21 @@ def find(store: Any, rank: int, size: int) -> list[int]:
 
 @contextlib.contextmanager
 def watched(others: list[int], advice: str) -> Iterator[None]:
-    """End this process if another has died and its own main thread does not notice.
+    """End this process if another one has died and this one's main thread does not notice it.
 
-    Now and then gloo leaves a collective waiting for a process that is gone, and in there Python hears no signal: the
-    launcher would kill it, without a word, 30 s later.
+    Sometimes a collective of gloo keeps waiting for a process that is gone. While it waits, Python does not handle
+    signals, so the launcher would kill this process 30 s later, and the user would read no error message.
 
     Args:
-        others: their process ids.
-        advice: what is said beside the fact.
+        others: the process ids of the others on this machine.
+        advice: what was saved, and how to continue; it ends the error message.
     """
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(1):
             if any(map(_gone, others)):
-                # The main thread usually notices by itself, and has more to say.
+                # The main thread usually notices the loss by itself, and its error message says more.
                 if not over.wait(PATIENCE):
                     leave(f"error: {LOST}; {advice}", 1)
                 return
@@ -53,6 +61,7 @@ def watched(others: list[int], advice: str) -> Iterator[None]:
 
 
 def _gone(process_id: int) -> bool:
+    """Whether a process has ended; a zombie has, but its parent has not yet read its exit code."""
     try:
         return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

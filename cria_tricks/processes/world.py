@@ -1,9 +1,9 @@
-"""Join the processes of one run, and let them agree, act once for all, and end together.
+"""Join the processes of one run, and let them agree, do some things once for all of them, and end together.
 
-A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command and writes their ranks into the
-environment. The processes join here, and the ranks are taken out of the environment: from then on every library
-believes that its process is alone on one card. Only this package's strategies connect the processes, so whatever holds
-for a run of one process (losses, order of the rows, checkpoints) is decided in one place for any number.
+A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command and writes their ranks into environment
+variables. The processes join here, and the variables are removed. From then on every library takes its process for the
+only one, on one card, and only this package's strategies connect the processes. Therefore losses, the order of the rows
+and checkpoints are decided in one place, for any number of processes.
 
 torch is imported by the functions that need it, because the light checks before a run should not wait for it.
 """
@@ -31,13 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process, the world size, and the collectives; for a single process these do nothing.
+    """The rank of this process, the world size, and collectives, which do nothing in a single process.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         size: the world size, the number of processes.
-        data: how many data-parallel shares the rows are divided into.
-        mesh: the processes as a grid: ``data`` first, then ``tensor`` or ``stage``; ``None`` for a single one.
+        data: the number of data-parallel shares into which the rows are divided.
+        mesh: the processes as a grid with the axis ``data`` and then ``tensor`` or ``stage``; ``None`` for a single
+            process.
     """
 
     rank: int = 0
@@ -47,13 +48,13 @@ class World:
 
     @classmethod
     def of(cls, data: int, device: str, axis: str = "tensor") -> "World":
-        """Arrange the processes that have joined as a grid.
+        """Arrange the joined processes as a grid.
 
         Args:
-            data: shares of the rows.
-            device: ``"cpu"`` or ``"cuda"``, where tensors are.
-            axis: what the processes with the same rows divide: ``"tensor"`` for a block's matrices, ``"stage"`` for
-                the blocks.
+            data: the number of data-parallel shares of the rows.
+            device: ``"cpu"`` or ``"cuda"``, where the tensors are.
+            axis: what the processes with the same rows divide among them: ``"tensor"`` for the matrices of each block,
+                ``"stage"`` for the blocks.
         """
         if processes() == 1:
             return cls()
@@ -66,7 +67,7 @@ class World:
 
     @property
     def stages(self) -> int:
-        """The pipeline-parallel size: how many stages a pipeline has, one process each."""
+        """The pipeline-parallel size: how many stages a pipeline has; each stage is one process."""
         return self._along("stage")
 
     @property
@@ -78,7 +79,7 @@ class World:
 
     @property
     def stage_group(self) -> "ProcessGroup | None":
-        """The processes of this pipeline; none without stages."""
+        """The process group of this process's pipeline; ``None`` without a pipeline."""
         if self.mesh is None or self.stages == 1:
             return None
         return self.mesh.get_group("stage")
@@ -90,17 +91,21 @@ class World:
 
     @property
     def draw(self) -> int:
-        """Which random numbers this process draws: those that share a block's matrices must draw the same."""
+        """The number that this process adds to the seed, for dropout.
+
+        Processes that share a block's matrices have the same number, because they must draw the same random numbers.
+        """
         return self.rank // self.tensor
 
     def _along(self, axis: str) -> int:
+        """Return the size of an axis of the grid; 1 if the grid has no such axis."""
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return 1
         return self.mesh[axis].size()
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main process, which alone writes files and speaks to the user."""
+        """Whether this is the main process, the only one that writes results and prints progress."""
         return self.rank == 0
 
     def sum(self, value: "torch.Tensor") -> "torch.Tensor":
@@ -113,7 +118,7 @@ class World:
         return value
 
     def max_over_ranks(self, *values: float) -> list[float]:
-        """All-reduce each value to its maximum over all ranks; so a flag that one process raises is raised for all."""
+        """All-reduce each value to its maximum over all ranks; a flag that is set in one process is then set in all."""
         if self.size == 1:
             return list(values)
         import torch
@@ -145,7 +150,7 @@ class World:
         """Enter a context on rank 0 only; if that raises, all ranks raise the same."""
         with contextlib.ExitStack() as stack:
 
-            def enter() -> None:  # what a context yields need not be picklable, so it is not broadcast
+            def enter() -> None:  # it returns nothing, because on_rank_zero would have to pickle the context's value
                 stack.enter_context(context)
 
             self.on_rank_zero(enter)
@@ -167,9 +172,10 @@ class World:
 
 @functools.cache
 def grid(device: str, **sizes: int) -> "DeviceMesh":
-    """Make a device mesh of the processes that have joined, with these axes; the same one when it is asked for again.
+    """Make a device mesh of the joined processes, with these axes and their sizes.
 
-    Every grid has groups of its own along each axis, and with gloo every group has threads, which stay.
+    It is cached, because every new mesh makes process groups along each axis, and gloo starts threads for every group,
+    which do not end.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -178,14 +184,17 @@ def grid(device: str, **sizes: int) -> "DeviceMesh":
 
 @contextlib.contextmanager
 def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
-    """Join the processes that a launcher has started; with a single one, or when they have joined, nothing happens.
+    """Join the processes that a launcher has started, and leave them at the end of the block.
+
+    With a single process, or if the processes have joined already, nothing happens.
 
     Args:
-        timeout: seconds after which a process that waits for another gives up.
-        advice: what a process says of the loss of another one if it is stuck and cannot raise.
+        timeout: how long a process waits for another before it gives up [s].
+        advice: what was saved, and how to continue. It ends the error message of a process that has lost another one
+            while it is stuck in a collective.
 
     Raises:
-        Lost: inside, if another process has died or does not answer.
+        Lost: inside the block, if another process has died or does not answer.
     """
     if processes() == 1 or have_joined():
         yield
@@ -200,7 +209,7 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
         launch = agree(launchers_store, own_rank, size, timeout)
         store = dist.PrefixStore(f"cria_tricks/{launch}", launchers_store)
         keep(store)
-        # Both: what processes agree on lies in the machine's memory, what they compute on their cards.
+        # gloo for tensors in the machine's memory, such as flags and pickled objects; nccl for those on the cards.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=patience)
     others = watchdog.find(store, own_rank, size)
@@ -218,7 +227,7 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turn what libraries raise when another process is gone into one sentence."""
+    """Turn the errors that libraries raise when another process is gone into ``Lost``, with one sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -228,10 +237,11 @@ def in_one_line() -> Iterator[None]:
 
 
 def _is_loss(error: RuntimeError) -> bool:
+    """Whether an error means that another process is gone or does not answer."""
     import torch.distributed as dist
 
     if isinstance(error, getattr(dist, "DistError", ())):
         return True
-    # gloo raises a plain RuntimeError, so only its words tell.
+    # gloo raises a plain RuntimeError, so only the words of its message can tell.
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out", "gloo")
     return any(word in str(error) for word in words)

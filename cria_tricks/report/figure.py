@@ -1,4 +1,4 @@
-"""The figure of a report: loss and memory over the steps."""
+"""Draw the figure of a report: loss and memory over the steps."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ _BLUE, _ORANGE, *_ = THEMES["light"].series
 
 
 def draw(report: Mapping[str, Any]) -> bytes:
-    """Draw the loss and the peak memory of each step, as a PNG."""
+    """Draw the loss and the peak memory of each step, and return the picture as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, because matplotlib starts slowly
     from matplotlib.figure import Figure
 
     training = [entry for entry in report["history"] if "loss" in entry]
     evaluations = [entry for entry in report["history"] if "eval_loss" in entry]
-    measured = [entry for entry in training if "peak_bytes" in entry]  # on a CPU only where a peak could come
+    measured = [entry for entry in training if "peak_bytes" in entry]  # on a CPU, the steps that could set a new peak
     figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no screen, and no global state, needed
+    FigureCanvasAgg(figure)  # draws without a screen, and without pyplot's global state
     losses, memory = figure.subplots(1, 2)
     losses.plot(_column(training, "step"), _column(training, "loss"), color=_BLUE, marker=".", label="training step")
     if evaluations:

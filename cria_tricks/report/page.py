@@ -1,4 +1,4 @@
-"""A report as ``report.json``, ``report.md`` and ``report.png``."""
+"""Write a report as ``report.json``, ``report.md`` and ``report.png``."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,15 @@ from cria_tricks.trainer import what_ran
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json, report.md and report.png into a folder."""
+    """Write report.json, report.md and report.png into a folder.
+
+    Args:
+        folder: the run's folder.
+        report: the summary, from :func:`cria_tricks.report.summary.summarise`, with what ``run/steps.py`` adds.
+
+    Raises:
+        Unwritten: if one of the files cannot be written.
+    """
     with atomic_files.unwritten_in_one_line(folder / "report.md"):
         atomic_files.write_file(folder / "report.png", draw(report))
         atomic_files.write_file(folder / "report.md", markdown(report))
@@ -23,7 +31,7 @@ def write(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Write report.md."""
+    """Return the text of report.md."""
     switched = [f"`{key} = {json.dumps(value)}`" for key, value in report["recipe"]["tricks"].items()]
     versions = [f"{name} {version}" for name, version in report["versions"].items()]
     warnings = [f"- {sentence}" for sentence in report["warnings"]] or ["none"]
@@ -46,6 +54,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _what_ran(report: Mapping[str, Any]) -> list[str]:
+    """Return the title, and what was trained in one sentence."""
     recipe = report["recipe"]
     ran = what_ran.in_words(Recipe.model_validate(recipe), report["model"], report["data"]["train_kinds"])
     lines = [f"# {recipe['name']}: {report['model']}", "", ran, ""]
@@ -55,6 +64,7 @@ def _what_ran(report: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines of the first table: a name and a value each."""
     parameters = report["parameters"]
     return [
         ("evaluation loss before", _loss(report["eval_loss_before"])),
@@ -76,11 +86,11 @@ def _loss(value: float | None) -> str:
 
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
-    """The section of the peaks by phase."""
+    """Return the section with the peaks by phase."""
     title = "## Peak memory by phase"
     if len(report["monitor"]) > 1:
         title += ", first process"
-    # A GPU's meter reads the allocator. Without a GPU there is only the memory of the whole process.
+    # On a GPU we read the reserved bytes from the allocator. On a CPU we only know the memory of the whole process.
     beside = "process so far (RSS)"
     if report["plan"]["device"]["kind"] == "cuda":
         beside = "reserved by the allocator"
@@ -92,7 +102,7 @@ def _memory(report: Mapping[str, Any]) -> list[str]:
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
-    """The section that holds the estimate against the measured peak of a training step."""
+    """Return the section that compares the estimated peak of a training step with the measured one."""
     found = report["estimate"]
     if found is None:
         return []
@@ -110,7 +120,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
 
 
 def _sampled(report: Mapping[str, Any]) -> list[str]:
-    """The section of what the monitor sampled; none where it was off."""
+    """Return the section with what the monitor sampled; nothing if it was off."""
     sampled = [found for found in report.get("monitor") or [] if found]
     if not sampled:
         return []
@@ -125,7 +135,7 @@ def _sampled(report: Mapping[str, Any]) -> list[str]:
 
 
 def _profiled(report: Mapping[str, Any]) -> list[str]:
-    """The section of what a trace says; none where no step was profiled."""
+    """Return the section with the operators of the profiled steps; nothing if no step was profiled."""
     traced = report.get("profile")
     if not traced:
         return []
@@ -147,7 +157,7 @@ def _profiled(report: Mapping[str, Any]) -> list[str]:
 
 
 def _data(data: Mapping[str, Any]) -> list[str]:
-    """The section of the rows; with a table, where a step of the data took some away or added some."""
+    """Return the section about the rows, with a table of what each step of the data preparation removed or added."""
     lines = [
         "## Data",
         "",

@@ -31,20 +31,20 @@ def summarise(
     parameters: Mapping[str, int],
     context: int = 0,
 ) -> dict[str, Any]:
-    """Summarise a run.
+    """Summarise a run as plain data that can be written as JSON.
 
     Args:
-        recipe: what was asked.
-        plan: what it was resolved to.
+        recipe: what the user asked for.
+        plan: what ran.
         run: what happened.
-        meter: seconds, and peak bytes by phase.
-        rows: the ``train`` and ``eval`` token rows; of a stream only the rows that were read count.
-        descriptions: sources of the two, in words.
-        parameters: number of ``trainable`` and ``total`` parameters.
-        context: length of the model's context (tokens); 0 where it is not known.
+        meter: the seconds, and the peak bytes by phase.
+        rows: the token rows of ``train`` and ``eval``. Of a stream, only the rows that were read are counted.
+        descriptions: the sources of these two, in words.
+        parameters: the number of ``trainable`` and ``total`` parameters.
+        context: the length of the model's context [tokens]; 0 if it is not known.
 
     Returns:
-        Plain JSON data; its keys are the command line's contract.
+        The data. ``cria train --json`` and ``report.json`` show its keys to users, so do not rename them.
     """
     return {
         **_losses(run),
@@ -75,6 +75,7 @@ def summarise(
 
 
 def _losses(run: Run) -> dict[str, float | None]:
+    """Return the first and the last evaluation loss, and the mean of the training loss over the steps."""
     before = after = None
     if run.evaluations:
         before = run.evaluations[0]["eval_loss"]
@@ -95,26 +96,26 @@ def _speeds(run: Run) -> dict[str, float]:
 
 
 def _over_steps(run: Run, key: str) -> Any:
-    """The sum of one reading over all training steps."""
+    """Return the sum of one measured value over all training steps."""
     return sum(entry[key] for entry in run.training)
 
 
 def _peak_bytes(run: Run, meter: Meter) -> int:
-    """The highest peak of any phase or step."""
+    """Return the highest peak of any phase or step [bytes]."""
     phases = [phase["allocated_bytes"] for phase in meter.phases.values()]
     return max(phases + _step_peaks(run))
 
 
 def _step_peaks(run: Run) -> list[int]:
-    """The peak bytes of the steps in which they were measured.
+    """Return the peak bytes of those steps in which they were measured.
 
-    They come from the history because a resumed run has all of it there, also what ran before the stop.
+    They come from the history, because a resumed run has the steps before its interruption there, too.
     """
     return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
 
 
 def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows | Stream) -> dict[str, Any]:
-    """Count rows and tokens of both parts."""
+    """Return the counts of rows and tokens of both parts: as read and prepared, and as seen in training."""
     return {
         "train_rows": train.count,
         "train_rows_packed_into": run.train_rows if plan.collator else None,
@@ -143,10 +144,11 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
         run: what happened.
 
     Returns:
-        ``estimated_peak_bytes``: all that CUDA's allocator sees, with cuBLAS' workspaces and without CUDA's context.
-        ``estimate``: its ``rows``, which sum to it; the steps' ``measured_bytes``; ``unexplained_bytes``, which is
-        measured minus estimated; and ``ratio``, which is estimated to measured. Both keys are ``None`` without an
-        estimate, and the last three values where no step was measured.
+        Two keys; both are ``None`` without an estimate. ``estimated_peak_bytes``: all that CUDA's allocator sees, so
+        with cuBLAS' workspaces and without CUDA's context. ``estimate``: the ``rows`` of the bill, which sum to the
+        estimated peak; ``measured_bytes``, the highest peak of a step; ``unexplained_bytes``, which is measured minus
+        estimated; and ``ratio``, which is estimated divided by measured. The last three are ``None`` if no step was
+        measured.
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}
@@ -171,27 +173,32 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
 
 
 def of_the_pipeline(plan: Plan, run: Run, model: Any) -> dict[str, Any]:
-    """Say how a pipeline was cut, and lay its idle time beside that of equally long stages.
+    """Say how the model was cut into stages, and compare the idle time with that of equally slow stages.
 
     Args:
         plan: what ran.
         run: what happened.
-        model: that was trained.
+        model: the trained model.
+
+    Returns:
+        ``data`` (the number of pipelines), ``blocks`` (the first and the last block of each stage), ``schedule``,
+        ``idle_share`` (the median over the steps, measured) and ``idle_share_of_equal_stages`` (computed).
     """
-    # The first steps of a run that was resumed may have been another strategy's.
+    # A resumed run may have made its first steps with another strategy, without an idle share.
     idle = [entry["idle_share"] for entry in run.training if "idle_share" in entry]
     blocks = parts_of(plan.parallel, model)
     return {
         "data": plan.parallel["data"],
         "blocks": [[part.start, part.stop - 1] for part in blocks],
         "schedule": plan.parallel["schedule"],
-        "idle_share": statistics.median(idle[2:] or idle or [0.0]),  # the first steps are watched, which takes its time
+        # Without the first two steps: counting their bytes makes them slower.
+        "idle_share": statistics.median(idle[2:] or idle or [0.0]),
         "idle_share_of_equal_stages": bubble(len(blocks), plan.parallel["micro_batches"]),
     }
 
 
 def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, context: int = 0) -> list[str]:
-    """Say how many rows were cut, dropped or beyond the model's context, and what the filters found."""
+    """Warn of rows that were cut, dropped or longer than the model's context, and of what data preparation found."""
     said = tally.warnings(rows["train"].tally, recipe.data)
     longer = f"rows were longer than data.max_length={recipe.data.max_length} tokens and"
     for name, part in rows.items():
@@ -206,7 +213,10 @@ def data_warnings(rows: Mapping[str, TokenRows | Stream], recipe: Recipe, contex
 
 
 def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context: int) -> list[str]:
-    """Warn about rows that are longer than the model's context; how long a stream's rows are is not known yet."""
+    """Warn of rows that are longer than the model's context.
+
+    The rows of a stream are not known yet, so for them ``data.max_length`` is compared instead.
+    """
     if isinstance(part, Stream):
         return beyond_context(context, recipe.data.max_length)
     longer = sum(len(row["input_ids"]) > context for row in part.rows)
@@ -220,7 +230,7 @@ def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context
 
 
 def step_warnings(run: Run) -> list[str]:
-    """Say how many steps updated nothing, and how many are still to do."""
+    """Warn of steps that the loss scaler skipped, and of planned steps that the time budget did not allow."""
     said = []
     if run.skipped_steps:
         said.append(
@@ -232,7 +242,7 @@ def step_warnings(run: Run) -> list[str]:
 
 
 def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinities by ``None``: JSON has none, and the gradient norm of a skipped step is one."""
+    """Replace infinite and NaN values, such as the gradient norm of a skipped step, by ``None``: JSON has neither."""
     return {key: None if _is_infinite(value) else value for key, value in entry.items()}
 
 

@@ -35,38 +35,39 @@ def train(
 ) -> dict[str, Any]:
     """Train a recipe, and write its adapter and its report.
 
-    Everything that can be wrong with the recipe or the data is found before a model is loaded. When a launcher starts
-    several processes, all of them train one recipe together, by ``recipe.parallel.strategy``.
+    Mistakes in the recipe or the data are found before a model is loaded. When a launcher starts several processes, all
+    of them train one recipe together, by ``recipe.parallel.strategy``.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
-        out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
+        out: the folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
-        resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
-        other_base: let a resumed run go on over another base than it began over.
+        resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
+        other_base: allow a resumed run to continue with another base model than the one it began with.
         console: where progress is shown; standard error when left out.
 
     Returns:
         The report, as written to ``report.json``.
 
     Raises:
-        BadInput: naming what is wrong and what would be right.
+        BadInput: if something is wrong with the input. The message says what, and what would be right.
         Diverged: if the loss is not finite.
-        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
-        Lost: if another process of the run died; ``resume=True`` goes on.
-        OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
+        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` continues the run.
+        Lost: if another process of the run died; ``resume=True`` continues the run.
+        OutOfMemory: if the run does not fit. The message says during what, and which toggles would save how many bytes.
 
     Examples:
         >>> report = train("smoke", settings=["steps=2"])  # doctest: +SKIP
         >>> report["eval_loss_after"] < report["eval_loss_before"]  # doctest: +SKIP
         True
     """
-    # Its checks of rows import numpy; importing the package should stay quick.
+    # Its checks of rows import numpy, and importing this package should stay quick.
     from cria_tricks.run import given
 
     changes = _several(settings)
     given.training(given.recipe(recipe, changes), out, resume, other_base)
-    # torch and the trainer take seconds to import; a named recipe asks torch for the device, and its precision.
+    # torch and the trainer take seconds to import. A named recipe needs torch too: it chooses its precision for the
+    # device.
     with importing():
         wanted = with_settings(recipes.get(recipe), changes)
 
@@ -87,10 +88,10 @@ def plan(
     longest: bool = False,
     rows_full: bool = False,
 ) -> PlanAnswer:
-    """Say what a recipe needs on a card, and why, without loading a weight.
+    """Estimate what a recipe needs on a card, and explain it, without loading any weights.
 
-    Rows are as long as those of the recipe's data, where these and the tokenizer are files on this machine. Otherwise
-    each is taken as ``data.max_length`` tokens long; ``answer.lengths`` says which.
+    The estimate takes the row lengths of the recipe's data, if the data and the tokenizer are files on this machine.
+    Otherwise it takes every row as ``data.max_length`` tokens long. ``answer.lengths`` says which.
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
@@ -98,11 +99,13 @@ def plan(
             where there is none.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
-        rows: training rows; then ``prices`` are given.
-        nproc: number of processes, with one card each; they share the run by ``ddp`` if the recipe names no strategy.
-        dry_run: count the step of the real modules on tensors without data [seconds], instead of by hand.
-        advise: try all toggle sets; then ``front`` is given.
-        longest: find the longest row that fits.
+        rows: the number of training rows; if it is given, the answer has ``prices``.
+        nproc: the number of processes, with one card each; they share the run by ``ddp`` if the recipe names no
+            strategy.
+        dry_run: count the bytes in a step of the real modules on tensors without data, which takes seconds, instead of
+            with closed formulas.
+        advise: try all toggle sets; the answer then has ``front``.
+        longest: find the longest row that fits; the answer then has ``longest``.
         rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
 
     Raises:
@@ -124,12 +127,12 @@ def plan(
     wanted, shape, device = _wanted(recipe, changes, gpu)
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
-    # They import numpy and torch, which takes seconds; a wrong name was told before.
+    # They import numpy and torch, which takes seconds; errors in names were raised above.
     from cria_tricks.data import lengths
     from cria_tricks.predict import plan_data, toggles
 
     target = toggles.Target(shape, device, nproc)
-    target.resolve(wanted)  # a setting that cannot work is told before the data is read
+    target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
     found_lengths = lengths.full(wanted, "--rows-full") if rows_full else _read_lengths(wanted)
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
     found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
@@ -142,7 +145,7 @@ def estimate(
     gpu: str | Device | None = None,
     settings: Iterable[str] = (),
 ) -> "Bill":
-    """Estimate the memory of one training step in one process, by hand, for rows of ``data.max_length`` tokens.
+    """Estimate the memory of one training step in one process, with formulas, for rows of ``data.max_length`` tokens.
 
     With ``rows_full=True``, :func:`plan` gives the same bytes with an explanation, comparisons and times. This function
     returns the object that :func:`plan` counts with; each trick fills in its part.
@@ -161,20 +164,20 @@ def estimate(
         (True, True)
     """
     wanted, shape, device = _wanted(recipe, _several(settings), gpu)
-    # They import torch, which takes seconds; a wrong name was told before.
+    # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
     from cria_tricks.tricks.folds import estimate as by_hand
 
-    Target(shape, device).resolve(wanted)  # refuses what cannot work there
+    Target(shape, device).resolve(wanted)  # raises for a setting that cannot work there
     return by_hand(wanted, shape, device)
 
 
 def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device | None) -> tuple[Recipe, Shape, Device]:
     """Find the changed recipe, the shape of its model, and the card.
 
-    Every name is checked before this machine is looked at, because that imports torch.
+    All names are checked before this machine's card is looked up, because that imports torch.
     """
-    # Its checks of rows import numpy; importing the package should stay quick.
+    # Its checks of rows import numpy, and importing this package should stay quick.
     from cria_tricks.run import given
 
     card = gpu
@@ -188,8 +191,8 @@ def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device |
 
 
 def _read_lengths(recipe: Recipe) -> "Lengths":
-    """Read the lengths of the recipe's rows, with those that it makes of them."""
-    # The first imports numpy, and the package should be quick to import; the second is only of use beside it.
+    """Read the lengths of the recipe's rows, and of the copies that augmentation adds."""
+    # The first imports numpy, and importing this package should stay quick. The second is needed only with it.
     from cria_tricks.data import lengths
     from cria_tricks.kwanzaa import augment
 

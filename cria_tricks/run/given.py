@@ -1,6 +1,6 @@
-"""Check the arguments of a command before it imports torch, so that a wrong name, row or folder is told in a second.
+"""Check the arguments of a command before it imports torch, so that it reports wrong names, rows or folders at once.
 
-An argument that passes here may still be refused later, by the function that uses it: each check here is made twice.
+The functions that use the arguments make these checks again, and may refuse more.
 """
 
 import importlib.util
@@ -17,9 +17,10 @@ from cria_tricks.store import run_folder
 
 
 def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device | None = None) -> Recipe:
-    """Find a recipe, change it, and check its names; a named recipe is for a T4 when no device is given.
+    """Find a recipe, change it as with ``--set``, and check its names.
 
-    A named recipe chooses its precision for the device, and only torch can tell what this machine's is.
+    A named recipe chooses its precision for a device. Only torch can tell this machine's device, so if none is given,
+    the recipe is made for a T4. For checking names this makes no difference.
 
     Raises:
         BadInput: naming the first thing that is wrong.
@@ -31,10 +32,16 @@ def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device |
 
 
 def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: bool = False) -> None:
-    """Check the files that a run would read and write.
+    """Check what a run would read, write and need.
+
+    Args:
+        wanted: the recipe.
+        out: the run's folder, if it was given.
+        resume: whether the run continues from a checkpoint in this folder.
+        other_base: whether a resumed run may continue with another base model.
 
     Raises:
-        BadInput: if its model, its first rows or its folder cannot be used, or a library is not there.
+        BadInput: if the model, the first rows or the folder cannot be used, or a library is not installed.
     """
     if other_base and not resume:
         raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")
@@ -48,7 +55,7 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
 
 
 def trackers(names: Sequence[str]) -> None:
-    """Refuse a library for the history that is not installed."""
+    """Refuse a tracker (``train.report_to``) whose library is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise BadInput(

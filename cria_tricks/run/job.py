@@ -1,4 +1,4 @@
-"""What is known of a run before any model is loaded: the light part, in which a recipe or its rows are refused."""
+"""Check a run before any model is loaded: read its rows, look at its folders, and keep what is known in a ``Job``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from cria_tricks.store.run_folder import Folders
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a run before any model is loaded.
+    """What is known about a run before any model is loaded.
 
     Attributes:
-        recipe: what is wanted.
+        recipe: what the user wants.
         plan: what will run.
-        world: in which processes.
-        sources: the ``train`` and ``eval`` rows, checked, or a stream of them.
-        folders: where it is written.
-        other_base: whether a resumed run may go on over another base.
+        world: the processes of the run.
+        sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream instead, if the recipe asks.
+        folders: the folders in which the run writes.
+        other_base: whether a resumed run may continue with another base model.
         console: where messages are printed; quiet on every rank but 0.
-        began: when, by ``time.perf_counter``.
+        began: when the run began, as ``time.perf_counter`` gives it [s].
     """
 
     recipe: Recipe
@@ -45,7 +45,7 @@ class Job:
     began: float
 
     def warn(self, sentences: Sequence[str]) -> None:
-        """Tell what does not stop a run."""
+        """Print warnings, one line each."""
         for sentence in sentences:
             self.console.print(f"warning: {sentence}")
 
@@ -60,9 +60,16 @@ def checked(
     console: Console,
     began: float,
 ) -> Job:
-    """Find what can be wrong with the rows and the folders."""
+    """Read the rows, look at the folders, and make the job.
+
+    The arguments are those of :func:`cria_tricks.run.run.train` and the attributes of :class:`Job`.
+
+    Raises:
+        BadInput: if something is wrong with the rows or the folders.
+    """
     console.quiet = console.quiet or not world.is_main
-    lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]  # of a step, in all processes
+    # A stream has one lane for each micro-batch of a step, those of all processes together.
+    lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]
     with doing("reading the rows"):
         train_rows = (
             open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")
@@ -76,6 +83,6 @@ def checked(
 
 
 def look_at_files(name: str) -> None:
-    """Refuse a folder whose files of weights contradict each other, by their headers."""
-    if Path(name).is_absolute():
+    """Refuse a model's folder if its weight files contradict each other; only their headers are read."""
+    if Path(name).is_absolute():  # then it is a folder, because run.train has made the names of folders absolute
         weight_files.tensors(Path(models.find(name).path), name)

@@ -1,4 +1,4 @@
-"""Recipe -> Report + adapter: the whole way, in one function."""
+"""Train a recipe, in one function: from the recipe to the adapter and the report."""
 
 import time
 from pathlib import Path
@@ -28,25 +28,25 @@ def train(
 ) -> dict[str, Any]:
     """Train one recipe and write its adapter and report.
 
-    Everything that can be wrong with the recipe or the data is found before any model is loaded. Started by a launcher
-    in several processes, it trains one recipe in all of them, by ``recipe.parallel.strategy``; the first one writes.
+    Mistakes in the recipe or the data are found before any model is loaded. When a launcher starts several processes,
+    all of them train one recipe together, by ``recipe.parallel.strategy``, and rank 0 writes the results.
 
     Args:
         recipe: what to train.
-        out: folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
-        resume: go on from the newest checkpoint in ``out``; from the beginning when there is none.
-        other_base: let a resumed run go on over another base than it began over.
+        out: the folder to write; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
+        resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
+        other_base: allow a resumed run to continue with another base model than the one it began with.
         console: where progress is shown; standard error when left out.
 
     Returns:
         The report, as written to ``report.json``.
 
     Raises:
-        BadInput: naming what is wrong and what would be right.
+        BadInput: if something is wrong with the input. The message says what, and what would be right.
         Diverged: if the loss is not finite.
-        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` goes on.
-        Lost: if another process of the run died; ``resume=True`` goes on.
-        OutOfMemory: naming what it was doing, and which toggles would save how many bytes.
+        Interrupted: if Ctrl-C or SIGTERM came; ``resume=True`` continues the run.
+        Lost: if another process of the run died; ``resume=True`` continues the run.
+        OutOfMemory: if the run does not fit. The message says during what, and which toggles would save how many bytes.
     """
     began = time.perf_counter()
     given.trackers(recipe.train.report_to)
@@ -58,6 +58,6 @@ def train(
         world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)
         job = checked(recipe, plan, world, out, resume, other_base, console or Aside(), began)
-        with importing():  # only now the heavy libraries: what was wrong so far took a second to say
+        with importing():  # the heavy libraries, only now: the errors above should not have to wait for them
             from cria_tricks.run import steps
         return steps.carry_out(job)

@@ -1,6 +1,7 @@
-"""The heavy part of a run: rows as tokens, the model, the steps, the report, the adapter.
+"""Carry out a run: turn the rows into tokens, load the model, train it, and write the report and the adapter.
 
-Imported only when nothing of the recipe, the data and the folders can be refused any more; see ``run/run.py``.
+This module needs the heavy libraries. So ``run/run.py`` imports it only after the recipe, the rows and the folders have
+been checked.
 """
 
 import contextlib
@@ -49,15 +50,15 @@ from cria_tricks.tricks.folds import estimate
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves in memory.
+    """What is in memory after training.
 
     Attributes:
-        loaded: the model, or what processes have left of it.
-        parameters: of the whole model, ``trainable`` and ``total``.
+        loaded: the trained model; with some strategies, only this process's part of it.
+        parameters: the numbers of ``trainable`` and ``total`` parameters of the whole model.
         run: what happened.
-        meter: seconds and bytes, by phase.
-        monitor: its samples.
-        estimated: what the bill said, if it knows the model's kind.
+        meter: the seconds, and the peak bytes by phase.
+        monitor: the samples of the machine.
+        estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
     """
 
     loaded: Loaded
@@ -69,10 +70,13 @@ class Trained:
 
 
 def carry_out(job: Job) -> dict[str, Any]:
-    """Train what was checked, and write what came of it.
+    """Train a checked job, and write its results.
+
+    Args:
+        job: from :func:`cria_tricks.run.job.checked`.
 
     Returns:
-        The report, in every process.
+        The report; every process returns that of rank 0.
     """
     quiet_libraries()
     recipe = job.recipe
@@ -108,7 +112,7 @@ def carry_out(job: Job) -> dict[str, Any]:
 
 
 def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The rows as tokens, or a stream that makes them as they are needed."""
+    """Turn the ``train`` and ``eval`` rows into tokens; a stream does so later, as its rows are needed."""
     recipe = job.recipe
     found = job.sources
     say = job.console.print
@@ -121,7 +125,7 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Trained:
-    """Load the model and take the steps, watched."""
+    """Load the model and train it, while meter, monitor and progress bar watch."""
     recipe = job.recipe
     plan = job.plan
     world = job.world
@@ -165,7 +169,10 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Tra
 
 
 def _longest(rows: dict[str, Any], plan: Plan) -> int:
-    """Tokens of the longest row that is trained on; a pipeline pads to that of all rows."""
+    """Return the length of the longest row in training [tokens].
+
+    A pipeline pads all rows, of training and of evaluation, to the longest of both.
+    """
     both = plan.parallel["strategy"] == "pipeline"
     return max(rows["train"].longest, rows["eval"].longest if both else 0)
 
@@ -178,7 +185,21 @@ def _written(
     trained: Trained,
     began_over: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the adapter, or the model, and the report; all processes take part, as each may hold a piece."""
+    """Write the report, and the adapter or the whole model.
+
+    All processes must call this, because each may hold a part of the weights; rank 0 writes.
+
+    Args:
+        job: the job.
+        weights: where the base model is.
+        tokenizer: its tokenizer, which is saved with the adapter.
+        rows: the ``train`` and ``eval`` token rows.
+        trained: the result of training.
+        began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
+
+    Returns:
+        The report, as in ``report.json``.
+    """
     recipe = job.recipe
     world = job.world
     model = trained.loaded.model
@@ -211,7 +232,10 @@ def _written(
 
 @contextlib.contextmanager
 def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[list[Any]]:
-    """The callbacks that change nothing: every process takes samples, the first one traces, reports and shows."""
+    """Yield the callbacks that observe the run and change nothing.
+
+    Every process takes samples of the machine. Only rank 0 writes traces, feeds the trackers, and shows progress.
+    """
     recipe = job.recipe
     folders = job.folders
     found: list[Any] = [monitor]
@@ -227,7 +251,7 @@ def _onlookers(job: Job, monitor: Monitor, progress: ShowProgress) -> Iterator[l
 
 @contextlib.contextmanager
 def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Iterator[None]:
-    """Say at what memory ran out, and what would save some."""
+    """Turn an out-of-memory error into one sentence: during what memory ran out, and which toggles would save some."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -236,14 +260,14 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         what = error if isinstance(error, OutOfMemory) else "out of memory while the model was loaded"
         if shape:
             advice = in_words(Target(shape, job.plan.device, job.world.size), longest)
-        else:  # of a kind that cannot be estimated
+        else:  # without an estimate, we can only list the toggles that are off
             off = still_off(longest, job.plan.device, job.world.size)
             advice = f"still off: {', '.join(off) or 'no toggle that works here'}"
         raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
 
 
 def _shape(recipe: Recipe, model: str) -> Shape | None:
-    """The model's widths, if it is of a kind that can be estimated, and so is what trains beside it."""
+    """Return the model's shape; ``None`` if this kind of model or of adapter cannot be estimated."""
     try:
         shape = find_shape(model)
         lora.refuse_unestimated(recipe, shape)
@@ -253,9 +277,18 @@ def _shape(recipe: Recipe, model: str) -> Shape | None:
 
 
 def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int) -> Bill | None:
-    """The bill of the largest micro-batch that may come, in the process that needs most."""
+    """Estimate the memory bill of the largest micro-batch that may come, for the process that needs most.
+
+    Args:
+        recipe: the recipe, with its rows as long as the longest row of the data.
+        shape: the model's shape, if it can be estimated.
+        plan: the plan of the run.
+        most_trained: the most trained tokens that a micro-batch of unpacked rows can have.
+        processes: the world size.
+    """
     if shape is None:
         return None
+    # Packed rows are made later. How many of their tokens are trained is not known yet, so all are taken as trained.
     trained_tokens = None if "packed_length" in plan.collator else most_trained
     if processes == 1:
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
@@ -264,8 +297,8 @@ def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    """Trainable and total parameters; packed 4-bit weights count unpacked."""
-    if hasattr(model, "get_nb_trainable_parameters"):  # peft's, which knows that 4-bit weights are packed
+    """Count the trainable and all parameters; a byte with two 4-bit weights counts as two."""
+    if hasattr(model, "get_nb_trainable_parameters"):  # a model of peft, which counts 4-bit weights in this way
         trainable, total = model.get_nb_trainable_parameters()
         return {"trainable": trainable, "total": total}
     return {

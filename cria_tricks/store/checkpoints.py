@@ -1,12 +1,14 @@
-"""Write and find a run's checkpoints: whole or not at all, the newest two kept, with a second copy when asked.
+"""Write and find the checkpoints of a run. Each is whole or not there; the newest two are kept, with a copy if asked.
 
-A checkpoint holds what a run needs to go on as if nothing had happened: what trains, the optimizer, the schedule,
-the loss scaler, the random states, the position in the data, and ``run.json``, which says what run it is of and what
-was spent on it so far. The frozen base is not in it.
+A checkpoint holds what a run needs to continue as if it had never stopped: the trained weights, the states of the
+optimizer, the learning rate schedule and the loss scaler, the random states, the position in the data, and
+``run.json``. This file says to which run the checkpoint belongs, and what the run has spent so far (seconds and peak
+bytes). The frozen base model is not in it.
 
-Four of its files are pickles, as torch has no other form for an optimizer's state: ``PICKLES``. They are this run's
-own, and transformers reads them with ``weights_only``, which makes tensors and numbers and refuses everything else.
-No other pickle may lie in a checkpoint, what trains is in safetensors, and all other rules of ``dangers`` hold.
+Four of its files are pickles (``PICKLES``), because torch has no other file format for an optimizer's state. They are
+the run's own files, and they are read with ``weights_only``, which makes tensors and numbers only, and refuses
+everything else. A checkpoint with any other pickle is refused. The trained weights are in safetensors, and the other
+rules of ``common/safe_files.py`` hold, too.
 """
 
 import contextlib
@@ -30,6 +32,7 @@ from cria_tricks.data.sources import DataSource
 from cria_tricks.recipe import Recipe
 
 KEPT = 2
+"""How many checkpoints are kept."""
 RUN = "run.json"
 PICKLES = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth")
 FREE = {
@@ -48,11 +51,12 @@ FREE = {
     "parallel.stage_blocks",
     "parallel.timeout",
 }
-"""Fields of a recipe that change nothing in what is trained, so that a resumed run may change them."""
+"""Fields of a recipe that do not change what is trained, so a resumed run may change them."""
 BY_CONTENT = {"data.train", "data.eval"}
-"""Fields that name a place; what counts is the rows there. So it is with ``model``, once its weights are known."""
+"""Fields that name a place. For a resumed run the rows found there must be the same, not the name. The same holds for
+``model``, once the hashes of its files are known."""
 LENGTH = {"train.max_steps", "train.epochs"}
-"""Fields that a resumed run may raise: it goes on for longer."""
+"""Fields that a resumed run may raise, to become longer."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        step: optimizer steps it has behind it.
-        about: what run it is of: ``recipe``, ``rows`` and ``versions``, from :func:`describe`.
+        step: the number of optimizer steps after which it was written.
+        about: what describes its run: ``recipe``, ``rows`` and ``versions``, from :func:`describe`.
         spent: what the run had spent by then, from ``Meter.spent``.
     """
 
@@ -77,11 +81,11 @@ class Checkpoints:
     """Write and find the checkpoints of one run.
 
     Attributes:
-        folder: where they lie, as ``checkpoint-STEP``.
-        mirror: a second folder for a copy of each, or none.
-        about: what run they are of; written into each.
-        say: takes a sentence for the user.
-        seconds: how long the last one took to write, its copy included.
+        folder: the folder that holds them, each as a folder ``checkpoint-STEP``.
+        mirror: a second folder for a copy of each; ``None`` for no copies.
+        about: what describes the run, from :func:`describe`; written into each checkpoint.
+        say: a function that shows a sentence to the user.
+        seconds: how long it took to write the last checkpoint, with its copy [s].
     """
 
     folder: Path
@@ -92,10 +96,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def new(self, step: int, spent: Mapping[str, Any]) -> Iterator[Path]:
-        """Write a checkpoint into the folder this yields.
+        """Yield an empty folder for the files of a new checkpoint, and make it a whole checkpoint at the block's end.
+
+        Args:
+            step: the number of optimizer steps so far.
+            spent: what the run has spent so far, from ``Meter.spent``.
 
         Raises:
-            Unwritten: if it could not be written; the earlier ones are whole. A mirror that fails only warns.
+            Unwritten: if it cannot be written; the earlier checkpoints are still whole. If only the copy in the mirror
+                cannot be written, there is a warning instead.
         """
         began = time.perf_counter()
         path = self.folder / f"checkpoint-{step}"
@@ -113,13 +122,13 @@ class Checkpoints:
         self.seconds = time.perf_counter() - began
 
     def newest(self) -> Checkpoint | None:
-        """Find the newest whole checkpoint, here or in the mirror; damaged ones are passed over, and told.
+        """Find the newest whole checkpoint, in the folder or in the mirror; damaged ones are skipped with a message.
 
         Returns:
-            ``None`` when there is none at all.
+            The checkpoint, or ``None`` if there are no checkpoints at all.
 
         Raises:
-            BadInput: if there are some, and none is whole.
+            BadInput: if there are checkpoints, but none is whole.
         """
         damaged: dict[Path, str] = {}
         for path in self._all():
@@ -138,7 +147,15 @@ class Checkpoints:
         return None
 
     def put_aside_after(self, start: Checkpoint) -> None:
-        """Rename the damaged ones that lie beyond the start, so that none is ever taken for a newer one."""
+        """Rename the damaged checkpoints that are newer than the start, so that none is ever taken for the newest one.
+
+        Args:
+            start: the checkpoint from which the run continues; it is the newest whole one, so all newer ones are
+                damaged.
+
+        Raises:
+            Unwritten: if one in the run's own folder cannot be renamed; for the mirror there is a warning instead.
+        """
         for path in self._all():
             if _step(path) > start.step or (_step(path) == start.step and _unfit(path)):
                 aside = path.with_name(path.name + ".damaged")
@@ -152,7 +169,7 @@ class Checkpoints:
                     self.say(f"warning: train.mirror: {error.reason}")
 
     def _all(self) -> list[Path]:
-        """List the newest first; of the same step, the one here before the mirror's."""
+        """List all checkpoints, the newest first; of the same step, the run's own comes before the mirror's copy."""
         found = _in(self.folder)
         if self.mirror:
             found += _in(self.mirror)
@@ -162,7 +179,17 @@ class Checkpoints:
 def describe(
     recipe: Recipe, found: Mapping[str, DataSource | Streamed], device: str, processes: int = 1
 ) -> dict[str, Any]:
-    """Describe a run by all that decides its result: recipe, rows, library versions, device and number of processes."""
+    """Describe a run by all that decides its result.
+
+    Args:
+        recipe: the recipe.
+        found: the ``train`` and ``eval`` rows, or the stream of them.
+        device: the device's name.
+        processes: the world size.
+
+    Returns:
+        ``recipe``, ``rows`` (the hash of each part) and ``versions`` (of libraries, with device and world size).
+    """
     return {
         "recipe": recipe.model_dump(mode="json"),
         "rows": {part: source.sha256 for part, source in found.items()},
@@ -172,6 +199,11 @@ def describe(
 
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Refuse to resume a run whose recipe or rows have changed.
+
+    Args:
+        before: the description of the run that is there, from :func:`describe`.
+        now: the description of the run that would resume it.
+        where: the run's folder or its checkpoint, for the error message.
 
     Raises:
         BadInput: naming the fields that differ.
@@ -185,7 +217,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
     old = flat(then)
     new = flat(now["recipe"])
     ignored = FREE | BY_CONTENT | _lengthened(old, new)
-    if "base" in before:  # the identity of the base's files counts, and not their name
+    if "base" in before:  # then Folders.over compares the hashes of the base's files, so their name does not matter
         ignored |= {"model"}
     changed = [key for key in new if key not in ignored and old[key] != new[key]]
     differ = [f"{key} ({old[key]!r}, now {new[key]!r})" for key in changed]
@@ -202,17 +234,17 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], where:
 
 
 def _lengthened(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
-    """Return the fields of the run's length, if it became no shorter."""
+    """Return the fields that set a run's length if the run became no shorter, else no field."""
     then = old["train.max_steps"]
     now = new["train.max_steps"]
     is_longer = new["train.epochs"] >= old["train.epochs"]
-    if then or now:  # where steps are set, epochs decide nothing
+    if then or now:  # train.max_steps is set, so train.epochs has no effect
         is_longer = bool(then) and now >= then
     return LENGTH if is_longer else set()
 
 
 def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Warn of other libraries or another device: the run can go on, but not bit for bit."""
+    """Warn of other versions, another device or another world size: the run can continue, but not bit for bit."""
     changed = [
         f"{name} {before['versions'].get(name)} is now {version}"
         for name, version in now["versions"].items()
@@ -224,7 +256,7 @@ def other_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _read(path: Path) -> Checkpoint | None:
-    """Read what a checkpoint says of itself; ``None`` if that is not what we write."""
+    """Read the ``run.json`` of a checkpoint; ``None`` if it is not as we write it."""
     try:
         about = json.loads((path / RUN).read_text(encoding="utf-8"))
         return Checkpoint(path, _step(path), about, about["spent"])
@@ -233,6 +265,7 @@ def _read(path: Path) -> Checkpoint | None:
 
 
 def _in(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder, whole or not, in any order."""
     try:
         return [path for path in folder.iterdir() if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
     except FileNotFoundError:
@@ -246,12 +279,15 @@ def _step(path: Path) -> int:
 
 
 def _unfit(path: Path) -> str:
-    """Say why a checkpoint is not read; empty for a good one."""
+    """Say why a checkpoint must not be read: links, damage, or files that may run code; empty for a good one."""
     return safe_files.way_out(path) or atomic_files.damage(path) or safe_files.program(path, PICKLES) or _foreign(path)
 
 
 def _foreign(path: Path) -> str:
-    """Name a file that is not in the manifest, because libraries might read it; a desktop's files are ignored."""
+    """Name a file that is not in the manifest, because a library might read it.
+
+    Hidden files and ``desktop.ini`` are allowed, because file managers put them into folders.
+    """
     visible = [name for name in atomic_files.unlisted(path) if not name.startswith(".") and name != "desktop.ini"]
     if not visible:
         return ""
@@ -259,8 +295,9 @@ def _foreign(path: Path) -> str:
 
 
 def _prune(folder: Path) -> None:
+    """Delete all checkpoints in a folder but the newest :data:`KEPT`, and what killed processes left half-written."""
     for path in sorted(_in(folder), key=_step)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
-    for ending in (atomic_files.ASIDE, atomic_files.OLD):  # of a process that was killed
+    for ending in (atomic_files.ASIDE, atomic_files.OLD):
         for path in folder.glob(f"checkpoint-*{ending}"):
             shutil.rmtree(path, ignore_errors=True)

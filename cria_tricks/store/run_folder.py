@@ -1,4 +1,4 @@
-"""Own a run's folder and its mirror: refuse another run's, and find the checkpoint that a resumed run starts from."""
+"""Manage a run's folder and its mirror: refuse those of another run, and find the checkpoint from which to resume."""
 
 import contextlib
 import itertools
@@ -18,24 +18,24 @@ from cria_tricks.store.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, ot
 RESULTS = ("adapter", "model", "report.json", "report.md", "report.png")
 """What a finished run leaves in its folder, beside its recipe, ``run.json`` and its checkpoints."""
 RECORDS = ("monitor*.jsonl", "profile", "tensorboard", "trackio")
-"""What it may have written on the way; a run that is gone on with writes on."""
+"""What the monitor, the profiler and the trackers write during a run; a resumed run appends to it."""
 
 
 class Folders:
     """The folders in which one run writes.
 
     Args:
-        recipe: names the mirror, and the folder when none is given.
+        recipe: the recipe; it names the mirror, and the folder if ``out`` is left out.
         out: the folder; ``runs/NAME`` (or the next free ``runs/NAME-2``, ...) when left out.
-        resume: whether to go on with the run that is there.
-        about: what run it is, from :func:`cria_tricks.store.checkpoints.describe`.
-        say: takes a sentence for the user.
+        resume: whether to continue the run that is in the folder.
+        about: what describes the run, from :func:`cria_tricks.store.checkpoints.describe`.
+        say: a function that shows a sentence to the user.
 
     Attributes:
         folder: the run's folder.
-        mirror: the second one, or ``None``.
-        checkpoints: the run's checkpoints, in both.
-        start: the checkpoint to go on from, or ``None``.
+        mirror: the second folder (``train.mirror``), or ``None``.
+        checkpoints: the run's checkpoints, in both folders.
+        start: the checkpoint from which a resumed run continues, or ``None``.
 
     Raises:
         BadInput: if a folder holds another run, or cannot be a folder.
@@ -70,28 +70,28 @@ class Folders:
 
     @property
     def _first_base(self) -> Mapping[str, Any]:
-        """The identity of the base that a resumed run began over, if that was written down."""
+        """The identity of the base model with which a resumed run began; empty if it was not recorded."""
         if not self.start:
             return {}
         return self.start.about.get("base", {})
 
     @property
     def revision(self) -> str:
-        """The hub's commit of the base that a resumed run began over; empty for any other base or run."""
+        """The hub commit of the base model with which a resumed run began; empty for any other base or run."""
         return self._first_base.get("revision") or ""
 
     def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
-        """Record which base model is trained over, and refuse to resume over another.
+        """Record the base model of this run, and refuse to resume with another one.
 
         Args:
-            base: its identity, from :func:`cria_tricks.models.identity.of`.
-            other_base: whether a resumed run may go on over another.
+            base: the identity of the base model, from :func:`cria_tricks.models.identity.of`.
+            other_base: whether a resumed run may continue with another base model.
 
         Returns:
-            The identity of the base that the run began over, if it is another; else nothing.
+            The identity of the base model with which the run began, if it was another one; else an empty mapping.
 
         Raises:
-            BadInput: if it is another, and that is not wanted.
+            BadInput: if it is another base model and that is not allowed, or if it has another tokenizer.
         """
         before = self._first_base
         self.about["base"] = base
@@ -99,7 +99,7 @@ class Folders:
             return {}
         where = f"--resume: {self.start.path}"
         differ = identity.other(before, base, "tokenizer")
-        if differ:  # then the same rows are other tokens
+        if differ:  # then the same rows would become other tokens
             raise BadInput(f"{where}: the base's tokenizer is another: {differ}; put it back")
         for warning in identity.compare(before, base, where, allowed=other_base, moved="--set model=DIR"):
             self.say(f"warning: {warning}")
@@ -108,28 +108,31 @@ class Folders:
 
     @contextlib.contextmanager
     def claimed(self, trainable: int, bits: int) -> Iterator[None]:
-        """Make the folders and be the only one to write there.
+        """Make the folders, and be the only process that writes into the run's folder until the block's end.
 
         Args:
-            trainable: numbers that train.
-            bits: of each of the optimizer's two moments.
+            trainable: the number of trained parameters.
+            bits: the bits of one element of the optimizer's two states.
 
         Raises:
-            BadInput: if there is no room, or another process writes there.
+            BadInput: if there is no room on the disk, or another process writes there.
         """
+        # Bytes for each trained parameter: 4 for the fp32 weight, and the optimizer's two states.
         checkpoint = trainable * (4 + 2 * bits // 8)
-        needed = (KEPT + 1) * checkpoint + trainable * 4 + 32 * 2**20  # and the result, with its tokenizer
+        # A new checkpoint is written before the oldest is deleted. The result is fp32 weights, and 32 MiB for the rest,
+        # such as the tokenizer.
+        needed = (KEPT + 1) * checkpoint + trainable * 4 + 32 * 2**20
         for option, place in self._places().items():
             _make_room(option, place, needed)
         with atomic_files.only_writer(self.folder):
             if not self.resume:
-                self._refuse_another("--out", self.folder)  # another process may have been faster
+                self._refuse_another("--out", self.folder)  # since the first check another process may have begun here
             saved = f"no step is saved in {self.folder} yet"
             if self.start:
                 saved = f"{self.start.path} is whole"
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
-                    self._copy_records(self.mirror, self.folder)  # this machine is a new one
+                    self._copy_records(self.mirror, self.folder)  # a new machine, which has only the mirror of the run
             interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
@@ -138,12 +141,12 @@ class Folders:
             interrupts.now_saved(f"the run is finished, and its results are in {self.folder}")
 
     def monitor(self, rank: int) -> Path:
-        """The file into which a process writes its samples."""
+        """Return the file into which the monitor of a process writes its samples."""
         name = f"monitor-{rank}.jsonl" if rank else "monitor.jsonl"
         return self.folder / name
 
     def mirror_results(self) -> None:
-        """Copy the results beside the copied checkpoints; a mirror that fails only warns."""
+        """Copy the results into the mirror, where the checkpoints have been copied; if it fails, only warn."""
         if not self.mirror:
             return
         try:
@@ -157,7 +160,7 @@ class Folders:
             self.say(f"warning: train.mirror: {error.reason}; the results are in {self.folder} alone")
 
     def _copy_records(self, folder: Path, to: Path) -> None:
-        """Copy what trackers and the monitor wrote; it has no manifest, so nothing is checked."""
+        """Copy the files of :data:`RECORDS`; they have no manifest, so the copy is not checked."""
         for path in _records(folder):
             with atomic_files.unwritten_in_one_line(to / path.name):
                 if path.is_dir():
@@ -166,13 +169,13 @@ class Folders:
                     shutil.copyfile(path, to / path.name)
 
     def _places(self) -> dict[str, Path]:
-        """The folders of the run, by the option that names each."""
+        """Return the folders of the run, by the name of the option that sets each."""
         if self.mirror:
             return {"--out": self.folder, "train.mirror": self.mirror}
         return {"--out": self.folder}
 
     def _refuse_another(self, option: str, place: Path) -> None:
-        """Refuse a folder in which another run lies."""
+        """Refuse a folder that holds another run; a resumed run may use only its own."""
         there = refuse_taken(option, place, self.resume)
         if not there:
             return
@@ -185,6 +188,7 @@ class Folders:
         refuse_another_run(before, self.about, place)
 
     def _find_start(self) -> Checkpoint | None:
+        """Find the checkpoint from which to resume; ``None`` if the run had not saved any step yet."""
         start = self.checkpoints.newest()
         if start:
             refuse_another_run(start.about, self.about, start.path)
@@ -200,17 +204,19 @@ class Folders:
 
 
 def _refuse_as_mirror(mirror: Path, folder: Path) -> None:
+    """Refuse a mirror that is the run's own folder, or whose parent folder does not exist."""
     if mirror.resolve() == folder.resolve():
         raise BadInput(f"train.mirror={mirror}: is the run's own folder; name a second one")
     if not mirror.absolute().parent.is_dir():
-        # On Colab, making it would put the copy on the disk that goes away with the machine.
+        # If Google Drive is not mounted on Colab, this folder would be made on the machine's own disk, and be lost with
+        # the machine.
         raise BadInput(f"train.mirror={mirror}: there is no folder {mirror.parent}; is the drive mounted?")
 
 
 def numbered(first: Path, resume: bool) -> Path:
-    """Find the next free one of NAME, NAME-2, ...; to resume, the last taken one."""
+    """Return the first free folder of NAME, NAME-2, ...; to resume, the last folder that is taken."""
     free = first
-    last_taken = first  # a run that is resumed before anything was written starts here
+    last_taken = first  # if no folder is taken yet, a resumed run starts in the first one
     for number in itertools.count(2):
         if not taken(free):
             break
@@ -226,15 +232,18 @@ def taken(folder: Path) -> str:
 
 
 def refuse_taken(option: str, place: Path, resume: bool) -> str:
-    """Refuse a file, and the folder of another run unless it shall be gone on with.
+    """Refuse a path that is a file, and a folder that holds a run unless that run is to be resumed.
 
     Args:
-        option: that named it.
-        place: what is to be the run's folder.
-        resume: as for :class:`Folders`.
+        option: the option that named the path, for the error message.
+        place: the path that is to be the run's folder.
+        resume: whether to continue the run that is in the folder.
 
     Returns:
-        The first name of a run that is there, or nothing.
+        The name of the first file of a run that is there; empty if there is none.
+
+    Raises:
+        BadInput: if the path cannot be used.
     """
     if place.exists() and not place.is_dir():
         raise BadInput(f"{option} {place}: is a file; name a folder")
@@ -245,7 +254,7 @@ def refuse_taken(option: str, place: Path, resume: bool) -> str:
 
 
 def _records(folder: Path) -> list[Path]:
-    """List what trackers and the monitor have written in a folder."""
+    """List the files and folders in a folder that match :data:`RECORDS`."""
     found: list[Path] = []
     for pattern in RECORDS:
         found += folder.glob(pattern)
@@ -253,7 +262,13 @@ def _records(folder: Path) -> list[Path]:
 
 
 def _make_room(option: str, folder: Path, needed: int) -> None:
-    """Make a folder; refuse a disk that cannot hold what the run will write."""
+    """Make a folder, and refuse it if its disk cannot hold what the run will write.
+
+    Args:
+        option: the option that named the folder, for the error message.
+        folder: the folder.
+        needed: what the run will write [bytes]; checkpoints that are there already count, because they are replaced.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""Plan and settings -> ``TrainingArguments``, in the words of whichever transformers is installed."""
+"""Turn a plan and the recipe's ``train`` fields into the ``TrainingArguments`` of the installed transformers."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 }
 """(bits, paged) -> the name that ``TrainingArguments(optim=...)`` takes.
 
-The first is transformers' default: torch's AdamW in one kernel, which needs no memory of its own.
+The first is transformers' default: torch's AdamW in one fused kernel, which needs no temporary memory.
 """
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -30,10 +30,11 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_
 
 
 def leave_skipping_to_the_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Let fp16's loss scaler skip steps by not calling the optimizer, as it does with every other optimizer.
+    """Make fp16's loss scaler skip a step by not calling the optimizer, as it does with every other optimizer.
 
-    A fused AdamW offers to skip inside its kernel. The scaler then calls it even when gradients overflowed, so
-    accelerate never learns that a step was skipped: the learning rate moves on, and the history counts no skipped step.
+    A fused AdamW offers to skip the step inside its kernel. Then the scaler calls the optimizer even if gradients
+    overflowed, so accelerate never learns that a step was skipped: the learning rate schedule moves on, and the history
+    counts no skipped step.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
@@ -44,36 +45,43 @@ def evaluated(state: TrainerState) -> bool:
 
 
 def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
-    """Optimizer steps of one epoch, the partial last window included."""
+    """Return the optimizer steps of one epoch; the last step may have fewer micro-batches than the others.
+
+    Args:
+        settings: the recipe's ``train`` fields.
+        accumulation: the micro-batches of a step, in all processes together.
+        rows: the number of training rows.
+    """
     return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
 def micro_batches_at_once(plan: Plan) -> int:
-    """Micro-batches that the trainer is given together: one, but for a pipeline, which takes all of a step."""
+    """Return how many micro-batches the trainer gets together: one, or in a pipeline all those of a step."""
     return plan.parallel.get("micro_batches", 1)
 
 
 def micro_batches_of_a_step(plan: Plan) -> int:
-    """Micro-batches of an optimizer step, those of all processes together."""
+    """Return how many micro-batches an optimizer step has, in all processes together."""
     return plan.training["gradient_accumulation_steps"] * micro_batches_at_once(plan) * plan.parallel["data"]
 
 
 def training_arguments(
     plan: Plan, settings: Train, rows: int | None, evaluates: bool, checkpoints: Path, start: Checkpoint | None
 ) -> TrainingArguments:
-    """Say in transformers' words what a run is.
+    """Make the ``TrainingArguments`` of a run.
 
     Args:
         plan: what will run.
         settings: the recipe's ``train`` fields.
-        rows: training rows of an epoch, packed ones when they are packed; ``None`` for a stream, which has none.
-        evaluates: whether there are rows to evaluate.
-        checkpoints: the folder they are written to.
-        start: the checkpoint to go on from; from the beginning when left out.
+        rows: the number of training rows of an epoch, after packing; ``None`` for a stream, which has no epochs.
+        evaluates: whether there are evaluation rows.
+        checkpoints: the folder for checkpoints.
+        start: the checkpoint from which to continue; ``None`` to start from the beginning.
 
     Raises:
         BadInput: if the checkpoint's state cannot be read.
     """
+    # The steps of an epoch, which is the whole run for a stream.
     epoch = settings.max_steps if rows is None else steps_per_epoch(settings, micro_batches_of_a_step(plan), rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
     arguments = TrainingArguments(
@@ -94,9 +102,9 @@ def training_arguments(
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would log a NaN as 0.0
         seed=settings.seed,
-        data_seed=settings.seed,  # the order of the rows is the same in all processes, dropout's draws are not
+        data_seed=settings.seed,  # the same order of the rows in all processes; dropout's seed is set in fit.py
         dataloader_pin_memory=plan.device.kind == "cuda",
-        ignore_data_skip=rows is None,  # a stream knows where it was
+        ignore_data_skip=rows is None,  # a resumed stream restores its own position
         remove_unused_columns=False,
         disable_tqdm=True,
         report_to="none",
@@ -104,17 +112,22 @@ def training_arguments(
         **_in_its_words(plan.training),
     )
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # one process, one card: DataParallel cannot copy 4-bit weights
+        # One process uses one card. Otherwise the Trainer would use DataParallel, which cannot copy 4-bit weights.
+        arguments._n_gpu = 1
     return arguments
 
 
 def _when_to_evaluate(eval_steps: int, total: int, evaluates: bool, start: Checkpoint | None) -> dict[str, Any]:
-    """After every so many steps; before the first one too, unless a run goes on that has been evaluated there."""
+    """Return the arguments that say when to evaluate.
+
+    That is every ``eval_steps`` steps, and when the trainer starts: at step 0, or if a resumed run stopped at a step
+    whose evaluation was due, but is not in its checkpoint.
+    """
     state = TrainerState()
     if start:
         with loading(str(start.path)):
             state = TrainerState.load_from_json(str(start.path / "trainer_state.json"))
-    due = state.global_step % eval_steps == 0 or state.global_step >= total  # at the beginning, and if it was cut off
+    due = state.global_step % eval_steps == 0 or state.global_step >= total
     return {
         "eval_strategy": "steps" if evaluates else "no",
         "eval_steps": eval_steps,
@@ -123,9 +136,9 @@ def _when_to_evaluate(eval_steps: int, total: int, evaluates: bool, start: Check
 
 
 def _in_its_words(training: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's arguments by the names that the installed transformers has for them."""
+    """Return the plan's arguments, with the names that the installed transformers uses."""
     known = {field.name for field in fields(TrainingArguments)}
     if "activation_checkpointing" not in known:
         return dict(training)
-    # Its name since transformers 5.2x, the only one in 6.
+    # The new name since transformers 5.2x; transformers 6 has no other.
     return {name.replace("gradient_checkpointing", "activation_checkpointing"): v for name, v in training.items()}

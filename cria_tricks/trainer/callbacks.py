@@ -1,4 +1,4 @@
-"""What the trainer does between steps: measure them, save and end in time."""
+"""The trainer's callbacks: measure each optimizer step, ask for checkpoints, and end a run in time."""
 
 import contextlib
 import os
@@ -18,23 +18,27 @@ from cria_tricks.data.tokens import IGNORED
 from cria_tricks.processes.world import World
 
 SKIPS_IN_A_ROW = 10
-"""From its first scale, 65536, the loss scaler needs a few halvings to find the right one; ten are no search."""
+"""After this many skipped steps in a row the run ends.
+
+The loss scaler begins at 65536 and halves its scale at each overflow. It needs a few halvings to find a scale that
+fits; after ten in a row, no scale will.
+"""
 
 
 class StepMeter(TrainerCallback):
-    """Counts one optimizer step's tokens, seconds and bytes.
+    """Measure the tokens, the seconds and the peak bytes of each optimizer step.
 
-    Until the optimizer has taken its first step, in which its states come to life, everything is watched; from then
-    on those micro-batches that can set a new peak.
+    On a CPU, counting bytes slows a step down, so not every micro-batch is watched. Until the optimizer has taken its
+    first step, which creates its states, all of them are; after that, only those that can set a new peak.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.tokens: list[torch.Tensor] = []
+        self.tokens: list[torch.Tensor] = []  # of each micro-batch so far: real tokens, trained tokens
         self.measured: dict[str, Any] = {}
-        self.first = True
-        self.watched = False
-        self.whole_step = contextlib.ExitStack()
+        self.first = True  # until the optimizer has taken a step that was not skipped
+        self.watched = False  # whether the bytes of this step were counted
+        self.whole_step = contextlib.ExitStack()  # counts the bytes of a whole step, as long as `first` is True
         self.skipped_in_a_row = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -46,29 +50,31 @@ class StepMeter(TrainerCallback):
         self.began = time.perf_counter()
 
     def count(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Count the tokens of a micro-batch that has run."""
         trained = (inputs["labels"][:, 1:] != IGNORED).sum()
-        # Where nothing is trained, the row was made to let this process wait for the others.
+        # A micro-batch without a trained token is the filler row of shares.py, whose tokens do not count.
         self.tokens.append(torch.stack([real_tokens(inputs) * (trained > 0), trained]))
 
     @contextlib.contextmanager
     def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Count a micro-batch's bytes if it can set a new peak."""
+        """Count the bytes of the micro-batch that runs inside ``with``, if it can set a new peak."""
         trainer = self.trainer
         meter = self.trainer.meter
-        later = bool(self.tokens)  # in the window: then gradients are alive
+        later = bool(self.tokens)  # not the first micro-batch of its step, so gradients exist already
         if self.first or not meter.counts or not meter.may_set_a_peak("train", *sizes(inputs), later):
             yield
             return
         self.watched = True
         gradients = (p.grad for p in trainer.model.parameters() if p.grad is not None)
         states = (t for state in trainer.optimizer.state.values() for t in state.values() if torch.is_tensor(t))
-        meter.track((*gradients, *states, *inputs.values()))
+        meter.track((*gradients, *states, *inputs.values()))  # they were made while nothing was counted
         with meter.watch():
             yield
 
     def on_step_end(self, args, state, control, **kwargs):
         world = self.trainer.world
-        tokens, trained = world.sum(torch.stack(self.tokens).sum(0)).tolist()  # waits for the GPU
+        # tolist() waits for the GPU. The time is taken after it, so it includes all of the GPU's work.
+        tokens, trained = world.sum(torch.stack(self.tokens).sum(0)).tolist()
         seconds, watched = world.max_over_ranks(time.perf_counter() - self.began, self.watched)
         self.measured = {
             "step_seconds": seconds,
@@ -80,10 +86,11 @@ class StepMeter(TrainerCallback):
         if watched or not self.trainer.meter.counts:
             self.measured["peak_bytes"] = peak
         self.close()
-        if self.first and not self.measured["skipped"]:
+        if self.first and not self.measured["skipped"]:  # from now on the optimizer states exist
             self.first = False
             self.trainer.meter.forget_sizes()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
+        # A run of fewer than ten steps may end with all of them skipped.
         nothing_trained = self.skipped_in_a_row == state.global_step == state.max_steps
         if self.skipped_in_a_row == SKIPS_IN_A_ROW or nothing_trained:
             raise Diverged(
@@ -92,15 +99,19 @@ class StepMeter(TrainerCallback):
             )
 
     def close(self) -> None:
-        """Stop watching, wherever the step came to an end."""
+        """Stop counting bytes; also called when an error ends a step."""
         self.whole_step.close()
 
     def take(self) -> dict[str, Any]:
+        """Return what was measured in the last step, for its entry in the log history."""
         return self.measured
 
 
 class Agree(TrainerCallback):
-    """Lets what one process asks for, a checkpoint or the end, be done by all of them. It comes last."""
+    """Make all processes save or stop when one of them asks for it, because both take all processes.
+
+    It must come after the callbacks that ask.
+    """
 
     def __init__(self, world: World):
         self.world = world
@@ -112,17 +123,24 @@ class Agree(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C, the system's SIGTERM, or SIGHUP ends the run after the current optimizer step, with a checkpoint.
+    """End the run with a checkpoint after the current optimizer step, on Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
-    SIGHUP comes when the terminal goes away; under nohup it is ignored, and stays so. A second signal ends the run at
-    once; with several processes only after :attr:`LAUNCHERS`.
+    Signals are handled inside ``with``. SIGHUP comes when the terminal is closed; under nohup it stays ignored. A
+    second signal ends the run at once; with several processes it must come :data:`LAUNCHERS` seconds after the first.
 
     Args:
         world: the processes of the run.
+
+    Attributes:
+        requested: whether a signal has asked for the end.
+        since: when it came, in seconds of ``time.monotonic``.
     """
 
     LAUNCHERS = 10.0
-    """Seconds within which a launcher repeats a signal that the terminal has sent to every process already."""
+    """Seconds within which a second signal counts as a repetition of the first one.
+
+    Ctrl-C in a terminal reaches every process of a run, and then the launcher sends it to its processes once more.
+    """
 
     requested = False
     since = 0.0
@@ -132,7 +150,7 @@ class StopOnSignal(TrainerCallback):
 
     def __enter__(self) -> None:
         self.before = {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
+        if threading.current_thread() is threading.main_thread():  # in other threads Python allows no handlers
             for number in interrupts.heard():
                 self.before[number] = signal.signal(number, self._request)
 
@@ -142,7 +160,7 @@ class StopOnSignal(TrainerCallback):
         if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.LAUNCHERS:
             return
         if self.requested or self.world.size == 1:
-            self.__exit__()
+            self.__exit__()  # restore the earlier handlers: with them the next signal ends the run at once
         if self.requested:
             signal.raise_signal(number)
         self.requested = True
@@ -152,12 +170,13 @@ class StopOnSignal(TrainerCallback):
         again = "Ctrl-C again"
         if self.world.size > 1:
             again = f"Ctrl-C after {self.LAUNCHERS:.0f} s"
-        # Not print(): a signal may come while the progress bar is printing.
-        with contextlib.suppress(OSError):  # nobody may be there any more to read it
+        # Not print(), because the signal may have interrupted the progress bar while it prints.
+        with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"\nstopping after this step, to save it; {again} stops at once\n".encode())
 
     def __exit__(self, error: object = None, *more: object) -> None:
-        # Where one of several processes has failed, the launcher's signal must not cut off what the others have to say.
+        # If one of several processes fails, the launcher sends SIGTERM to the others. Ignore it after an error, so that
+        # each process can still print what went wrong.
         deaf = error is not None and self.world.size > 1
         for number, handler in self.before.items():
             signal.signal(number, signal.SIG_IGN if deaf else handler)
@@ -168,13 +187,13 @@ class StopOnSignal(TrainerCallback):
 
 
 class SaveOnClock(TrainerCallback):
-    """Asks for a checkpoint when the last one is older than so many minutes; the steps' own cadence goes on."""
+    """Ask for a checkpoint when the last one is older than ``minutes`` (0: never), beside those every so many steps."""
 
     def __init__(self, minutes: float):
         self.minutes = minutes
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # and not what the checkpoint says that it was resumed from
+        state.save_steps = args.save_steps  # a resumed run would keep the value of its checkpoint
         self.last = time.monotonic()
 
     def on_save(self, args, state, control, **kwargs):
@@ -186,12 +205,14 @@ class SaveOnClock(TrainerCallback):
 
 
 class StopOnBudget(TrainerCallback):
-    """Ends the run, with a checkpoint, when another step and what comes after the last would not fit in its time.
+    """End the run with a checkpoint before its time budget is used up.
+
+    It ends when the time that is left is too short for one more step and for what follows the last step.
 
     Args:
         budget: seconds; 0 for no limit.
-        elapsed: gives the seconds since the process began.
-        save_seconds: gives the seconds that the last checkpoint took.
+        elapsed: returns the seconds since this process began with the run.
+        save_seconds: returns the seconds that the last checkpoint took.
     """
 
     def __init__(self, budget: float, elapsed: Callable[[], float], save_seconds: Callable[[], float]):
@@ -208,11 +229,15 @@ class StopOnBudget(TrainerCallback):
         now = self.elapsed()
         self.longest_step = max(self.longest_step, now - self.last)
         evaluation = max((entry.get("eval_seconds", 0) for entry in state.log_history), default=0)
-        to_come = self.longest_step + evaluation + 2 * self.save_seconds()  # the checkpoint and the result
+        # Writing the result at the end is taken to be as slow as writing a checkpoint, hence twice.
+        to_come = self.longest_step + evaluation + 2 * self.save_seconds()
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 
 
 def sizes(inputs: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Tokens of a batch, padding included, and trained tokens: what its activations and its logits grow with."""
+    """Return the tokens of a batch, padding included, and its trained tokens.
+
+    Activations and the logits of the full loss grow with the first number, logits of the chunked loss with the second.
+    """
     return inputs["input_ids"].numel(), int((inputs["labels"][:, 1:] != IGNORED).sum())

@@ -1,4 +1,4 @@
-"""Loaded -> Run: the shared trainer, set up for one run and started."""
+"""Train a loaded model (Loaded -> Run): set up the shared trainer for one run, and start it."""
 
 import contextlib
 from collections.abc import Sequence
@@ -26,24 +26,24 @@ from cria_tricks.trainer.shares import with_filler
 from cria_tricks.tricks.packing import pack
 
 Rows = Sequence[dict[str, list[int]]]
-"""Token rows, with ``input_ids`` and ``labels``."""
+"""Training examples as token ids: each has ``input_ids`` and ``labels``."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished training run has to say.
+    """The results of a finished training run.
 
     Attributes:
         history: one entry per optimizer step (``step``, ``loss``, ``peak_bytes``, ``tokens``,
             ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
-        planned_steps: what the recipe asked for; more than ``steps`` when the time budget ended the run.
-        train_rows: rows of an epoch, packed ones when they were packed; ``None`` for a stream.
+        planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget ended the run.
+        train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.attention_kernels.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
-        lengthened: an entry for each time that the run was lengthened and so is not the longer run: ``step``, and
-            ``lengthened_from``, the steps that it was to have.
+        lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
+            so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.
     """
 
     history: list[dict[str, Any]]
@@ -80,26 +80,27 @@ def fit(
     callbacks: Sequence[TrainerCallback] = (),
     world: World | None = None,
 ) -> Run:
-    """Train the loaded model in place, evaluating before, during and after.
+    """Train the loaded model in place, and evaluate it before, during and after training.
 
     Args:
         loaded: from :func:`cria_tricks.load.model.load`.
-        plan: the same plan.
+        plan: the plan by which the model was loaded.
         settings: the recipe's ``train`` fields.
-        train_rows: with ``input_ids`` and ``labels``; or a stream of such.
-        eval_rows: the same; may be empty, then nothing is evaluated.
-        checkpoints: where they are written.
+        train_rows: with ``input_ids`` and ``labels``; or a stream of such rows.
+        eval_rows: the same; if it is empty, nothing is evaluated.
+        checkpoints: writes and finds the checkpoints of the run.
         pad_id: token id that fills up shorter rows.
         meter: counts bytes and seconds; made here when left out.
-        start: the checkpoint to go on from; from the beginning when left out.
+        start: the checkpoint to resume from; from the beginning when left out.
         callbacks: more callbacks, e.g. a progress bar.
         world: the processes that share the run; this one alone when left out.
 
     Raises:
-        BadInput: if the checkpoint cannot be loaded into this model, or its activations overflow fp16.
+        BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
         Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
-        Interrupted: if SIGINT or SIGTERM came; a checkpoint was written.
-        OutOfMemory: if it does not fit; a checkpoint was written unless the optimizer had begun its step.
+        Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
+        OutOfMemory: if it does not fit. A single process then saves the last whole step it has done, if the optimizer
+            had not begun to change the weights.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
     meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
@@ -110,7 +111,7 @@ def fit(
         loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
         world=world, stop=stop, callbacks=callbacks,
     )  # fmt: skip
-    if world.draw:  # each share of the rows has draws of its own; the first one's are those of a single process
+    if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
     meter.track(every_tensor(loaded.model))
     with stop, contextlib.closing(trainer.step):
@@ -127,7 +128,7 @@ def fit(
 
 
 def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
-    """Pack rows if the plan says so; let a stream go on from where it was."""
+    """Pack rows if the plan says so; move a resumed stream to its position in the checkpoint."""
     if isinstance(rows, Stream):
         if start:
             rows.go_on(position(start))
@@ -150,7 +151,7 @@ def _made(
     stop: StopOnSignal,
     callbacks: Sequence[TrainerCallback],
 ) -> SharedTrainer:
-    """Make the trainer of this strategy; the arguments are those of :func:`fit`."""
+    """Make the trainer for the plan's parallel strategy; the arguments are those of :func:`fit`."""
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
     stream: Stream | None = None
     listed: Rows = []
@@ -175,17 +176,18 @@ def _made(
         train_dataset=stream or with_filler(listed, pad_id),
         eval_dataset=with_filler(eval_rows, pad_id) if eval_rows else None,
         data_collator=PadToLongest(pad_id, *_shape_of_a_window(plan, settings, [*listed, *eval_rows])),
+        # Agree is the last of them, because it passes on what the others have asked for.
         callbacks=[stop, budget, SaveOnClock(settings.save_minutes), *callbacks, Agree(world)],
     )
-    trainer.remove_callback(PrinterCallback)  # our own progress bar prints
+    trainer.remove_callback(PrinterCallback)  # our own progress bar prints instead
     return trainer
 
 
 def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, int]:
-    """Rows of a batch and tokens of a row, where all batches must have one shape; (0, 0) where they need not.
+    """Return rows of a batch and tokens of a row, if all batches must have one shape; (0, 0) if they need not.
 
-    A pipeline takes a step's micro-batches as one batch, and torch's stages keep the shapes of their first step. So
-    rows are padded to the longest of all, and the last window is filled up with rows in which nothing is trained.
+    A pipeline takes all micro-batches of a step (a window) as one batch, and torch's stages keep the shapes of their
+    first step. So all rows are padded to the longest row of the run, and a shorter last window gets rows of padding.
     """
     if plan.parallel["strategy"] != "pipeline":
         return 0, 0
@@ -193,9 +195,9 @@ def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, in
 
 
 def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
-    """What the trainer's state says of the run."""
+    """Collect the results of a run from the trainer's state."""
     state = trainer.state
-    # Without the Trainer's closing entry, whose averages cover only the part after a resume.
+    # The last entry of transformers' Trainer is left out, because its averages cover only the part after a resume.
     history = [entry for entry in state.log_history if "loss" in entry or "eval_loss" in entry]
     return Run(
         history=history,

@@ -24,8 +24,8 @@ class LargestActivation:
 
     Attributes:
         value: the number; infinite where a result was not finite, 0 before any module ran.
-        name: of the module whose result it was, such as ``model.layers.12``.
-        by_module: the largest of each module.
+        name: the module whose result it was, such as ``model.layers.12``.
+        by_module: the largest number of each module.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -44,7 +44,7 @@ class LargestActivation:
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._hooks.close()
-        for name, largest in self._found:  # not in the hook, where item() would wait for the card at every module
+        for name, largest in self._found:  # not in the hook, because item() would wait for the GPU at every module
             value = largest.item()
             value = value if math.isfinite(value) else math.inf
             self.by_module[name] = max(value, self.by_module.get(name, 0.0))
@@ -54,6 +54,7 @@ class LargestActivation:
         self._found.clear()
 
     def _look(self, name: str, result: Any) -> None:
+        # A module may return a tuple. Its first element is the activation, such as the hidden states.
         tensor = result[0] if isinstance(result, tuple) and result else result
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
             # A norm makes no copy of the tensor, as abs() would.
@@ -61,7 +62,7 @@ class LargestActivation:
 
 
 def too_little_room(found: LargestActivation) -> str:
-    """Say how near a batch came to the end of fp16, if that was nearer than :data:`ENOUGH` times.
+    """Return a warning if the largest activation of a batch, times :data:`ENOUGH`, would overflow fp16.
 
     Args:
         found: the largest activation of a batch that ran with its residual stream in fp16.

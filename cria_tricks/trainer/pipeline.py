@@ -1,8 +1,8 @@
-"""The shared trainer over a pipeline: a step is one schedule of passes over its micro-batches, and not a loop of them.
+"""The shared trainer for a pipeline: one schedule runs all micro-batches of a step, instead of a loop over them.
 
 Everything around a step is the shared trainer's: rows and their order, clipping, optimizer, learning rates, history,
-checkpoints and callbacks. A batch of this trainer holds all micro-batches of a step, because torch's schedule
-decides which of them comes next, forward or backward.
+checkpoints and callbacks. A batch of this trainer holds all micro-batches of a step (a window), because torch's
+schedule decides which pass comes next: of which micro-batch, forward or backward.
 """
 
 import contextlib
@@ -18,36 +18,37 @@ from cria_tricks.trainer.shared import SharedTrainer
 
 
 class PipelineTrainer(SharedTrainer):
-    """The shared trainer of one stage.
+    """The shared trainer in one process of a pipeline, which computes one stage.
 
     Attributes:
-        stage: what it computes, from the moment on at which the model has been cut.
+        stage: the stage of this process; it exists once :meth:`create_optimizer` has cut the model.
     """
 
     stage: Stage
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let all stages skip a step if one of them has an overflow."""
+        """Replace fp16's loss scaler, so that all stages skip a step if one of them has an overflow."""
         super().create_accelerator_and_postprocess()
         if self.args.fp16:
             scaler = ShardedGradScaler(self.plan.device.kind, process_group=self.world.stage_group)
-            scaler.scale(torch.zeros((), device=self.args.device))  # awake in the stages that have no loss, too
+            # The first scale() creates the scaler's state. Stages without a loss never call it, but need the state.
+            scaler.scale(torch.zeros((), device=self.args.device))
             self.accelerator.scaler = scaler
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        """Take up work as a stage: the strategy has just left this stage's blocks of the model."""
+        """Make the optimizer, then the stage: by then the strategy has removed the other stages' blocks."""
         optimizer = super().create_optimizer(*arguments)
         self.stage = Stage(self.model, self.plan, self.world, self.around_a_pass, self.accelerator.scaler)
         return optimizer
 
     @contextlib.contextmanager
     def around_a_pass(self) -> Iterator[None]:
-        """Around the forward pass of a micro-batch through this stage."""
+        """Enter autocast and the plan's contexts, around the forward pass of a micro-batch through this stage."""
         with self.accelerator.autocast(), self.contexts():
             yield
 
     def forward_and_backward(self, model, inputs, num_items_in_batch):
-        """All passes of a step: the mean loss of its trained tokens, the same in all processes."""
+        """Run all passes of a step, and return its mean loss per trained token, the same in all processes."""
         self.moment = "forward and backward passes"
         model.train()
         window = self._prepare_inputs(inputs)
@@ -56,8 +57,8 @@ class PipelineTrainer(SharedTrainer):
         return self._first_step(window, num_items_in_batch)
 
     def _first_step(self, window: dict[str, torch.Tensor], trained: torch.Tensor) -> torch.Tensor:
-        """Once a process, see which attention kernel runs."""
-        if self.plan.compiled:  # nobody can watch compiled kernels, so it runs once more as it was before
+        """Run the first step of this process, and record which attention kernel runs."""
+        if self.plan.compiled:  # compiled kernels cannot be watched, so run forward once more without compilation
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), self.drawing_nothing(), eager, WatchAttention() as watch:
                 self.stage.loss_sum(window)
@@ -69,11 +70,11 @@ class PipelineTrainer(SharedTrainer):
         return loss
 
     def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A window's losses, summed over its trained tokens, forward only."""
+        """Sum the losses of a window's trained tokens, in forward passes only."""
         return self.stage.loss_sum(inputs)
 
     def log(self, logs, start_time=None):
-        """Add how much of their time the stages waited."""
+        """Add the share of their time in which the stages waited for each other."""
         if "loss" in logs:
             logs = {**logs, "idle_share": self.stage.idle_share}
         super().log(logs, start_time)

@@ -1,8 +1,8 @@
-"""Loaded -> trained, in one loop that fits a screen: read this file first.
+"""Train a loaded model in one loop that fits on a screen: read this file first.
 
 ``cria train`` runs the shared trainer (``trainer/shared.py``) instead. That one adds evaluation, checkpoints, byte
-counts, several processes and a stop at a loss that is not finite. What is left here is the training itself, for the
-same :class:`cria_tricks.step_plan.Plan`: the losses are the same (``tests/test_plain_loop.py``).
+counts, several processes and a stop at a loss that is not finite. What is left here is the training itself. From the
+same :class:`cria_tricks.step_plan.Plan` both get the same losses (``tests/test_plain_loop.py``).
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def train(
 
     Args:
         loaded: from :func:`cria_tricks.load.model.load`.
-        plan: the same plan.
+        plan: the plan by which the model was loaded.
         settings: the recipe's ``train`` fields.
         rows: with ``input_ids`` and ``labels``.
         pad_id: token id that fills up shorter rows.
@@ -147,7 +147,7 @@ def windows(rows: Rows, settings: Train, accumulation: int, pad_id: int) -> Iter
 
 
 def row_order(rows: int, seed: int) -> list[int]:
-    """Shuffle the rows' numbers. The shared trainer's sampler draws the same order from the same seed."""
+    """Shuffle the indices of the rows. The shared trainer's sampler draws the same order from the same seed."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -165,11 +165,11 @@ def make_optimizer(model: torch.nn.Module, arguments: TrainingArguments) -> torc
     others = [parameter for name, parameter in trained.items() if name not in matrices]
     groups = [{"params": decaying, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if keywords.get("optim_bits") == 8:
-        # Only its own optimizers need it.
+        # Imported here, because only bitsandbytes' own optimizers need it.
         from bitsandbytes.optim import GlobalOptimManager
 
         manager = GlobalOptimManager.get_instance()
-        manager.initialize()  # one per process, and it remembers the embedding of an earlier run
+        manager.initialize()  # there is one per process, and it would remember the embedding of an earlier run
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):  # its gradients are too uneven for states in 8 bits
                 manager.register_module_override(module, "weight", {"optim_bits": 32})
@@ -179,7 +179,7 @@ def make_optimizer(model: torch.nn.Module, arguments: TrainingArguments) -> torc
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, arguments: TrainingArguments) -> LRScheduler:
-    """Raise the learning rate from 0 in the warmup steps; then follow ``train.schedule``."""
+    """Make the scheduler of the learning rate: up from 0 in the warmup steps, then as ``train.schedule`` says."""
     return get_scheduler(
         arguments.lr_scheduler_type,
         optimizer,

@@ -1,4 +1,4 @@
-"""Progress in the terminal: a panel that is drawn anew where there is one, plain lines where there is none."""
+"""Show the progress of a run: a panel that redraws itself in a terminal, plain lines where there is none."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ from cria_tricks.common.units import human
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 SHOWN = 24
-"""Losses in the small curve."""
+"""How many of the last losses the small curve shows."""
 A_SECOND = 4
-"""How often the panel is drawn."""
+"""How often the panel is drawn in a second."""
 
 
 def curve(values: list[float]) -> str:
-    """A line of small bars, the lowest value to the highest.
+    """Draw values as a line of small bars; the lowest value gets the lowest bar.
 
     Examples:
         >>> curve([3.0, 2.0, 1.0])
@@ -28,18 +28,19 @@ def curve(values: list[float]) -> str:
     """
     low = min(values, default=0)
     high = max(values, default=0)
+    # Equal values make a step of 0, by which nothing can be divided.
     step = (high - low) / (len(HEIGHTS) - 1) or 1
     return "".join(HEIGHTS[round((value - low) / step)] for value in values)
 
 
 class ShowProgress(TrainerCallback):
-    """Draws bars for training and evaluation and the run's numbers below them, inside ``with progress.panel:``.
+    """Draw bars for training and evaluation, and the run's numbers below them, inside ``with progress.panel:``.
 
     Args:
-        console: where.
-        eval_batches: of an evaluation.
-        predicted: the estimate of the steps' peak, in bytes.
-        sample: gives the monitor's newest sample.
+        console: where to draw.
+        eval_batches: how many batches an evaluation has.
+        predicted: the estimated peak memory of a step [bytes].
+        sample: returns the newest sample of the monitor.
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class ShowProgress(TrainerCallback):
             self.console.print(f"step {state.global_step:>4}/{state.max_steps}  {note}")
 
     def draw(self) -> RenderableType:
-        """The bars, and the numbers that are there."""
+        """Draw the bars, and below them the numbers that are known so far."""
         grid = Table.grid(padding=(0, 2))
         for name, value in self.numbers().items():
             grid.add_row(f"{name:<10}", value)
         return Group(self.bar.get_renderable(), grid)
 
     def numbers(self) -> dict[str, str]:
-        """What is shown below the bars, in words."""
+        """Return the numbers below the bars as text, by their names."""
         sample = self.sample()
         rows = {}
         if self.losses:

@@ -1,15 +1,18 @@
-"""The state of torch's generators, from which dropout draws: read, put back, and kept for every process."""
+"""Read and restore the random state (RNG state) of torch, from which dropout draws its masks.
+
+A checkpoint keeps the random states of all processes.
+"""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
 State = Mapping[str, torch.Tensor]
-"""By device: ``cpu``, and ``cuda`` where there is a card."""
+"""The state of the generator of each device: ``cpu``, and ``cuda`` if there is a GPU."""
 
 
 def read() -> dict[str, torch.Tensor]:
-    """Read this process's state."""
+    """Read the random state of this process."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -17,14 +20,17 @@ def read() -> dict[str, torch.Tensor]:
 
 
 def put_back(state: State) -> None:
-    """Let torch draw again what it drew after this state."""
+    """Restore a random state, so that torch draws the same numbers again."""
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def by_rank(states: Sequence[State]) -> dict[str, torch.Tensor]:
-    """Name the states of all processes but the first, whose own transformers keeps: ``{"1.cpu": ...}``."""
+    """Name the states of all processes by rank, for one file: ``{"1.cpu": ...}``.
+
+    Rank 0 is left out, because transformers saves its state itself.
+    """
     named = {}
     for rank, state in enumerate(states[1:], 1):
         for device, tensor in state.items():
@@ -33,5 +39,5 @@ def by_rank(states: Sequence[State]) -> dict[str, torch.Tensor]:
 
 
 def of_rank(named: State, rank: int) -> dict[str, torch.Tensor]:
-    """Find one process's state among those of :func:`by_rank`; empty where there is none."""
+    """Find the state of one rank among those of :func:`by_rank`; empty if there is none."""
     return {name.partition(".")[2]: tensor for name, tensor in named.items() if name.startswith(f"{rank}.")}

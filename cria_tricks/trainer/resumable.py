@@ -1,7 +1,8 @@
-"""transformers.Trainer with checkpoints that can be trusted, and a last word when memory runs out.
+"""transformers.Trainer with checkpoints that can be trusted, and a clear error when memory runs out.
 
-transformers writes a checkpoint file by file under its final name, trusts the files that it finds, goes on without
-those that are missing, and takes one more step in a run that was finished.
+transformers itself writes a checkpoint file by file under its final name, so a killed run may leave half of one. When
+it resumes, it trusts the files that it finds and ignores those that are missing. And if the run was finished already,
+it takes one more step.
 """
 
 import contextlib
@@ -24,23 +25,25 @@ from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer import random_state, what_ran
 
 POSITION = "stream.json"
-"""Where each lane of a stream is, where training rows are streamed."""
+"""File with the position of each lane of a stream (``data/stream.py``), if training rows are streamed."""
 RANDOM = "random.safetensors"
-"""The states of torch's generators of all processes but the first, where there are several."""
+"""File with the random states of all processes but the first, if there are several."""
 
 
 class ResumableTrainer(Trainer):
-    """A Trainer whose runs can be stopped at any moment.
+    """A Trainer whose runs can be stopped at any moment, and resumed.
 
     Args:
-        checkpoints: where they are written.
-        spent: what the run took so far, for the next checkpoint.
+        checkpoints: writes and finds the checkpoints of the run.
+        spent: returns what the run took so far (seconds and peak bytes), for the next checkpoint.
         stream: where training rows come from, if they are streamed; its position goes into each checkpoint.
-        world: the processes of the run. A checkpoint holds no trace of their number but their random states: what they
-            have in pieces, or in stages, is put together in it, so that any other number can go on from it.
+        world: the processes of the run. A checkpoint holds whole tensors, put together from shards and stages, so that
+            any other number of processes can resume from it. Only the random states are saved by process.
 
     Attributes:
-        moment: what it is doing, for the sentence about memory; kept by the subclass.
+        moment: what the trainer is doing now, for the error about memory; the subclass sets it.
+        random_state: the random state after the last whole step of this process.
+        position: the stream's position after that step.
     """
 
     def __init__(
@@ -64,30 +67,31 @@ class ResumableTrainer(Trainer):
 
     @contextlib.contextmanager
     def rescue(self) -> Iterator[None]:
-        """Where memory runs out, save what can be saved and say at what it was.
+        """Save what can be saved if memory runs out inside, and raise one clear error.
 
         Raises:
-            OutOfMemory: with one sentence about both.
+            OutOfMemory: with one sentence: where memory ran out, and what is saved.
         """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the step's activations
+            traceback.clear_frames(error.__traceback__)  # frees the step's activations, which they hold
             self.model.zero_grad()
             step = self.state.global_step
             where = f"after step {step}" if self.moment == "evaluation" else f"of step {step + 1}"
             raise OutOfMemory(f"out of memory in the {self.moment} {where}; {self._saved_after_all()}") from None
 
     def _run_epoch(self, **arguments: Any) -> None:
-        # transformers looks whether the run is over only after another step.
+        # transformers checks whether a run is finished only after it has taken another step.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         if not self.control.should_training_stop:
             super()._run_epoch(**arguments)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # All processes must take part in gathering what they hold; then rank 0 alone writes.
         weights = dtensor.weights(self.model, self.world)
         optimizer = dtensor.states(self.optimizer, self.model, self.world)
         states = self.world.gather(random_state.read())
@@ -96,7 +100,7 @@ class ResumableTrainer(Trainer):
             lanes |= part
 
         def write() -> None:
-            # transformers writes straight into the folder that a resume would take; otherwise these are its own steps.
+            # These are the steps of transformers, but in a temporary folder, in which a resume does not look.
             with self.checkpoints.new(self.state.global_step, self.spent()) as aside:
                 save_weights(self.model, aside, weights)
                 torch.save(optimizer, aside / "optimizer.pt")
@@ -112,16 +116,17 @@ class ResumableTrainer(Trainer):
         self.world.on_rank_zero(write)
 
     def _saved_after_all(self) -> str:
-        """After the last whole step, if the weights are still those."""
+        """Save the state after the last whole step, if the weights have not changed since, and say what is saved."""
         step = self.state.global_step
-        # Of several processes this one alone has no memory left: what takes all of them would wait for ever.
+        # With several processes, perhaps only this one has run out of memory. A checkpoint takes all of them, so it
+        # would wait for ever.
         if self.moment != "optimizer step" and self.random_state and self.world.size == 1:
             random_state.put_back(self.random_state)
             try:
                 self._save_checkpoint(self.model, None)
                 return f"the state after step {step} is in {self.checkpoints.folder}"
             except (Unwritten, RuntimeError, MemoryError):
-                pass  # not even memory, or disk, for that
+                pass  # there is no memory, or no disk space, even for that
         newest = self.checkpoints.newest()
         return f"the newest checkpoint is {newest.path}" if newest else "there was nothing to save yet"
 
@@ -145,26 +150,30 @@ class ResumableTrainer(Trainer):
         self._follow_the_schedule(planned)
 
     def _follow_the_schedule(self, planned: int) -> None:
-        """Take the next learning rate from this run's schedule; note it if the steps so far had another's.
+        """Take the next learning rate from this run's schedule, and note it if earlier steps followed another one.
+
+        A run may be resumed with more steps than it was planned with. Its schedule is another one then.
 
         Args:
             planned: steps that the run was to have when the checkpoint was written.
         """
         scheduler = self.lr_scheduler
+        # For each group of parameters: the highest learning rate, and the function from a step to the share of it.
         rates = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
         for group, (highest, share) in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = highest * share(scheduler.last_epoch)
-        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what the history gets
+        scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # for the history
         if planned == self.state.max_steps:
             return
         highest, share = rates[0]
+        # Skipped steps do not count, because they do not advance the schedule.
         steps = [entry for entry in self.state.log_history if "loss" in entry and not entry.get("skipped")]
         if any(entry["learning_rate"] != highest * share(number) for number, entry in enumerate(steps)):
             self.state.log_history.append({"step": self.state.global_step, "lengthened_from": planned})
             self.checkpoints.say(f"warning: {what_ran.lengthened(self.state.log_history[-1])}")
 
     def _page_again(self) -> None:
-        """Put states back where they were: bitsandbytes loads paged ones into the card's own memory."""
+        """Move paged optimizer states back into paged memory: bitsandbytes loads them into the GPU's own memory."""
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if not getattr(optimizer, "is_paged", False):
             return
@@ -181,26 +190,27 @@ class ResumableTrainer(Trainer):
     def _load_rng_state(self, checkpoint):
         with loading(checkpoint):
             super()._load_rng_state(checkpoint)
-            if self.world.draw and checkpoint:  # draw 0 has what the first process had
+            if self.world.draw and checkpoint:  # draw 0 keeps the state of rank 0, which is restored above
                 self._load_own_random_state(Path(checkpoint) / RANDOM)
 
     def _load_own_random_state(self, file: Path) -> None:
-        """Restore this process's generators; new ones where the run had fewer processes before.
+        """Restore the random state of this process, or seed it anew if the run had fewer processes before.
 
-        Processes that share a block's matrices must draw the same, so all of them take the state of the first one.
+        Processes that share a block's matrices (tensor parallelism) must draw the same numbers, so all of them take the
+        state of the first of them.
         """
         states = load_file(file) if file.is_file() else {}
         mine = random_state.of_rank(states, self.world.draw * self.world.tensor)
         if mine:
             random_state.put_back(mine)
-        else:
+        else:  # the step is part of the seed, so that the numbers of the run's beginning are not drawn again
             torch.manual_seed(self.args.seed + self.world.draw + self.state.global_step)
 
 
 class KeepRandomState(TrainerCallback):
-    """Keeps what a checkpoint after the last whole step needs, and the next step moves.
+    """Keep the random state and a stream's position after each whole step.
 
-    That is torch's generators, from which dropout draws, and a stream's position.
+    The next step changes both. If that step runs out of memory, a checkpoint of the last whole step needs the old ones.
     """
 
     def __init__(self, trainer: ResumableTrainer):
@@ -212,7 +222,7 @@ class KeepRandomState(TrainerCallback):
 
 
 def position(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Where a stream was, by lane.
+    """Read the position of a stream from a checkpoint, by lane.
 
     Raises:
         BadInput: if the checkpoint does not hold it.
@@ -223,7 +233,13 @@ def position(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def loading(checkpoint: str | None) -> Iterator[None]:
-    """A whole checkpoint that does not fit is one of another version, or was made up."""
+    """Turn errors in loading a checkpoint into one sentence, except for a lack of memory.
+
+    The checkpoint is known to be undamaged, so one that cannot be loaded comes from another version, or was made up.
+
+    Raises:
+        BadInput: with this sentence.
+    """
     try:
         yield
     except Exception as error:

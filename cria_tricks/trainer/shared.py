@@ -1,19 +1,19 @@
-"""Loaded -> Run: the one shared trainer, thin over ``transformers.Trainer``.
+"""The one shared trainer (Loaded -> Run): a thin layer over ``transformers.Trainer``.
 
-What is ours, and why:
+What we change, and why (a window is the micro-batches of one optimizer step):
 
-- the loss is a sum over trained tokens, divided once: so a window of ragged micro-batches, a partial last
-  window and the evaluation are all true means over tokens;
-- where the residual stream is in fp16, the first batch's activations are checked before anything is trained;
-- a loss or a gradient that is not finite stops the run before the optimizer touches the adapter;
-- the loss scaler works on a CPU too, and its skipped steps are counted;
-- a second run in one process does not inherit bitsandbytes' settings from the first;
-- evaluating moves no random number, and an evaluation that a stop cut off is made up for; with the checkpoints of
-  ``trainer/resumable.py`` a resumed run is the uninterrupted one, bit for bit;
-- bytes, tokens and seconds of every step go into the log history, which checkpoints keep: a resumed run
-  reports the whole of it;
-- a run of several processes is the same run: windows of the same rows in the same order, sums over all of them, one
-  history. transformers and accelerate do not know of the others; see ``processes/world.py``.
+- The loss is a sum over trained tokens, divided once by their number. So it is a true mean over tokens, also for
+  micro-batches with rows of different lengths, for a shorter last window, and in the evaluation.
+- If the residual stream is in fp16, the first batch's activations are checked before anything is trained.
+- A loss or a gradient that is not finite stops the run before the optimizer changes any weight.
+- The loss scaler works on a CPU too, and its skipped steps are counted.
+- A second run in one process does not inherit bitsandbytes' settings from the first.
+- An evaluation does not change the random state, and one that a stop has cut off is repeated after a resume. With the
+  checkpoints of ``trainer/resumable.py`` a resumed run equals the uninterrupted one, bit for bit.
+- Bytes, tokens and seconds of every step go into the log history. Checkpoints keep it, so a resumed run reports the
+  whole of it.
+- A run of several processes is the same run: windows of the same rows in the same order, sums over all processes, one
+  history. transformers and accelerate do not know of the other processes; see ``processes/world.py``.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ from cria_tricks.tricks.activation_offload import Offloaded
 CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
     "activation_offload": lambda model: Offloaded(every_tensor(model)),
 }
-"""What a name in ``Plan.step_context`` lays around a forward pass of a model."""
+"""For each name in ``Plan.step_context``: makes, from a model, the context around its forward pass."""
 
 
 class SharedTrainer(ResumableTrainer):
-    """``transformers.Trainer`` with token-true losses. See the module's docstring."""
+    """``transformers.Trainer`` whose losses are true means over tokens. See the module's docstring."""
 
     def __init__(self, *, plan: Plan, meter: Meter, stop: StopOnSignal, **arguments: Any):
         self.plan = plan
@@ -59,7 +59,7 @@ class SharedTrainer(ResumableTrainer):
         self.stop = stop
         self.control: TrainerControl  # for the type checker
         super().__init__(spent=meter.spent, **arguments, processing_class=None)
-        # compute_loss divides by the window's tokens itself, whatever the model's forward takes.
+        # transformers then counts the window's trained tokens, and leaves it to compute_loss to divide by them.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         loss_sum = losses.find(plan, self.accelerator.autocast)
         self.spread = Spread(losses.LossSum(self.model, loss_sum), plan, self.world)
@@ -71,30 +71,30 @@ class SharedTrainer(ResumableTrainer):
         self.add_callback(self.step)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make fp16 on a CPU real: accelerate accepts it there, and then neither autocasts nor scales."""
+        """Enable autocast and the loss scaler for fp16 on a CPU, where accelerate accepts fp16 but does neither."""
         super().create_accelerator_and_postprocess()
         if self.args.fp16 and self.plan.device.kind == "cpu":
             self.accelerator.native_amp = True
             self.accelerator.scaler = torch.amp.GradScaler("cpu")
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
-        """Begin with no memory of an earlier run in this process.
+        """Make the optimizer, without what bitsandbytes remembers of an earlier run in this process.
 
-        transformers asks bitsandbytes to keep embeddings in 32 bits. Its manager, one per process, remembers that by
-        the parameter's place, (0, 0), so the next run's first matrix gets 32 bits too; and it keeps the earlier
-        model's embedding alive.
+        transformers asks bitsandbytes to keep the states of embeddings in 32 bits. bitsandbytes has one manager per
+        process. It remembers the request by the parameter's place in the optimizer, (0, 0), so the first matrix of the
+        next run would get 32 bits too. It would also keep the embedding of the earlier model in memory.
         """
         manager: Any = None
         if self.plan.optimizer != {"bits": 32, "paged": False}:
-            # Only its own optimizers need it.
+            # Imported here, because only bitsandbytes' own optimizers need it.
             from bitsandbytes.optim import GlobalOptimManager
 
             manager = GlobalOptimManager.get_instance()
             manager.initialize()
-        self.spread.over_processes()  # the checkpoint's weights are in the model by now, and the optimizer asks for it
+        self.spread.over_processes()  # after a checkpoint is loaded, and before the optimizer is given the parameters
         self.meter.track(every_tensor(self.model))
         optimizer = super().create_optimizer(*arguments)
-        if manager:  # a stage of a pipeline has not every embedding, and bitsandbytes would ask each for its weight
+        if manager:  # bitsandbytes asks each embedding for its weight, but a pipeline's stage may have removed one
             manager.module_weight_config_triple = [
                 entry for entry in manager.module_weight_config_triple if getattr(entry[0], entry[1]) is not None
             ]
@@ -103,10 +103,11 @@ class SharedTrainer(ResumableTrainer):
         return optimizer
 
     def get_train_dataloader(self) -> DataLoader:
-        """This process's micro-batches; accelerate seeds their order by the epoch, the same in all.
+        """Return the loader of this process's micro-batches; accelerate seeds their order by the epoch, alike in all.
 
-        Not for a stream: accelerate would read one ahead of the position in a checkpoint. And what a loader draws when
-        it begins comes from a generator of its own, as a resumed run begins once more.
+        A stream's loader is not given to accelerate, which would read one batch ahead of the position in a checkpoint.
+        It also gets a generator of its own, because a loader draws a number when it begins: a resumed run begins once
+        more, and would draw once more from the generator of dropout.
         """
         if self.stream:
             return DataLoader(
@@ -119,11 +120,11 @@ class SharedTrainer(ResumableTrainer):
         return self._share(self.train_dataset, RandomSampler, self.args.train_batch_size)
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        """The same of the rows to evaluate, in their order."""
+        """Return the loader of this process's share of the rows to evaluate, in their order."""
         return self._share(eval_dataset or self.eval_dataset, SequentialSampler, self.args.eval_batch_size)
 
     def _share(self, rows: Any, order: Callable[[Any], Any], batch_size: int) -> DataLoader:
-        filler = len(rows) - 1
+        filler = len(rows) - 1  # with_filler has put it at the end
         at_once = micro_batches_at_once(self.plan)
         batches = Share(order(range(filler)), batch_size, self.world.data_rank, self.world.data, filler, at_once)
         loader = DataLoader(
@@ -132,35 +133,35 @@ class SharedTrainer(ResumableTrainer):
         return self.accelerator.prepare(loader)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """A window's micro-batches of this process, and the trained tokens of all processes' together."""
+        """Return a window's micro-batches of this process, and its trained tokens in all processes together."""
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         return batches, self.world.sum(tokens)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The micro-batch's share of the window's mean loss per trained token."""
+        """Return the micro-batch's part of the window's mean loss per trained token."""
         assert not return_outputs, "evaluate() is overridden, so nobody asks for outputs"
         self.moment = "forward pass"
         with self.contexts():
             total = self.loss_sum if self.attention_kernel else self._first_loss_sum
-            # Strategies average gradients over the shares; with it the mean is the sum.
+            # Data-parallel strategies average gradients over the ranks. We need their sum, so multiply by their number.
             loss = total(model, inputs) / num_items_in_batch * self.world.data
         self.moment = "backward pass"
         return loss
 
     @contextlib.contextmanager
     def contexts(self) -> Iterator[None]:
-        """What the plan lays around a forward pass."""
+        """Enter the contexts that the plan names, around a forward pass."""
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
             yield
 
     def floating_point_ops(self, inputs):
-        """Nothing: nobody reads the sum, and for it transformers walks all parameters at every micro-batch."""
+        """Return 0: nobody reads this count, and transformers would walk all parameters at every micro-batch for it."""
         return 0
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """One forward and backward pass; stops at a loss that is not finite."""
+        """Run one forward and backward pass, and stop the run at a loss that is not finite."""
         self._look_at_the_first_batch(inputs)
         with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
             loss = self.forward_and_backward(model, inputs, num_items_in_batch)
@@ -174,14 +175,17 @@ class SharedTrainer(ResumableTrainer):
         return loss
 
     def forward_and_backward(self, model, inputs, num_items_in_batch):
-        """What transformers does with a micro-batch: its loss, and the backward pass of that."""
+        """Compute a micro-batch's loss and its gradients, as transformers does; a pipeline does it in another way."""
         return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Mean loss over all trained tokens of all rows, whatever the batch size.
+        """Compute the mean loss over all trained tokens of all rows, whatever the batch size.
 
-        A loader draws a random number when it begins. Here that is taken back, so that evaluating more often, or
-        once more after a resume, changes nothing in the training.
+        A loader draws a random number when it begins. The random state is restored afterwards, so that evaluating more
+        often, or once more after a resume, changes nothing in the training.
+
+        Returns:
+            The metrics; none if a signal has cut the evaluation off.
         """
         began = time.perf_counter()
         self.moment = "evaluation"
@@ -218,7 +222,7 @@ class SharedTrainer(ResumableTrainer):
         return metrics
 
     def log(self, logs, start_time=None):
-        """Add the step's bytes, tokens and seconds to its entry, and take its loss over all shares."""
+        """Add the step's bytes, tokens and seconds to its entry, and average its loss over the data-parallel ranks."""
         if "loss" in logs:
             loss = self.world.sum(torch.tensor(logs["loss"], dtype=torch.float64)).item() / self.world.data
             logs = {**logs, "loss": loss, **self.step.take()}
@@ -226,11 +230,11 @@ class SharedTrainer(ResumableTrainer):
         super().log(logs)
 
     def _epochs_done(self) -> float:
-        """As one process would count them: a share may end with a micro-batch that was made to fill it.
+        """Count the epochs as one process would; a rank may have a filler micro-batch more (``trainer/shares.py``).
 
-        Of a stream: how often all of its rows were given.
+        For a stream: how often all of its rows were given.
         """
-        if self.stream:
+        if self.stream:  # the minimum over the ranks
             return -self.world.max_over_ranks(-self.stream.passes)[0]
         micro_batches = math.ceil((len(self.train_dataset) - 1) / self.args.train_batch_size)
         window = micro_batches_of_a_step(self.plan)
@@ -238,7 +242,10 @@ class SharedTrainer(ResumableTrainer):
         return epochs + min(steps * window, micro_batches) / micro_batches
 
     def _clip_grad_norm(self, model):
-        """Look at the norm that clipping needs anyway. A loss scaler looks itself, and skips the step."""
+        """Clip the gradients, and stop the run if their norm, which clipping needs anyway, is not finite.
+
+        With a loss scaler (fp16) the run goes on, because the scaler finds such gradients itself and skips the step.
+        """
         if self.spread.in_pieces:
             self.accelerator.unscale_gradients()
             norm = dtensor.clip(self.model.parameters(), self.args.max_grad_norm, self.world.stage_group)
@@ -252,11 +259,11 @@ class SharedTrainer(ResumableTrainer):
         return norm
 
     def loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A batch's losses, summed over its trained tokens; the model is the one that the strategy has laid hold of."""
+        """Sum the losses of a batch's trained tokens, by the model that the strategy has wrapped, not by ``model``."""
         return self.spread.total(inputs)
 
     def drawing_nothing(self) -> contextlib.AbstractContextManager[None]:
-        """Leave the random state as it was."""
+        """Return a context after which the random state is as it was before."""
         return torch.random.fork_rng([0] if self.plan.device.kind == "cuda" else [])
 
     def _look_at_the_first_batch(self, inputs: Any) -> None:
@@ -271,16 +278,16 @@ class SharedTrainer(ResumableTrainer):
         eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
         with torch.no_grad(), self.drawing_nothing(), eager, LargestActivation(self.model) as found:
             self.loss_sum(self.model, self._prepare_inputs(inputs))
-        (found.value,) = self.world.max_over_ranks(found.value)  # all processes go on, or none
+        (found.value,) = self.world.max_over_ranks(found.value)  # so that all processes go on, or none does
         if said := too_little_room(found):
             self.warnings.append(said)
             self.checkpoints.say(f"warning: {said}")
 
     def _first_loss_sum(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Once a process, see which attention kernel runs."""
+        """Compute the first loss of this process, and record which attention kernel runs."""
         if self.plan.compiled:
-            # A compiled block would not be compiled if its first call were watched. So it runs once more as it was
-            # before, with what picks the kernel: mask, shapes, autocast, gradients. No random number moves.
+            # A block would not be compiled if its first call were watched. So watch an additional call, which is not
+            # compiled. What picks the kernel is the same there: mask, shapes, autocast, gradients.
             with self.drawing_nothing(), torch.compiler.set_stance("force_eager"), WatchAttention() as watch:
                 self.loss_sum(model, inputs)
             self.attention_kernel = watch.kernel

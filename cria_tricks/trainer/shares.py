@@ -11,20 +11,20 @@ from cria_tricks.data.tokens import IGNORED
 
 
 class Share(BatchSampler):
-    """Micro-batches number r, r + N, r + 2 N, ... of those that one process would read.
+    """Yield the micro-batches of rank r of N: numbers r, r + N, r + 2 N, ... of those that one process would read.
 
-    So of each window of k micro-batches every share gets k / N, and the windows hold the same rows for any N. Shares
-    must be equally long, as processes wait for each other: where the micro-batches end unevenly, a share ends with a
-    micro-batch of one row in which nothing is trained. (accelerate's ``even_batches`` takes rows of the beginning
-    again: the 107 Kwanzaa rows would become 108.)
+    So each rank gets k / N of the k micro-batches of a window (an optimizer step), and a window holds the same rows for
+    any N. All ranks must get equally many micro-batches, because they wait for each other. If the micro-batches do not
+    divide evenly, the share of a rank ends with a filler: a micro-batch of one row in which nothing is trained.
+    (accelerate's ``even_batches`` takes rows of the beginning again: the 107 Kwanzaa rows would become 108.)
 
     Args:
         sampler: the order of the rows.
         batch_size: rows of a micro-batch.
-        share: r.
-        shares: N.
+        share: r, the data-parallel rank.
+        shares: N, the number of data-parallel ranks.
         filler: the index of the row in which nothing is trained.
-        at_once: micro-batches that are given together; a pipeline takes all of a step.
+        at_once: micro-batches that are yielded as one batch; a pipeline takes all of a step.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Share(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         mine = self._micro_batches()
         while rows := list(itertools.chain.from_iterable(itertools.islice(mine, self.at_once))):
-            # Beside real rows the filler is not needed: nobody waits for a micro-batch of its own.
+            # A filler only keeps a batch from being empty, so it is dropped beside real rows.
             yield [row for row in rows if row != self.filler] or rows
 
     def _micro_batches(self) -> Iterator[list[int]]:
@@ -53,7 +53,7 @@ class Share(BatchSampler):
         for number, batch in enumerate(super().__iter__()):
             if number % self.shares == self.share:
                 yield batch
-        if number % self.shares < self.share and number >= 0:
+        if number % self.shares < self.share and number >= 0:  # the last round ended before it came to this rank
             yield [self.filler]
 
     def __len__(self) -> int:
@@ -61,7 +61,10 @@ class Share(BatchSampler):
 
 
 def with_filler(rows: Sequence[dict[str, list[int]]], pad_id: int) -> list[dict[str, Any]]:
-    """Rows, and behind them one in which nothing is trained; it has two tokens, as a loss needs a predecessor."""
+    """Append a filler row, in which nothing is trained.
+
+    It has two tokens, because only a token with another one before it can have a loss.
+    """
     filler = {"input_ids": [pad_id, pad_id], "labels": [IGNORED, IGNORED]}
     if rows and "position_ids" in rows[0]:
         filler["position_ids"] = [0, 1]

@@ -1,8 +1,9 @@
-"""The history as it comes, for TensorBoard and Trackio: their own files, in the run's folder, and nothing sent.
+"""Write the history of a run for TensorBoard and Trackio, into files in the run's folder; nothing is sent.
 
-transformers has callbacks of its own for both. They are not used, as they leave trackio's settings at their defaults.
-Then trackio (0.43) asks the hub for one's name whenever there is a token, sends everything to the Space or the server
-that a variable names, and opens a dashboard inside a notebook. Here it only writes. To look at a run:
+transformers has callbacks of its own for both. We do not use them, because they leave Trackio's settings at their
+defaults. With these, Trackio (0.43) asks the Hugging Face hub for the user's name whenever there is a token, sends
+everything to the Space or the server that an environment variable names, and opens a dashboard inside a notebook. Here
+it only writes files. To look at a run:
 
     tensorboard --logdir runs/smoke/tensorboard
     TRACKIO_DIR=runs/smoke/trackio trackio show
@@ -22,15 +23,15 @@ from transformers import TrainerCallback
 from cria_tricks.recipe import Recipe
 
 Write = Callable[[Mapping[str, float], int], None]
-"""Takes a row of numbers and the optimizer step that they are of."""
+"""Writes numbers, by their names, for the optimizer step that they belong to."""
 
 
 class Tracker(TrainerCallback):
-    """Gives every step and every evaluation to whom it concerns, with the monitor's newest sample.
+    """Write the numbers of every step and every evaluation, with the monitor's newest sample.
 
     Args:
-        write: takes them.
-        sample: gives the sample.
+        write: writes them for TensorBoard or Trackio.
+        sample: returns the newest sample.
     """
 
     def __init__(self, write: Write, sample: Callable[[], Mapping[str, Any]]):
@@ -49,13 +50,16 @@ class Tracker(TrainerCallback):
 def trackers(
     recipe: Recipe, folder: Path, step: int, sample: Callable[[], Mapping[str, Any]]
 ) -> Iterator[list[Tracker]]:
-    """What writes for each of ``train.report_to``. For the first process of a run only.
+    """Open a tracker for each name in ``train.report_to``. Only the main process calls this.
 
     Args:
-        recipe: the run's, to stand beside the curves.
-        folder: the run's.
-        step: that the run goes on from.
-        sample: gives the monitor's newest sample.
+        recipe: of the run; it is written beside the curves.
+        folder: of the run.
+        step: the step that the run resumes from; 0 for a new run.
+        sample: returns the monitor's newest sample.
+
+    Yields:
+        The callbacks, for the trainer.
     """
     opened = {"tensorboard": _tensorboard, "trackio": _trackio}
     with contextlib.ExitStack() as stack:
@@ -66,7 +70,7 @@ def trackers(
 
 
 def flat(sample: Mapping[str, Any]) -> dict[str, float]:
-    """A sample as one row of numbers; those of the second card and the next ones carry its number.
+    """Flatten a sample to numbers by name; from the second card on a name ends in the card's number, 1 or more.
 
     Examples:
         >>> flat({"time": 0.0, "step": 1, "seconds": 1.0, "rss_bytes": 5, "cards": [{"watts": 70.0}]})
@@ -80,8 +84,8 @@ def flat(sample: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
-    """Event files; of what an earlier process wrote, the steps that are done again are hidden."""
-    # tensorboard is an optional package.
+    """Open TensorBoard's event files; after a resume, earlier entries of steps that are done again are hidden."""
+    # Imported here, because tensorboard is an optional package.
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(log_dir=str(folder), purge_step=step + 1 if step else None) as writer:
@@ -97,7 +101,7 @@ def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
 
 @contextlib.contextmanager
 def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
-    """A data base; a step that is done again is there twice."""
+    """Open Trackio's database; after a resume, a step that is done again is in it twice."""
     with _kept_here(folder), contextlib.redirect_stdout(io.StringIO()):
         trackio: Any = importlib.import_module("trackio")
         run = trackio.init(
@@ -107,17 +111,18 @@ def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
     try:
         yield lambda numbers, step: run.log(dict(numbers), step=step)
     finally:
-        with contextlib.redirect_stdout(io.StringIO()):  # it speaks of an upload, and means its own file
+        with contextlib.redirect_stdout(io.StringIO()):  # its message speaks of an upload, but means its own file
             trackio.finish()
 
 
 @contextlib.contextmanager
 def _kept_here(folder: Path) -> Iterator[None]:
-    """Let Trackio see this folder, no server, and no hub.
+    """Let Trackio see only this folder, and no server and no hub.
 
-    It reads its folder once, when it is imported, so a second run in a process imports it anew.
+    Trackio reads the name of its folder only once, when it is imported. So its modules are dropped here, and a second
+    run in the same process imports it again.
     """
-    # Only trackio's own uploads read it.
+    # Imported here, because only Trackio's uploads read the flag that is changed below.
     import huggingface_hub.constants as hub
 
     outside = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TRACKIO_")}

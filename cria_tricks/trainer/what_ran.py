@@ -1,4 +1,4 @@
-"""What a run trained, over what, on which rows: the words and tags that the card and the report share."""
+"""Say in words what a run trained, over which base and on which rows, for the model card and the report."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ KINDS = {
     "completion": ("prompt/completion rows", "loss on the completion only"),
     "text": ("plain text", "loss on all tokens but the first of each document"),
 }
-"""How rows of a kind are called, and which of their tokens the loss is of: what ``data/tokens.py`` labels."""
+"""For each kind of rows: what they are called, and which of their tokens have a loss (as ``data/tokens.py`` labels)."""
 _QUANTIZED = {"int8": "int8", "nf4": "4-bit NF4", "fp4": "4-bit FP4"}
 
 
@@ -17,7 +17,7 @@ def in_words(recipe: Recipe, base: str, kinds: Mapping[str, int]) -> str:
     """Say in one sentence what was trained.
 
     Args:
-        recipe: what was asked.
+        recipe: of the run.
         base: the base model's name.
         kinds: how many training rows of each kind became tokens.
     """
@@ -26,10 +26,10 @@ def in_words(recipe: Recipe, base: str, kinds: Mapping[str, int]) -> str:
 
 
 def rows_in_words(kinds: Mapping[str, int]) -> str:
-    """Name the kinds of rows, and which of their tokens the loss is of.
+    """Name the kinds of rows, and which of their tokens have a loss.
 
     Args:
-        kinds: how many rows of each kind, the numbers are said where there are several kinds.
+        kinds: how many rows of each kind; the text gives the numbers if there are several kinds.
     """
     found = [(number, *KINDS[kind]) for kind, number in kinds.items() if number]
     if len(found) == 1:
@@ -39,10 +39,10 @@ def rows_in_words(kinds: Mapping[str, int]) -> str:
 
 
 def lengthened(entry: Mapping[str, int]) -> str:
-    """Say of a run that was lengthened why it is not the longer run.
+    """Explain why a run that was lengthened differs from one that was planned with all its steps.
 
     Args:
-        entry: of the run's history, with ``step`` and ``lengthened_from``, the steps that it was to have.
+        entry: an entry of the run's history, with ``step`` and ``lengthened_from``, the steps planned before.
     """
     return (
         f"the run was lengthened after step {entry['step']}: its first steps had the learning rates of a run of "
@@ -52,7 +52,7 @@ def lengthened(entry: Mapping[str, int]) -> str:
 
 
 def tags(recipe: Recipe) -> list[str]:
-    """The hub's tags of how it was trained; QLoRA is LoRA over a base in 4 bits and nothing else."""
+    """Return the hub's tags for the training method; ``qlora`` is LoRA, and not DoRA, over a base in 4 bits."""
     peft = recipe.tricks.peft
     lora = recipe.lora
     if peft != "lora":
@@ -63,7 +63,7 @@ def tags(recipe: Recipe) -> list[str]:
 
 
 def adapter(recipe: Recipe) -> str:
-    """What trains, with its article."""
+    """Name what was trained, with its article, e.g. ``a LoRA adapter``."""
     lora = recipe.lora
     scaled = "rank-stabilised " * lora.rslora
     return {
@@ -76,7 +76,7 @@ def adapter(recipe: Recipe) -> str:
 
 
 def quantized(recipe: Recipe) -> str:
-    """How the base's matrices were quantised, e.g. ``4-bit NF4``; empty where they were not."""
+    """Say how the base's matrices were quantised, e.g. ``4-bit NF4``; empty if they were not."""
     tricks = recipe.tricks
     if tricks.quantization == "none":
         return ""

@@ -1,8 +1,9 @@
 """The techniques, one per file, and the order in which they are switched on.
 
-Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that are
-its business), states its ``CLAIM``, and holds ``switch_on(plan, recipe) -> Plan``. Those of :data:`INFERENCE`
-have no toggle and hold ``for_chat(device)`` instead.
+Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that it answers
+to), states its ``CLAIM`` (how exact it is), and holds ``switch_on(plan, recipe) -> Plan``. Its ``estimate`` and its
+``seconds`` say what the trick does to the bytes and the time of a step (``folds.py`` calls them). Techniques in
+:data:`INFERENCE` have no toggle and hold ``for_chat(device)`` instead.
 """
 
 import re
@@ -42,14 +43,15 @@ TRICKS: tuple[ModuleType, ...] = (
     side_network,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # What one block keeps: the attention, then a variant of it; after that which blocks keep it, and where.
+    # What a block saves for the backward pass: the attention first, then a variant of it. After that, which blocks
+    # save it, and where.
     flash_attention,
     expand_kv,
     gradient_checkpointing,
     activation_offload,
-    # The blocks as they are now, adapters included, become fewer kernels.
+    # Compiling comes after all that changes a block, adapters included.
     compile,
-    # What a row is.
+    # Which tokens are in a row.
     packing,
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
@@ -57,7 +59,7 @@ TRICKS: tuple[ModuleType, ...] = (
     adamw_8bit,
     paged_optimizer,
 )
-"""Every trick, in the order of switching on. The reason for the order stands beside it."""
+"""Every trick, in the order of switching on; the comments give the reasons for the order."""
 
 INFERENCE: tuple[ModuleType, ...] = (flash_decoding,)
 """Techniques for answering, not for training: no toggle; ``for_chat(device)`` says what ``cria chat`` asks for."""
@@ -82,5 +84,5 @@ def card(trick: ModuleType) -> dict[str, str]:
 
 
 def trick_name(trick: ModuleType) -> str:
-    """``cria_tricks.tricks.nf4`` is called ``nf4``."""
+    """Return the name of a trick's module, such as ``nf4`` for ``cria_tricks.tricks.nf4``."""
     return trick.__name__.rsplit(".", 1)[-1]

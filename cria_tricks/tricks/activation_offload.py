@@ -1,17 +1,20 @@
-r"""Activation offload: what the backward pass will need waits in host memory.
+r"""Activation offload: saved activations wait in host memory until the backward pass needs them.
 
-Saves    activations on the card: with gradient checkpointing L x s -> 0, what remains is the one open block   [bytes]
-Costs    both ways over PCIe, s bytes a block each, on the stream that computes; as many pinned bytes on the host
+Saves    activations on the card: with gradient checkpointing L x s -> 0; only those of the block that is being
+         recomputed remain                                                                              [bytes]
+Costs    PCIe traffic: s of each block goes to the host and comes back. The copies run on the stream that computes, so
+         the computation waits for them. As many bytes of pinned memory on the host
 Claim    exact: the same bits come back
-Needs    CUDA, and best gradient checkpointing: without it every operation's inputs travel, a tensor that three products
-         read three times
-Breaks   a Colab machine has less host memory (12.7 GiB) than its card; pinned blocks are rounded up to powers of two.
-         The int8 products of bitsandbytes keep their inputs out of autograd's sight: without checkpointing they stay
+Needs    CUDA; best with gradient checkpointing, because without it every operation's saved inputs travel: a tensor that
+         three products read travels three times
+Breaks   jobs with more activations than host memory: a Colab machine has 12.7 GiB, less than its card, and pinned
+         blocks are rounded up to powers of two. The int8 products of bitsandbytes hide their inputs from autograd, so
+         these stay on the card
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
-Ours     25 lines of hooks, in production too: torch's save_on_cpu copies the frozen weights along that a product
-         keeps, 16-bit ones all, and they are on the card anyway. TRL overlaps the copies with a stream of their own
+Ours     25 lines of hooks, in production too, because torch's save_on_cpu also copies the frozen weights that products
+         save (all 16-bit ones), although they are on the card anyway. TRL overlaps the copies on a stream of their own
 
-Shapes: s = B T D elements (a block's input), of L blocks.
+Shapes: s = B T D elements, the input of one of L blocks.
 """
 
 import functools
@@ -52,25 +55,25 @@ model.forward = forward
 
 
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):
-    """Inside this context what autograd saves goes to the host; the backward pass fetches each tensor when it needs it.
+    """Move what autograd saves to the host, inside ``with``; the backward pass fetches each tensor when it needs it.
 
-    Nothing waits for the copies: they are in the order of the computing stream, so the memory of a tensor is only
-    reused after it was read, and a fetched one is only read after it has arrived.
+    No copy needs an explicit wait, because the CUDA stream that computes runs the copies too, in order. So the memory
+    of a tensor is reused only after the copy has read it, and a fetched tensor is read only after it has arrived.
 
     Args:
         weights: tensors that live on the device anyway. They, and views of them, are not copied.
 
     Attributes:
-        bytes_to_host: traffic out, so far.
-        bytes_to_device: traffic in.
+        bytes_to_host: how much has been copied to the host so far [bytes].
+        bytes_to_device: how much has been copied back so far [bytes].
     """
 
     HOST = "cpu"
 
     def __init__(self, weights: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, self._unpack)
-        # The storages themselves: bitsandbytes casts a bias in the forward pass, and an address that were free again
-        # would be given to an activation, which then stayed as well.
+        # The storages themselves are kept alive, and not only their addresses. bitsandbytes replaces a bias by a cast
+        # copy in the forward pass. Without this, an activation could get the freed address, and would not be offloaded.
         self._stay = {}
         for weight in weights:
             storage = weight.untyped_storage()
@@ -93,11 +96,12 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _copy(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool = False) -> torch.Tensor:
-    """Copy with the strides of the original: another layout could mean another kernel, and another rounding."""
+    """Copy a tensor with its strides: another layout could mean another kernel, and another rounding."""
     kind: dict[str, Any] = {"dtype": tensor.dtype, "device": device, "pin_memory": pin_memory}
     if 0 not in tensor.stride():
         return torch.empty_like(tensor, **kind).copy_(tensor, non_blocking=True)
-    # Expanded, as attention's mask is for all heads: its numbers are in memory once, and travel once.
+    # A stride of 0: the tensor is expanded, as attention's mask is for all heads. Its numbers are in memory only once,
+    # so copy them only once.
     once = tuple(slice(None if stride else 1) for stride in tensor.stride())
     copied = torch.empty_strided(tensor.shape, tensor.stride(), **kind)
     copied[once].copy_(tensor[once], non_blocking=True)
@@ -105,7 +109,7 @@ def _copy(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool 
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Lay the context around every forward pass; ``trainer/shared.py`` hands it the model's weights."""
+    """Put the context around every forward pass; ``trainer/shared.py`` gives it the model's weights."""
     if not recipe.tricks.activation_offload:
         return plan
     plan = plan.around("activation_offload")
@@ -117,19 +121,24 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """What blocks keep waits on the host; the one that is open has it back. On a CPU its copies are not billed."""
+    """Bill no saved tensors but those of the open block, which come back; on a CPU leave the bill as it is."""
     if not recipe.tricks.activation_offload or memory.device.kind != "cuda":
         return memory
-    # The flag is for the walk through the open block (bill/block.py), which fetches its tensors one by one.
+    # bill/block.py needs the flag, because the tensors of the open block come back one by one.
     rule = functools.partial(on_the_host, memory.block_waits)
     return replace(memory, offloaded=True, block_waits=rule)
 
 
 def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
-    """Of each block nothing waits on the card but what int8 products pin there; the open one is as without."""
+    """Count what waits on the card: of each block only what int8 products pin there.
+
+    Args:
+        waits: the rule without offload; it still holds for the additional bytes of the open block.
+        block: what one block leaves for its backward pass.
+    """
     return WaitingBytes(block.pinned, waits(block).open_too, "what int8 keeps; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """All that autograd saves goes over the link, to the host and back."""
+    """Send all that autograd saves over the PCIe link twice: to the host, and back."""
     return replace(work, link_trips=2 * recipe.tricks.activation_offload)

@@ -1,6 +1,7 @@
 r"""8-bit AdamW: both moments in one byte each, block by block.
 
-Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight                   [bytes]
+Saves    optimizer states: 8 -> 2 + 8 / 256 bytes a trained weight: a byte for each of two moments, and for each of
+         them a 4-byte scale for 256 weights                                         [bytes]
 Costs    a little rounding in every step; both moments are unpacked and packed again
 Claim    approximate: each moment moves to the nearest of 256 dynamic levels of its block
 Needs    bitsandbytes; matrices of at least 4,096 elements (smaller ones stay in 32 bits)
@@ -160,6 +161,7 @@ class AdamW8bit:
             second = dequantize_blocks(*state[1], unsigned)
             first.mul_(beta1).add_(grad, alpha=1 - beta1)
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            # The moments began at zero and are too small by 1 - beta^steps: the two divisions by this correct it.
             root = (second.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.eps)
             weight.mul_(1 - self.lr * self.weight_decay)
             weight.view(-1).addcdiv_(first, root, value=-self.lr / (1 - beta1**self.steps))

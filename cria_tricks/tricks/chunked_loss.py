@@ -1,15 +1,16 @@
 r"""Chunked loss: the logits of 256 tokens at a time, and of trained tokens only.
 
 Saves    logits, their fp32 copy and their gradient: N V elements -> 256 V           [bytes]
-Costs    nothing in FLOPs: the gradient is made while its logits are still there. A head in another dtype is cast
-         once per micro-batch: 2 V D bytes for a while after the usual 4-bit preparation, none after the lean one
+Costs    no FLOPs, because the gradient is computed in the forward pass, while the logits still exist. A head in another
+         dtype is cast once per micro-batch: 2 V D bytes for a while after the usual 4-bit preparation, none after the
+         lean one
 Claim    exact within rounding
-Needs    a frozen head (peft = lora): the gradient of the hidden states is all that is kept
+Needs    a frozen head (peft = lora), because only the gradient of the hidden states is kept, and none of the head
 Breaks   an adapted or trained head; heads that scale or cap their logits (Gemma 2, Cohere)
 Sources  Wijmans et al. 2024, arXiv:2411.09009, sec. 4 (never hold all logits); Liger-Kernel (arXiv:2410.10989,
          sec. 3.2) makes the gradient in the forward pass, as here
-Ours     one autograd.Function in plain ops, fp32 loss, the reference and the production version in one; no fused
-         kernel. torch's linear_cross_entropy (2.13) rounds a bf16 loss to bf16 and takes masked tokens along
+Ours     one autograd.Function in plain operations, with the loss in fp32: the reference is also the production version.
+         No fused kernel. torch's linear_cross_entropy (2.13) rounds a bf16 loss to bf16 and computes masked tokens too
 
 Shapes: N trained tokens, D hidden width, V vocabulary, C = 256 tokens per chunk.
 """
@@ -55,11 +56,14 @@ class ChunkedTrainer(Trainer):
 
 trainer = ChunkedTrainer
 """
-# In fp16 a probability under 6e-8 is zero; 1024 times it is not. Undone in fp32, after the product with the head.
+# Probabilities below 6e-8 would round to zero in fp16. So in fp16 the gradient of the logits is multiplied by this
+# factor; after the product with the head it is divided by it again, in fp32.
 _FP16_LIFT = 1024.0
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Compute the loss and the gradient of the hidden states together, so that only this gradient (N, D) is saved."""
+
     @staticmethod
     def forward(ctx, hidden_ND, head_VD, labels_N, chunk):
         grad_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
@@ -78,11 +82,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _one_chunk(hidden_CD, head_VD, labels_C1, grad_CD):
-    # A function of its own, so that these logits are gone before the next chunk's come.
+    # A function of its own, so that these logits are freed before those of the next chunk are made.
     logits_CV = (hidden_CD @ head_VD.T).float()
     logsumexp_C1 = logits_CV.logsumexp(-1, keepdim=True)
     loss = (logsumexp_C1 - logits_CV.gather(1, labels_C1)).sum()
-    if grad_CD is not None:  # softmax minus one-hot, in the memory of the logits
+    if grad_CD is not None:  # of the logits: softmax - one-hot, made in their memory
         lift = _FP16_LIFT if hidden_CD.dtype == torch.float16 else 1.0
         grad_CV = logits_CV.sub_(logsumexp_C1).exp_()
         grad_CV.scatter_add_(1, labels_C1, -torch.ones_like(logsumexp_C1))
@@ -94,7 +98,7 @@ def _one_chunk(hidden_CD, head_VD, labels_C1, grad_CD):
 def chunked_cross_entropy(
     hidden_ND: torch.Tensor, head_VD: torch.Tensor, labels_N: torch.Tensor, chunk: int = TOKENS_PER_CHUNK
 ) -> torch.Tensor:
-    """Sum of the cross-entropies of ``softmax(hidden @ head.T)`` at the labels.
+    """Sum the cross-entropies of ``softmax(hidden @ head.T)`` at the labels.
 
     Args:
         hidden_ND: last hidden states, shape (N, D), any float dtype; only these get a gradient.
@@ -120,7 +124,7 @@ def chunked_cross_entropy(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Replace the loss by the chunked one; ``trainer/shared.py`` calls it after the last block."""
+    """Replace the loss by the chunked one; ``load/losses.py`` calls it after the last block."""
     if not recipe.tricks.chunked_loss:
         return plan
     if recipe.tricks.peft == "prompt_tuning":
@@ -143,25 +147,25 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Logits of one chunk at a time."""
+    """Bill the logits of one chunk at a time."""
     if not recipe.tricks.chunked_loss:
         return memory
     return replace(memory, loss_moments=chunk_by_chunk)
 
 
 def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
-    """Rows at the moments around the loss: logits of c tokens, c V, whatever the number of tokens."""
+    """List the lines of the bill around the loss: logits of one chunk, whatever the number of tokens."""
     shape = memory.shape
     n = memory.all_tokens
-    a = memory.compute_itemsize
+    a = memory.compute_itemsize  # bytes of an element in products
     logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
     normed = n * shape.width * memory.hidden_itemsize
     norm = normed
     if not memory.offloaded:
         norm += loss.normalised(memory)
-    hidden = 2 * a  # each of a trained token's hidden states, and its gradient
+    hidden = 2 * a  # bytes for an element of a trained token's hidden state, and for its gradient
     if memory.hidden_itemsize != a:
-        hidden += memory.hidden_itemsize  # as they were picked, before they were cast
+        hidden += memory.hidden_itemsize  # the picked hidden states, before they are cast
     at_the_loss = (
         Row("final norm", norm, "its input and output"),
         Row("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),
@@ -169,17 +173,17 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
         Row("hidden states of trained tokens", memory.trained_tokens * shape.width * hidden, "and their gradients"),
         Row("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x V in fp32, and exp of the same for their sum"),
     )
-    # Backward through the last norm, whose input is kept, no logits are left.
+    # In the backward pass of the last norm no logits are left. Its input and five more fp32 tensors are alive.
     around_norm = Row("final norm", n * shape.width * 6 * FP32, "its input, and results and gradients around it")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 
 LOGIT_BYTES = 52
-"""Moved for one logit, forward and backward together, fp32 from the product on."""
+"""Memory traffic [bytes for one logit], forward and backward together; a logit is fp32 after the product."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Logits of trained tokens only; each chunk reads the whole head twice, and no logit waits for the way back."""
+    """Count logits of trained tokens only. Each chunk reads the whole head twice, and autograd saves no logits."""
     if not recipe.tricks.chunked_loss:
         return work
     return replace(

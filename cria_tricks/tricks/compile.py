@@ -1,16 +1,16 @@
 r"""Compile: a block's many small operations become a few kernels.
 
-Saves    what fused operations would keep between each other: it is recomputed in the backward kernel    [bytes]; and
-         their way through memory and their launches, one kernel for a chain of them                     [seconds]
-Costs    a compilation before the first step: one block's, for the same code serves them all, and once more where a
-         block is run otherwise (rows without a mask, a batch of one, the evaluation)
+Saves    activations between fused operations, which the backward kernel recomputes [bytes]; memory traffic and kernel
+         launches, because a chain of operations is one kernel                                           [seconds]
+Costs    compile time before the first step: of one block, because all blocks share its code, and once more for each
+         other way of running a block (rows without a mask, a batch of one, the evaluation)
 Claim    exact within rounding: fused kernels sum in another order
 Needs    a C++ compiler on a CPU; compute capability 7.0 on CUDA, where Triton comes with torch
-Breaks   dropout draws other random numbers than without: the same distribution, not the same run
+Breaks   the same run twice, compiled and not: dropout draws other random numbers, from the same distribution
 Sources  Ansel et al. 2024, doi:10.1145/3620665.3640366, sec. 4 (TorchInductor), sec. 5 (dynamic shapes); what to
          recompute: Chen et al. 2016, arXiv:1604.06174, sec. 4
-Ours     capture, one loop over tiles and recomputation, for pointwise operations; torch.compile for each block does
-         products, reductions and the choice of what to keep as well
+Ours     capture, one loop over tiles and recomputation, for pointwise operations only. The switch compiles each block
+         by torch.compile, which also takes products and reductions, and chooses what to keep
 
 Shapes: N elements of every input and of the output, tiles of at most I of them.
 """
@@ -44,9 +44,9 @@ for block in model.model.layers:
     block.compile(dynamic=True)
 """
 BACKEND = "inductor"
-"""What makes kernels of a captured graph, by torch's name for it."""
+"""torch's name for what turns a captured graph into kernels."""
 POINTWISE = ("add", "sub", "mul", "truediv", "neg", "exp", "tanh", "sigmoid", "silu", "relu", "gelu", "rsqrt", "pow")
-"""Operations whose every result depends on the elements in its own place alone."""
+"""Operations whose result at a place depends only on the elements of the inputs at the same place."""
 
 
 class _Fused(torch.autograd.Function):
@@ -54,21 +54,22 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, graph, tile, *inputs):
         ctx.graph = graph
         ctx.tile = tile
-        ctx.save_for_backward(*inputs)  # and nothing of what lies between them and the output
+        ctx.save_for_backward(*inputs)  # and no result between them and the output
         out = torch.empty_like(inputs[0])
         for out_I, *pieces in zip(*(x.view(-1).split(tile) for x in (out, *inputs)), strict=True):
-            out_I.copy_(graph(*pieces))  # all operations on one tile, while it is near, before the next tile's first
+            out_I.copy_(graph(*pieces))  # all operations on this tile, while it is in the cache; then the next tile
         return out
 
     @staticmethod
     def backward(ctx, grad):
         grads = [torch.empty_like(x) for x in ctx.saved_tensors]
-        # contiguous(): a sum hands back one number, expanded
+        # contiguous(), because the gradient of a sum is one number, expanded to the shape.
         whole = (grad.contiguous(), *ctx.saved_tensors, *grads)
         for grad_I, *rest in zip(*(x.view(-1).split(ctx.tile) for x in whole), strict=True):
+            # rest: for each input its tile, then for each input the tile of its gradient, which is filled here
             pieces = [x.detach().requires_grad_() for x in rest[: len(grads)]]
             with torch.enable_grad():
-                again = ctx.graph(*pieces)  # recomputed: cheaper than to have kept it and to read it back
+                again = ctx.graph(*pieces)  # recompute: cheaper than saving and reading it back
             for found, piece in zip(rest[len(grads) :], torch.autograd.grad(again, pieces, grad_I), strict=True):
                 found.copy_(piece)
         return None, None, *grads
@@ -82,13 +83,13 @@ def fused(function: Callable[..., torch.Tensor], tile: int = 1024) -> Callable[.
         tile: I, elements that go through all operations together.
 
     Returns:
-        The same function, for contiguous inputs of one shape. Its results and gradients are the plain ones within
+        The same function, for contiguous inputs of one shape. Its results and gradients equal the plain ones within
         rounding, and bit for bit when a tile is a whole number of the processor's vectors.
 
     Raises:
         ValueError: if the function does anything else, naming it; when called, if an input has another shape.
     """
-    graph = fx.symbolic_trace(function)  # it runs once, on stand-ins that write down what is done to them
+    graph = fx.symbolic_trace(function)  # runs it once, on proxies that record the operations
     for node in graph.graph.nodes:
         name = node.target if isinstance(node.target, str) else node.target.__name__
         if node.op in ("call_function", "call_method") and name not in POINTWISE:
@@ -103,7 +104,7 @@ def fused(function: Callable[..., torch.Tensor], tile: int = 1024) -> Callable[.
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Compile the blocks last of all, adapters included."""
+    """Compile the blocks, adapters included, after all other edits of the model."""
     if not recipe.tricks.compile:
         return plan
     device = plan.device
@@ -125,22 +126,26 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Unchanged: which results a fused kernel no longer writes is the compiler's choice, so this is an upper bound."""
+    """Change nothing: the compiler chooses which results are not written, so the bill is an upper bound."""
     return memory
 
 
 FUSED: moved_bytes.Each = ((16, 32), (6, 10), (4, 4))
-"""Bytes moved between products. A chain of operations reads its inputs once and writes its result once: reasoned from
-this, not counted."""
+"""Memory traffic between products [bytes for one element, forward and backward]. It is reasoned, not counted: a fused
+chain of operations reads its inputs once and writes its result once."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Between two products little is moved; the products stay."""
+    """Reduce the memory traffic between products; the products stay as they are."""
     if not recipe.tricks.compile:
         return work
     return replace(work, between=in_few_kernels)
 
 
 def in_few_kernels(work: Work) -> tuple[int, int]:
-    """Bytes moved between a block's products, for one position: forward, backward; an adapter's casts are fused too."""
+    """Count the memory traffic between a block's products, with an adapter's casts fused too.
+
+    Returns:
+        Bytes for one position, forward and backward.
+    """
     return moved_bytes.over_widths(work.shape, FUSED)

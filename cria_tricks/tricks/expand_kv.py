@@ -1,18 +1,20 @@
 r"""Expanded K/V: repeat the shared key and value heads, so that a T4 finds a fast attention kernel.
 
-Saves    on rows without a mask: the math kernel's scores, B H T^2 elements a block, as the memory-efficient kernel
-         takes equal heads only and the flash kernel no T4                                       [bytes]
-Costs    keys and values of H heads instead of K are kept: 2 B (H - K) S D elements a block; no product more
+Saves    attention scores of rows without a mask, B H T^2 elements a block. A T4 computes them in the math kernel, which
+         holds them: the memory-efficient kernel needs as many key heads as query heads, and the flash kernel needs a
+         newer card                                                                              [bytes]
+Costs    keys and values of H heads are saved instead of K: 2 B (H - K) S D more elements a block; no more products
 Claim    exact within rounding
-Needs    attention = sdpa, a model with grouped heads, and a CUDA card under 8.0, or fp32 on a newer one: the flash
-         kernel takes 16 bits only
-Breaks   nothing; without effect on padded rows, whose heads transformers repeats by itself, beside packing, which
-         repeats them too, and on a torch that has pull request 191085 (2026, after 2.13): there the memory-efficient
-         kernel takes groups
+Needs    attention = sdpa, a model with grouped heads, and a CUDA card below compute capability 8.0, or fp32 on a newer
+         one, because the flash kernel takes 16 bits only
+Breaks   nothing. It has no effect on padded rows, whose heads transformers repeats by itself; with packing, which
+         repeats them too; and on a torch that has pull request 191085 (2026, after 2.13), whose memory-efficient kernel
+         takes grouped heads
 Sources  Ainslie et al. 2023, arXiv:2305.13245, sec. 2.2 (grouped queries); transformers issues 48633 and 45776
-Ours     the repeat; torch's kernel attends. ``load/model.py`` hands both to transformers as one attention function
+Ours     the repeat; torch's kernel computes the attention. ``load/attention.py`` gives both to transformers as one
+         attention function
 
-Shapes: queries (B, H, T, D); keys and values (B, K, S, D), G = H / K queries share one.
+Shapes: queries (B, H, T, D); keys and values (B, K, S, D), with D the width of a head. G = H / K query heads share one.
 """
 
 import torch
@@ -47,7 +49,7 @@ AttentionMaskInterface.register("expanded", sdpa_mask)
 model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="expanded")
 """
 IMPLEMENTATION = "sdpa_expanded"
-"""Its name among the attention functions of transformers."""
+"""Under this name transformers finds the attention function (``load/attention.py``)."""
 
 
 def expand_kv(heads_BKSD: torch.Tensor, groups: int) -> torch.Tensor:
@@ -60,7 +62,7 @@ def expand_kv(heads_BKSD: torch.Tensor, groups: int) -> torch.Tensor:
         groups: G, query heads that share one.
 
     Returns:
-        Shape (B, K G, S, D), each head G times in a row; ``heads_BKSD`` itself when G is 1.
+        Shape (B, K G, S, D), the G copies of a head side by side; ``heads_BKSD`` itself when G is 1.
     """
     if groups == 1:
         return heads_BKSD
@@ -68,7 +70,7 @@ def expand_kv(heads_BKSD: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Name the attention function that repeats first; it stands for the sdpa that the recipe must ask for."""
+    """Replace the attention function sdpa, which the recipe must ask for, by one that repeats the heads first."""
     tricks = recipe.tricks
     device = plan.device
     if not tricks.expand_kv:
@@ -87,14 +89,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Keys and values are as wide as the queries, and the kernel need not know of groups."""
+    """Bill keys and values of as many heads as the queries have, in the kernel that takes equal heads."""
     if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
         return memory
     return with_kernel(memory, masked=not memory.maskless, repeats=True)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """The kernel for keys of as many heads as the queries have; repeating them is little beside it, and not counted."""
+    """Take the kernel for equal heads; the time of the repeat is small beside it, and not counted."""
     if not recipe.tricks.expand_kv or recipe.tricks.attention != "sdpa":
         return work
     return in_kernel(work, masked=work.masked, repeats=True)

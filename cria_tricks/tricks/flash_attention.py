@@ -1,18 +1,18 @@
 r"""FlashAttention: exact attention that never holds the T x T matrix.
 
 Saves    attention scores: B H T^2 elements a block -> one log-sum-exp a query, B H T          [bytes]
-Costs    backward recomputes the scores tile by tile: 5 products a tile for plain attention's 4. Causal tiles
-         above the diagonal are left out, which halves all of them
+Costs    the backward pass recomputes the scores tile by tile: 5 products a tile, where plain attention has 4. Causal
+         tiles above the diagonal are skipped, which halves all products
 Claim    exact within rounding
 Needs    sdpa: nothing, torch picks a kernel. flash_attention_2: compute capability 8.0, fp16 or bf16
-Breaks   flash_attention_2 on a T4 (7.5); grouped-query rows without a mask get the math kernel there, which
-         holds the matrix (see expand_kv; ``cria doctor`` names the kernel that runs)
+Breaks   flash_attention_2 on a T4 (7.5). With sdpa, a model with grouped heads gets the math kernel there on rows
+         without a mask, and that holds the matrix (see expand_kv; ``cria doctor`` names the kernel that runs)
 Sources  Dao 2023, arXiv:2307.08691, sec. 3.1, alg. 1 and 2; Dao et al. 2022, arXiv:2205.14135, sec. 3
 Ours     both algorithms in plain torch, grouped-query included. A kernel keeps its tiles in on-chip memory and so is
          faster as well; here only the bytes shrink
 
 Shapes: B batch, H query heads, K key and value heads, G = H / K queries that share one, T queries, S keys,
-D width of a head; tiles of I queries and J keys. A group's queries are rows over the same keys: G I rows a tile.
+D width of a head; tiles of I queries and J keys. A group's queries are stacked, as they share keys: G I x J scores.
 """
 
 import importlib.util
@@ -44,16 +44,17 @@ TILE = 128
 
 
 def _rows(x_BKGTD, i, tile):
-    """One tile of queries, every query of a group a row: (B, K, G I, D), in fp32 at least as in the kernels."""
+    """Cut out one tile of queries, with those of a group stacked: (B, K, G I, D), in fp32 as in kernels, or wider."""
     return _wide(x_BKGTD[:, :, :, i : i + tile].flatten(2, 3))
 
 
 def _wide(x):
+    """Cast to fp32, unless the dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scores(q_rows, k_BKJD, i, j, groups, causal):
-    """Scaled scores of one tile, (B, K, G I, J), with -inf where a query would look ahead."""
+    """Compute the scaled scores of one tile, (B, K, G I, J), with -inf where a query would look ahead."""
     scores = q_rows @ k_BKJD.mT / q_rows.shape[-1] ** 0.5
     rows, keys = scores.shape[-2:]
     if causal and j + keys > i + 1:  # the tile reaches over the diagonal
@@ -73,6 +74,8 @@ class _FlashAttention(torch.autograd.Function):
         lse_BKGT = torch.empty_like(q_BKGTD[..., 0], dtype=torch.promote_types(q_BKGTD.dtype, torch.float32))
         for i in range(0, tokens, tile):
             q = _rows(q_BKGTD, i, tile)
+            # The online softmax: for each query the sum of weighted values, the largest score and the sum of weights so
+            # far. Both sums are relative to that largest score.
             out = torch.zeros_like(q)
             peak = torch.full_like(q[..., :1], float("-inf"))
             total = torch.zeros_like(q[..., :1])
@@ -81,7 +84,7 @@ class _FlashAttention(torch.autograd.Function):
                 v = _wide(v_BKSD[:, :, j : j + tile])
                 scores = _scores(q, k, i, j, groups, causal)
                 higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-                shrink = (peak - higher).exp()  # what was summed so far was divided by a smaller exp(max)
+                shrink = (peak - higher).exp()  # makes the sums so far relative to the new largest score
                 weights = (scores - higher).exp()
                 out = out * shrink + weights @ v
                 total = total * shrink + weights.sum(-1, keepdim=True)
@@ -108,6 +111,7 @@ class _FlashAttention(torch.autograd.Function):
             q, out, grad = (_rows(x, i, tile) for x in (q_BKGTD, out_BKGTD, grad_BKGTD))
             lse = _rows(lse_BKGT[..., None], i, tile)
             dq = torch.zeros_like(q)
+            # The softmax's gradient needs, for each query, the sum of weight x gradient over its keys (D in alg. 2).
             inner = (grad * out).sum(-1, keepdim=True)
             for j in range(0, i + 1 if causal else keys, tile):
                 here = slice(j, j + tile)
@@ -125,7 +129,7 @@ class _FlashAttention(torch.autograd.Function):
 def flash_attention(
     q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, causal: bool = True, tile: int = TILE
 ) -> torch.Tensor:
-    """Attention of every query over its keys, one tile of scores at a time.
+    """Compute the attention of every query over its keys, one tile of scores at a time.
 
     Args:
         q_BHTD: queries, shape (B, H, T, D), any float dtype.
@@ -136,6 +140,9 @@ def flash_attention(
 
     Returns:
         softmax(q k^T / sqrt(D)) v, shape (B, H, T, D), in the dtype of the queries.
+
+    Raises:
+        ValueError: if attention is causal and T is not S.
     """
     if causal and q_BHTD.shape[2] != k_BKSD.shape[2]:
         raise ValueError("causal attention needs as many queries as keys")
@@ -175,21 +182,27 @@ def _refuse_flash_attention_2(plan: Plan, recipe: Recipe) -> None:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """What the attention keeps is its kernel's business, and which kernel runs is the card's."""
+    """Bill what the attention's kernel saves; the card decides which kernel runs."""
     attention = recipe.tricks.attention
     if attention == "eager":
         return memory
     if attention == "flash_attention_2":
         return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
-    # Rows of several lengths have a mask, and so has a window shorter than a row. With a mask transformers repeats keys
-    # and values; without, it leaves that to torch.
+    # Several rows have a mask, because their lengths differ, and so has a window shorter than a row. With a mask
+    # transformers repeats keys and values; without, it leaves that to torch.
     masked = memory.batch > 1 or 0 < shape.window < memory.tokens
     return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
 
 def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
-    """Have torch's attention run in the kernel that the device has for it."""
-    kernel = "flash"  # a CPU's takes everything
+    """Set the kernel that torch's attention runs in on this device.
+
+    Args:
+        memory: what is known about the step.
+        masked: whether attention gets a mask.
+        repeats: whether the kernel is given as many key heads as query heads.
+    """
+    kernel = "flash"  # on a CPU it takes everything
     if memory.device.kind == "cuda":
         dtype = torch.float32 if memory.compute_itemsize == 4 else torch.float16
         kernel = kernel_for(memory.device, dtype, masked=masked, grouped=not repeats)
@@ -197,11 +210,11 @@ def with_kernel(memory: StepFacts, *, masked: bool, repeats: bool) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """A fused kernel keeps the scores on the chip; without a mask it also leaves out what a token may not see."""
+    """Take the kernel that runs: a fused one keeps scores on the chip, and skips hidden keys if there is no mask."""
     attention = recipe.tricks.attention
     if attention == "flash_attention_2":
         return replace(work, kernel="flash", masked=False)
-    # Rows of several lengths have a mask, and so has a window shorter than a row.
+    # Several rows have a mask, because their lengths differ, and so has a window shorter than a row.
     masked = work.batch > 1 or 0 < shape.window < work.row_positions
     if attention == "eager":
         return replace(work, masked=masked)
@@ -209,7 +222,7 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
 
 
 def in_kernel(work: Work, *, masked: bool, repeats: bool) -> Work:
-    """Count torch's attention as the kernel that the card has for it; emulated bf16 has none."""
+    """Set the kernel that torch's attention runs in on this card; for emulated bf16 there is no fused one."""
     dtype = getattr(torch, DTYPE[work.precision])
     kernel = kernel_for(work.device, dtype, masked=masked, grouped=not repeats)
     return replace(work, kernel=kernel, masked=masked)

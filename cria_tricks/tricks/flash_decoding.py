@@ -1,13 +1,14 @@
 r"""Flash-Decoding: one new token attends to a long past in many pieces at once.
 
-Saves    time, where one token's B K pieces of work leave most of a card idle: n splits make B K n of them
-Costs    the splits' outputs and log-sum-exps: n B H (D + 1) fp32 elements for a moment      [bytes]; no product more
+Saves    time: one new token makes only B K independent pieces of work, which leave most of a card idle; with n splits
+         it makes B K n
+Costs    the splits' outputs and log-sum-exps: n B H (D + 1) fp32 elements for a moment      [bytes]; no more products
 Claim    exact within rounding: a softmax over pieces, merged by their log-sum-exps, is the softmax over all
-Needs    a cache of keys and values, one query a sequence; for production compute capability 8.0 and 16 bits
+Needs    a KV cache, and one query a sequence; in production compute capability 8.0 and 16 bits
 Breaks   nothing; with many sequences or a short past there is enough work without splits
 Sources  Dao, Haziza, Massa, Sizov 2023, pytorch.org/blog/flash-decoding (three steps: split, attend, merge)
-Ours     all three steps in plain torch, the splits one after another. There is no toggle: where ``cria chat`` finds
-         a kernel that splits, it splits by itself (see ``for_chat``)
+Ours     all three steps in plain torch, the splits one after another. There is no toggle, because a kernel that can
+         split does so by itself (see ``for_chat``)
 
 Shapes: B batch, H query heads, K key and value heads, G = H / K queries that share one, S tokens in the cache,
 D width of a head; n splits.
@@ -31,15 +32,15 @@ model.generate(inputs, max_new_tokens=2, do_sample=False)
 
 
 def attend_piece(q_BKGD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to one piece of the past, as if there were no other.
+    """Attend to one piece of the past, as if there were no other.
 
     Args:
-        q_BKGD: the new token's queries, shape (B, K, G, D); a group's queries are rows over the same keys.
+        q_BKGD: the new token's queries, shape (B, K, G, D); the G queries of a group share keys.
         k_BKSD: the piece's keys, shape (B, K, S, D), S at least 1.
         v_BKSD: its values, shape (B, K, S, D).
 
     Returns:
-        The piece's output, shape (B, K, G, D), and the log of the sum that it was divided by, shape (B, K, G, 1).
+        The piece's output, shape (B, K, G, D), and the log-sum-exp of its scores, shape (B, K, G, 1).
     """
     scores = q_BKGD @ k_BKSD.mT / q_BKGD.shape[-1] ** 0.5
     lse = scores.logsumexp(-1, keepdim=True)
@@ -47,7 +48,7 @@ def attend_piece(q_BKGD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tenso
 
 
 def merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put pieces together: each weighs as much as its share of the whole sum.
+    """Merge the outputs of pieces: the weight of each is its share of the whole sum of exponentials.
 
     The result is again an output with its log-sum-exp, so merged pieces can be merged.
 
@@ -64,16 +65,19 @@ def merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Ten
 
 
 def flash_decoding(q_BH1D: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, splits: int) -> torch.Tensor:
-    """Attention of one new token to all of the past, in pieces.
+    """Attend with one new token to the whole past, in pieces.
 
     Args:
         q_BH1D: queries of one token a sequence, shape (B, H, 1, D), any float dtype.
         k_BKSD: cached keys, the new token's included, shape (B, K, S, D); K divides H.
         v_BKSD: cached values, shape (B, K, S, D).
-        splits: n, pieces of about equal length; more than S are S.
+        splits: n, how many pieces of about equal length; if it is above S, there are S.
 
     Returns:
         softmax(q k^T / sqrt(D)) v, shape (B, H, 1, D), in the dtype of the queries.
+
+    Raises:
+        ValueError: if there are several queries a sequence, or no split.
     """
     if q_BH1D.shape[2] != 1 or splits < 1:
         raise ValueError(f"one query a sequence and at least one split, not {q_BH1D.shape[2]} and {splits}")
@@ -86,20 +90,20 @@ def flash_decoding(q_BH1D: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Ten
 
 
 def for_chat(device: Device) -> dict[str, str]:
-    """The attention that ``cria chat`` asks ``from_pretrained`` for, so that one token decodes well.
+    """Choose the attention with which ``cria chat`` loads a model, so that decoding is fast.
 
-    From compute capability 8.0 on nothing need be asked: transformers takes sdpa, and torch's flash kernel chooses
-    the number of splits for one query itself (``num_splits_heuristic`` in torch's ``flash_api.cpp``). A card below,
-    a T4, has no kernel that splits; there the shared heads are repeated, as one token would otherwise go through
-    the math kernel (see ``expand_kv``). The CPU's flash kernel takes shared heads, and splits nothing: its cores
-    share out heads and queries. ``flash_attn_with_kvcache`` of the package flash-attn splits too, but transformers
-    (5.23) calls it only for continuous batching.
+    From compute capability 8.0 on the default is right: transformers takes sdpa, and torch's flash kernel chooses the
+    number of splits for one query itself (``num_splits_heuristic`` in torch's ``flash_api.cpp``). An older card, such
+    as a T4, has no kernel that splits. There the shared heads are repeated, because one token would otherwise go
+    through the math kernel (see ``expand_kv``). The CPU's flash kernel takes shared heads, and does not split: its
+    cores divide heads and queries among them. ``flash_attn_with_kvcache`` of the package flash-attn splits too, but
+    transformers (5.23) calls it only for continuous batching.
 
     Args:
         device: the machine that chats.
 
     Returns:
-        Keyword arguments; none where the default is right.
+        Keyword arguments for ``from_pretrained``; none where the default is right.
     """
     if device.needs_expand_kv:
         return {"attn_implementation": IMPLEMENTATION}

@@ -1,4 +1,7 @@
-"""Bytes and seconds of a recipe: plain fp32 full fine-tuning, folded over the same tricks that switch a recipe on."""
+"""Estimate the bytes and the seconds of a recipe: begin with plain fp32 full fine-tuning, and let each trick change it.
+
+These are the same tricks, in the same order, that switch a recipe on.
+"""
 
 from cria_tricks.bill import moved_bytes, step_time
 from cria_tricks.bill.bill import Bill
@@ -20,19 +23,19 @@ from cria_tricks.tricks import TRICKS
 def facts(
     recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_tokens: int | None = None
 ) -> StepFacts:
-    """Fold a recipe over the tricks, from plain fp32 full fine-tuning on.
+    """Collect what the memory bill must know: plain fp32 full fine-tuning, changed by each trick of the recipe.
 
     Args:
         recipe: what is wanted.
         shape: of the model.
         device: the machine it is meant for.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_tokens: of a micro-batch; all that can be when left out.
+        tokens: tokens of a row; ``data.max_length`` when left out.
+        trained_tokens: trained tokens of a micro-batch; all but the first of each row when left out.
     """
     batch = recipe.train.batch_size
     tokens = tokens or recipe.data.max_length
     if trained_tokens is None:
-        trained_tokens = batch * (tokens - 1)  # no row's first token has one before it to be told from
+        trained_tokens = batch * (tokens - 1)  # a row's first token has no token before it that predicts it
     found = StepFacts(
         shape=shape,
         device=device,
@@ -62,14 +65,14 @@ def estimate(
 
 
 def work(recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None, trained_share: float = 1.0) -> Work:
-    """Fold a recipe over what the tricks do to a step's time, from plain fp32 full fine-tuning on.
+    """Collect what the estimate of time must know: plain fp32 full fine-tuning, changed by each trick of the recipe.
 
     Args:
         recipe: what is wanted.
         shape: of the model.
         device: the card that it is meant for.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_share: of the tokens, how many are trained.
+        tokens: tokens of a row; ``data.max_length`` when left out.
+        trained_share: which share of the tokens is trained, from 0 to 1.
     """
     batch = recipe.train.batch_size
     tokens = tokens or recipe.data.max_length
@@ -106,8 +109,8 @@ def step(
         recipe: what is trained; ``train.batch_size`` rows a micro-batch, ``tricks.gradient_accumulation`` of them.
         shape: the model's.
         card: the GPU.
-        tokens: of a row; ``data.max_length`` when left out.
-        trained_share: of the tokens, how many are trained: the chunked loss makes logits for those only.
-        cards: how many work side by side and add up their gradients over PCIe at the end.
+        tokens: tokens of a row; ``data.max_length`` when left out.
+        trained_share: which share of the tokens is trained: the chunked loss makes logits for those only.
+        cards: how many train data-parallel; they all-reduce their gradients over PCIe at the end of the step.
     """
     return step_time.step(work(recipe, shape, card.device, tokens, trained_share), card, cards)

@@ -1,18 +1,18 @@
 r"""Gradient accumulation: k small batches, one optimizer step.
 
 Saves    activations and logits: those of k B rows -> those of B rows                [bytes]
-Costs    k smaller, less busy forward and backward passes instead of one; as many FLOPs, and with B = 1 no padding. One
-         gradient that waits between micro-batches: 4 bytes a trained weight
+Costs    time: k forward and backward passes on small batches keep a card less busy than one on a large batch. As many
+         FLOPs, and with B = 1 no padding. The gradients stay between micro-batches: 4 bytes a trained weight
 Claim    exact, also with ragged lengths and a partial last window, when the loss is divided by the
          window's trained tokens and not averaged micro-batch by micro-batch
 Needs    nothing; composes with every other trick
-Breaks   batch statistics (there are none here); a mean of means (transformers 34191): on the 107 Kwanzaa rows,
-         8 a step, it gives 14 % of the gradient to the wrong rows, in the worst window 21 %
+Breaks   batch statistics (there are none here); a mean of the micro-batches' means (transformers 34191): on the 107
+         Kwanzaa rows, 8 a step, it assigns 14 % of the gradient to the wrong examples, in the worst window 21 %
 Sources  Huang et al. 2018, arXiv:1811.06965, sec. 2.2 (micro-batches); transformers PR 34198
-Ours     15 lines: a window's sum over a window's tokens. The switch leaves the window to transformers' Trainer,
-         with a loss that sums
+Ours     15 lines: the sum of a window's losses, divided by the window's trained tokens. The switch leaves the window to
+         transformers' Trainer, with a loss that sums
 
-Shapes: k micro-batches of (B, T).
+Shapes: k micro-batches of (B, T) make a window, that is, an optimizer step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,18 +42,20 @@ Batch = dict[str, torch.Tensor]
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Count the labels that make a loss: the token at t is predicted from those before it, so the first never does."""
+    """Count the labels that have a loss: all trained ones but a row's first, which no token before it predicts."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def accumulated(loss_sum: Callable[[Batch], torch.Tensor], micro_batches: Sequence[Batch], k: int) -> Iterator[float]:
-    """Yield once per optimizer step, when ``.grad`` holds the gradient of k micro-batches at once::
+    """Accumulate the gradients of k micro-batches in ``.grad``, and yield whenever the optimizer may take a step.
+
+    Use it so::
 
         for loss in accumulated(loss_sum, micro_batches, k=8):
             optimizer.step()
             optimizer.zero_grad()
 
-    Sec. 2.2: all micro-batches see the same weights; their gradients are added up, and applied at the end.
+    Huang et al., sec. 2.2: all micro-batches see the same weights. Their gradients are added up and applied at the end.
 
     Args:
         loss_sum: from a micro-batch to the sum, not the mean, of its trained tokens' losses.
@@ -80,19 +82,19 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """From the second micro-batch on the gradients of the first ones wait: 4 bytes for each trained weight."""
-    # That they wait also means that a new gradient is added to an old one. Where that opens something is said beside
-    # each product and at the embedding (`accumulates` of the facts), because it is another tensor every time.
+    """Bill the gradients of earlier micro-batches, which stay in memory: 4 bytes for each trained weight."""
+    # A new gradient is then added to an old one, and for a moment both are alive. The bill counts this at each product
+    # and at the embedding (`StepFacts.accumulates`), because it is another tensor every time.
     if recipe.tricks.gradient_accumulation > 1:
         return replace(memory, waiting_gradient_bytes=FP32 * memory.trained_weights)
     return memory
 
 
 ACCUMULATE = 12
-"""Bytes moved for one trained weight when a micro-batch's gradient is added to those before: two read, one written."""
+"""Memory traffic [bytes for one trained weight] of adding a gradient to earlier ones: two are read, one is written."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """All of it k times, but for the optimizer's step; and k - 1 times a gradient is added to the sum."""
+    """Do everything k times but the optimizer's step, and add a gradient to the earlier ones k - 1 times."""
     k = recipe.tricks.gradient_accumulation
     return replace(work, micro_batches=k, gradient_bytes=work.gradient_bytes + ACCUMULATE * (k - 1))

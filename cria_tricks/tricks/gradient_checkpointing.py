@@ -1,17 +1,18 @@
-r"""Gradient checkpointing: keep each block's input, recompute its insides on the way back.
+r"""Gradient checkpointing: keep only each block's input, and recompute its insides in the backward pass.
 
 Saves    activations: L blocks x (s + a)  ->  L x s + 1 x a                          [bytes]
-Costs    one more forward through every block. Of its FLOPs, counted on blocks of two equal products: +33 % when all
-         weights train, +50 % on a frozen base; with early stop, which skips the last product, +17 and +25 %. LoRA on
-         down_proj leaves early stop one thin product to skip: Llama-3.2-1B's blocks, r = 16, T = 2048, +47 % both ways
+Costs    one more forward pass through every block. In FLOPs of a step, for blocks of two equal products: +33 % if all
+         weights train, +50 % on a frozen base; with early stop, which skips the last product, +17 and +25 %. With LoRA
+         on down_proj early stop can skip only one thin product: for Llama-3.2-1B's blocks, r = 16, T = 2048, it is
+         +47 % with and without
 Claim    exact: same loss, same gradients, bit for bit, if the random state is replayed
 Needs    nothing; composes with every other trick
-Breaks   blocks with side effects; dropout without the saved random states of the CPU and of the card
+Breaks   blocks with side effects; dropout, unless the random states of the CPU and of the card are restored
 Sources  Chen et al. 2016, arXiv:1604.06174, sec. 4
-Ours     30 lines, one block at a time. torch's non-reentrant checkpoint, the switch, adds early stop, autocast and
-         further arguments; both keep 5,056 bytes of random state a block besides, and those of the card's generator
+Ours     30 lines, one block at a time. The switch takes torch's non-reentrant checkpoint, which adds early stop,
+         autocast and further arguments. Both also keep the CPU's random state, 5,056 bytes a block, and the card's
 
-Shapes: s = B T D elements (a block's input), a = all that the block keeps inside.
+Shapes: s = B T D elements, a block's input; a = all that the block saves inside for its backward pass.
 """
 
 from dataclasses import replace
@@ -53,8 +54,9 @@ def _restore(generators: list[torch.Generator], states: list[torch.Tensor]) -> N
 
 
 class _Recompute(torch.autograd.Function):
-    # Sec. 4: of each segment, here one block, only what crosses its border is remembered; its inside is dropped, and
-    # computed again when the backward pass comes to it. The weights are arguments so that they get their gradients.
+    # Sec. 4, with one block as a segment: only what crosses a segment's border is kept. Its inside is dropped, and
+    # computed again when the backward pass comes to it. The weights are arguments, because autograd gives gradients
+    # only to a Function's arguments.
     @staticmethod
     def forward(ctx, block, x_BTD, *weights):
         ctx.block = block
@@ -72,7 +74,7 @@ class _Recompute(torch.autograd.Function):
         _restore(ctx.generators, ctx.random_states)  # the same mask again
         with torch.enable_grad():
             y_BTD = ctx.block(x_BTD.view_as(x_BTD))  # a view, because FlopCounterMode cannot watch a leaf here
-        _restore(ctx.generators, now)  # what is drawn later does not change
+        _restore(ctx.generators, now)  # so that later draws are the same as without checkpointing
         wanted = [tensor for tensor in (x_BTD, *ctx.weights) if tensor.requires_grad]
         found = iter(torch.autograd.grad(y_BTD, wanted, grad_BTD, allow_unused=True))
         return None, *(next(found) if tensor.requires_grad else None for tensor in (x_BTD, *ctx.weights))
@@ -92,7 +94,7 @@ def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask the trainer for it; ``trainer/shared.py`` knows this version's name of the argument."""
+    """Ask transformers' Trainer for it; ``trainer/arguments.py`` knows the argument's name in each version."""
     if not recipe.tricks.gradient_checkpointing:
         return plan
     if recipe.tricks.peft == "head":
@@ -103,19 +105,21 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """L s + a: each of L blocks leaves its input, s; the insides of one at a time, a, are made again."""
-    if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":  # below a head there is no way back
+    """Bill L s + a: the inputs s of all L blocks, and the insides a of the one that is being recomputed."""
+    if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":  # no gradient goes below the head
         return memory
-    # The flag is for the walk through the open block (bill/block.py): its forward pass runs a second time, so other
-    # tensors are open around its operations. That is the course of a step, and no line of this trick.
+    # bill/block.py needs the flag: the forward pass of the open block runs a second time, so other tensors are alive
+    # around its operations.
     return replace(memory, checkpointed=True, block_waits=inputs_wait)
 
 
 def inputs_wait(block: BlockTensors) -> WaitingBytes:
-    """The input of each block waits, s bytes; the insides of one, a, are counted where the open block is walked.
+    """Count what waits in each block: its input, s bytes.
 
-    What no hook can take away waits as well: what int8 pins, and the join of a trained copy, which is not made again.
-    The open block has its pinned tensors a second time, and its input beside them if none of its operations keeps it.
+    The insides of the open block, a bytes, are counted in ``bill/block.py``. Two more things wait in each block: what
+    int8 products pin, which no hook can take away, and what the matrix that joins a trained copy saves
+    (``side_network.py``), because it is not recomputed. The open block has its pinned tensors a second time, and its
+    input beside them if none of its operations keeps it.
     """
     again = block.pinned
     if not block.keeps_input:
@@ -127,7 +131,7 @@ def inputs_wait(block: BlockTensors) -> WaitingBytes:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Each block runs forward once more; transformers has the embedded tokens ask for a gradient, so all blocks do."""
+    """Run each block forward once more. transformers makes embeddings require a gradient, so all blocks get one."""
     if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":
         return work
     return replace(work, forward_repeats=1, gradient_reaches_embedding=True, saved=block_input)

@@ -4,7 +4,7 @@ Saves    gradients and optimizer states of all but V x D weights, and every bloc
 Costs    one fp32 copy of the head, untied from the embedding: 4 V D bytes
 Claim    reparametrised: identical to the base at step 0; only the last matrix moves
 Needs    nothing
-Breaks   tasks that need new features: a linear layer on old ones is all that is learnt
+Breaks   tasks that need new features: only a linear layer on the old ones is learnt
 Sources  Yosinski et al. 2014, arXiv:1411.1792, sec. 2 (frozen features, a new last layer)
 Ours     a fixed model below, a trained matrix above; peft keeps the copy and saves it like an adapter
 
@@ -41,8 +41,8 @@ class HeadOnly(nn.Module):
 
     Args:
         features: the model below the head; it is frozen here.
-        head_VD: the head's matrix, shape (V, D). The copy is its own, also where the embedding is the same matrix: a
-            step of the head must not move what the features are made of.
+        head_VD: the head's matrix, shape (V, D). It is copied, because the embedding may be the same matrix: training
+            the head must not change the features.
     """
 
     def __init__(self, features: nn.Module, head_VD: torch.Tensor):
@@ -51,7 +51,7 @@ class HeadOnly(nn.Module):
         self.head_VD = nn.Parameter(head_VD.detach().clone().float())
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        """Logits, shape (B, T, V). No block keeps anything: nothing below the head has a gradient."""
+        """Compute logits, shape (B, T, V). Blocks save no activations, because no gradient goes below the head."""
         return F.linear(self.features(*arguments).float(), self.head_VD)
 
 
@@ -63,15 +63,15 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """An fp32 copy of the head; no gradient reaches the blocks, so they keep nothing."""
+    """Bill an fp32 copy of the head; no gradient reaches the blocks, so they save nothing."""
     if recipe.tricks.peft != "head":
         return memory
-    # No block learns: that alone empties the lines of the blocks.
+    # learning_blocks=0 alone makes the lines of the blocks zero.
     return replace(memory, trains_all=False, added=((1, shape.embedding_weights),), learning_blocks=0)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Of the backward pass only the gradient of the head is left."""
+    """Leave only the gradient of the head in the backward pass."""
     if recipe.tricks.peft != "head":
         return work
     trained = shape.embedding_weights

@@ -1,14 +1,16 @@
 r"""LLM.int8(): frozen weights in one byte, columns with outliers computed in 16 bits.
 
 Saves    frozen linear weights: 4 or 2 bytes -> 1 byte an element                    [bytes]
-Costs    quantising activations in every product; bitsandbytes pins each product's input, checkpointed or not
-Claim    approximate: outside the outlier columns a number moves by at most half of absmax / 127, a row's or a column's
+Costs    time: every product quantises its input. And bitsandbytes keeps that input alive, checkpointed or not
+Claim    approximate: outside the outlier columns a number moves by at most half of absmax / 127, with the absmax of its
+         token (inputs) or of its output feature (weights)
 Needs    CUDA of compute capability 7.5 (a T4 has it), or a CPU; something else to train (peft)
 Breaks   training the quantised weights themselves: they have no gradient
 Sources  Dettmers et al. 2022, arXiv:2208.07339, sec. 3.1 (vector-wise quantisation), sec. 3.2 (outliers, threshold 6.0)
-Ours     both in plain torch, integer for integer bitsandbytes', whose products run on integer units
+Ours     both in plain torch, with the same integers as bitsandbytes, whose products run on the GPU's integer units
 
-Shapes: inputs (T, D_in) with one scale per token; weights (D_out, D_in) with one per output feature.
+Shapes: inputs (T, D_in) with one scale per token; weights (D_out, D_in) with one per output feature. A scale is the
+absmax (largest absolute value) of its numbers. A column is an input feature, for all tokens.
 """
 
 from dataclasses import replace
@@ -35,11 +37,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 model = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 """
 THRESHOLD = 6.0
-"""An input feature with a number as large as this, for any token, is multiplied in 16 bits."""
+"""A column of the input in which any number is as large as this is an outlier column, multiplied in 16 bits."""
 
 
 def quantize_rows(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put each row on the integers from -127 to 127.
+    """Quantise each row of a matrix to integers from -127 to 127, with a scale of its own.
 
     Args:
         x_RD: shape (R, D), 16-bit or fp32.
@@ -48,31 +50,33 @@ def quantize_rows(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         Integers, int8 of shape (R, D), and the rows' absolute maxima, fp32 of shape (R,).
     """
     absmax_R = x_RD.abs().amax(dim=1).float()
-    steps_R = 127 / absmax_R.clamp(min=1e-30)  # a row of zeros stays one
+    steps_R = 127 / absmax_R.clamp(min=1e-30)  # so that a row of zeros does not divide by 0
     return torch.round(x_RD * steps_R[:, None]).to(torch.int8), absmax_R
 
 
 def linear_8bit(
     x_TD: torch.Tensor, codes_OD: torch.Tensor, absmax_O: torch.Tensor, threshold: float = THRESHOLD
 ) -> torch.Tensor:
-    """Multiply by a quantised weight, as integers but for the outlier columns.
+    """Multiply inputs by a quantised weight: as integers, except for the outlier columns.
 
     Args:
         x_TD: inputs, shape (T, D_in), 16-bit or fp32.
         codes_OD: the weight's integers, int8 of shape (D_out, D_in).
         absmax_O: its scales, fp32 of shape (D_out,).
-        threshold: from which size on an input is an outlier; 0 for none.
+        threshold: the absolute value from which on an input is an outlier; 0 for no outliers.
 
     Returns:
         Shape (T, D_out), the inputs' dtype.
     """
     outlier_D = (x_TD.abs() >= threshold).any(dim=0) if threshold else torch.zeros(x_TD.shape[1], dtype=torch.bool)
-    # One outlier in a row would leave its other numbers a few integers near zero: it must not set the scale.
+    # An outlier must not set the scale of its row: the other numbers would get only a few integers near zero.
     inside_TD = x_TD.masked_fill(x_TD.abs() >= threshold, 0) if threshold else x_TD
     codes_TD, absmax_T = quantize_rows(inside_TD)
     codes_TD[:, outlier_D] = 0
-    products_TO = codes_TD.int() @ codes_OD.int().t()  # exact: at most 127 x 127 x D_in, and no rounding
+    products_TO = codes_TD.int() @ codes_OD.int().t()  # exact in int32: a sum is at most 127 x 127 x D_in
+    # Each of the two factors was multiplied by 127 / absmax.
     y_TO = products_TO * (absmax_T[:, None] * absmax_O / 127**2)
+    # The outlier columns, K of them, with the weight dequantised.
     weight_OK = codes_OD[:, outlier_D] * (absmax_O / 127)[:, None]
     return (y_TO + x_TD[:, outlier_D].float() @ weight_OK.t()).to(x_TD.dtype)
 
@@ -94,11 +98,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """A byte a weight and a scale for each of its rows; the usual preparation raises all else to fp32."""
+    """Bill a byte a weight, and a scale an output feature; the usual preparation casts all else to fp32."""
     if recipe.tricks.quantization != "int8":
         return memory
     a_block = sum((d_in + 4) * d_out for d_in, d_out in shape.packable.values())
-    # On CUDA a product comes back in the dtype of its input, on a CPU as autocast has it.
+    # On CUDA a product comes back in the dtype of its input, here fp32; on a CPU in the dtype of autocast.
     result_itemsize = memory.product_itemsize
     rule = cpu_product_bytes
     if memory.device.kind == "cuda":
@@ -119,9 +123,9 @@ def cuda_product_bytes(product: Product) -> ProductBytes:
     """On CUDA the input is quantised in fp16, and the sums are int32; only the backward pass unpacks the weight."""
     given = product.given
     cast = product.input_itemsize != 2 or product.bf16  # not fp16 yet
-    # First the input in fp16, its absolute values, and a byte for each that says whether it is an outlier.
+    # First the input in fp16 (2 bytes, if it is a cast), its absolute values (2), and a mask of the large ones (1).
     quantising = given * (2 * cast + 2 + 1)
-    # Then its codes, the sums in int32, these in fp16, and these in the dtype of the result.
+    # Then the input's codes (1), the sums in int32 (4), these in fp16 (2), and in the result's dtype, if it is a cast.
     multiplying = given + product.made * (4 + 2 + product.made_itemsize * cast)
     return ProductBytes(largest(quantising, multiplying), _in_input_dtype(product), _pinned(product))
 
@@ -145,7 +149,7 @@ def _pinned(product: Product) -> int:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """A weight is read as a byte and unpacked to be multiplied, once more for the backward pass; all else is fp32."""
+    """Read a weight as a byte and unpack it for its product, and again in the backward pass; the rest is fp32."""
     if recipe.tricks.quantization != "int8":
         return work
     return replace(work, stored_itemsize=1, backward_unpacks=1, hidden_itemsize=4, head_itemsize=4)

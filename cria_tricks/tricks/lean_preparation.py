@@ -1,9 +1,11 @@
-r"""Lean preparation: no fp32 copies that nobody asked for.
+r"""Lean preparation: leave out the fp32 copies that peft's usual preparation makes.
 
-Saves    2 V D bytes of an embedding cast up to fp32 (501 MiB for Llama-3.2-1B), and the same of a head cast back; half
-         of what waits between blocks, 2 B T D each; where peft casts adapters' inputs, their copies       [bytes]
-Costs    sums between blocks, and what lies between products, are rounded to 16 bits
-Claim    approximate: a sum between blocks is off by half a step of its 16-bit format; inputs left uncast change no bit
+Saves    2 V D bytes of an embedding that is cast to fp32 (501 MiB for Llama-3.2-1B), and as many of the head's copy
+         that is cast back to 16 bits; half of the saved block inputs, 2 B T D bytes each; the fp32 copies of adapters'
+         inputs, where peft makes them                                                                     [bytes]
+Costs    rounding: the residual stream, and what lies between products, are in 16 bits
+Claim    approximate: a sum in the residual stream is off by up to half a step of its 16-bit format; adapters' inputs
+         that are not cast change no bit
 Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
 Breaks   in fp16, models trained in bf16 whose activations exceed 65504: the usual preparation keeps norms in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
@@ -39,7 +41,7 @@ arguments = TrainingArguments("plain", max_steps=1, bf16=True, use_cpu=not torch
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Leave out the usual upcasting, and let adapters take their inputs as they come."""
+    """Leave out the usual casts to fp32, and let adapters take their inputs without a cast."""
     tricks = recipe.tricks
     if not tricks.lean_preparation:
         return plan
@@ -52,14 +54,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Nothing is raised to fp32: not the weights beside the matrices, not hidden states, not adapters' inputs."""
+    """Bill 16 bits for what is usually cast to fp32: weights beside the matrices, hidden states, adapters' inputs."""
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return memory
     return replace(memory, other_weight_itemsize=2, hidden_itemsize=2, product_itemsize=2, adapter_input_itemsize=2)
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Hidden states and the head stay in 16 bits, so less is moved between products, and adapters cast no input."""
+    """Keep hidden states and the head in 16 bits: less is moved between products, and adapters cast no input."""
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return work
     return replace(work, hidden_itemsize=2, head_itemsize=2, adapter_casts=False)

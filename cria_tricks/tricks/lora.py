@@ -1,14 +1,15 @@
 r"""LoRA: freeze W, learn a product of two thin matrices beside it.
 
 Saves    gradients and optimizer states of all but r (D_in + D_out) weights a matrix [bytes]
-Costs    two thin products more for every adapted matrix, against one wide one less: a frozen W needs no gradient. DoRA
-         also B A itself and the norms of W + B A, every time
+Costs    two more thin products for every adapted matrix, but one wide product less, because a frozen W needs no
+         gradient. DoRA also computes B A itself and the norms of W + B A, every time
 Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
 Needs    nothing; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
          arXiv:2312.03732, sec. 3 (rsLoRA); Liu et al. 2024, arXiv:2402.09353, sec. 4.1 and 4.3 (DoRA)
-Ours     one adapted linear, with DoRA, and the merge; peft wraps a model's, saves them, and adapts 4-bit ones
+Ours     one adapted linear layer, with DoRA, and the merge. peft wraps all those of a model, also 4-bit ones, and saves
+         the adapters
 
 Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W (D_out, D_in); DoRA's magnitudes (D_out,).
 """
@@ -29,7 +30,7 @@ from cria_tricks.recipe import Lora, Recipe
 from cria_tricks.step_plan import Plan
 
 ALL_LINEAR = "all-linear"
-"""What peft calls every linear but the head."""
+"""peft's name for all linear layers but the head."""
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
 LESSON = "04_lora"
@@ -45,22 +46,22 @@ model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear with a trained product beside it.
+    """A frozen linear layer with the product B A of two trained, thin matrices beside it.
 
     Args:
-        base: the linear; it is frozen here.
-        r: the product's rank.
-        alpha: its scale is alpha / r.
-        rslora: its scale is alpha / sqrt(r) instead, so that large ranks learn as fast as small ones.
-        dora: learn each output feature's length apart from its direction.
+        base: the linear layer; it is frozen here.
+        r: the rank of the product.
+        alpha: the product's scale is alpha / r.
+        rslora: whether the scale is alpha / sqrt(r) instead, so that large ranks learn as fast as small ones.
+        dora: whether to learn the length of each output feature's weights apart from their direction.
     """
 
     def __init__(self, base: nn.Linear, r: int, alpha: float, rslora: bool = False, dora: bool = False):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.A = nn.Parameter(torch.empty(r, base.in_features))
-        self.B = nn.Parameter(torch.zeros(base.out_features, r))  # so the product is nothing at first
-        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        self.B = nn.Parameter(torch.zeros(base.out_features, r))  # B A is zero, so the layer begins as its base
+        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))  # as torch begins a linear layer
         self.scale = alpha / (math.sqrt(r) if rslora else r)
         self.magnitude = nn.Parameter(base.weight.norm(dim=1)) if dora else None
 
@@ -68,12 +69,12 @@ class LoraLinear(nn.Module):
         """Multiply x (..., D_in) by the adapted weight; the product B A itself is never made, but for DoRA's norms."""
         y = F.linear(x, self.base.weight) + self.scale * F.linear(F.linear(x, self.A), self.B)
         if self.magnitude is not None:
-            # Sec. 4.3: the norm follows the weight, but no gradient goes through it.
+            # Liu et al., sec. 4.3: the norm follows the weight, but no gradient goes through it.
             y = y * (self.magnitude / self._adapted().norm(dim=1).detach())
         return y if self.base.bias is None else y + self.base.bias
 
     def merged(self) -> nn.Linear:
-        """The same map as one plain linear, for use after training."""
+        """Return the adapted layer as one plain linear layer, for use after training."""
         weight = self._adapted()
         if self.magnitude is not None:
             weight = weight * (self.magnitude / weight.norm(dim=1))[:, None]
@@ -88,7 +89,7 @@ class LoraLinear(nn.Module):
 
 
 def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = False) -> int:
-    """Count what LoRA trains.
+    """Count the weights that LoRA trains.
 
     Args:
         widths: (D_in, D_out) of every adapted matrix.
@@ -123,7 +124,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
-    """Refuse targets that train, and whose bytes the formulas do not know.
+    """Refuse targets that peft can train, but whose bytes the formulas do not know.
 
     Raises:
         BadInput: naming the first one, and targets that have an estimate.
@@ -142,7 +143,7 @@ def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Two thin fp32 matrices for each adapted one; nothing else has a gradient."""
+    """Bill two thin fp32 matrices for each adapted one; nothing else has a gradient."""
     if recipe.tricks.peft != "lora":
         return memory
     lora = recipe.lora
@@ -175,7 +176,7 @@ def _trained_tensors(shape: Shape, lora: Lora, names: Iterable[str]) -> tuple[tu
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Two thin products beside each adapted matrix; only they train, and no gradient is asked for below the first."""
+    """Count two thin products beside each adapted matrix; only they train, and no gradient goes below the first one."""
     if recipe.tricks.peft != "lora":
         return work
     lora = recipe.lora

@@ -1,14 +1,15 @@
 r"""Mixed precision: multiply in 16 bits, keep what is trained in 32.
 
 Saves    activations and frozen weights: 4 bytes -> 2 bytes an element               [bytes]
-Costs    trained weights: a 16-bit copy of each waits for the backward pass. Eager attention's probabilities wait in
-         fp32 and in 16 bits. fp16: a loss scale, and now and then a skipped step; bf16: 8 significant bits to fp16's 11
+Costs    a 16-bit copy of each trained weight, which waits for the backward pass. Eager attention saves its
+         probabilities in fp32 and in 16 bits. fp16: a loss scale, and now and then a skipped step. bf16: 8 significant
+         bits, where fp16 has 11
 Claim    approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits
-Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says yes and emulates it slowly
-Breaks   trained weights in fp16 ("Attempting to unscale FP16 gradients"): adapters stay in fp32
+Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says that it supports bf16, but emulates it slowly
+Breaks   training weights that are in fp16 ("Attempting to unscale FP16 gradients"), so adapters stay in fp32
 Sources  Micikevicius et al. 2018, arXiv:1710.03740, sec. 3.1 (master weights), 3.2 (loss scaling)
-Ours     a product that rounds, the dynamic scale and a step on master weights; torch's autocast and GradScaler choose
-         operation by operation, and look at all gradients in one kernel
+Ours     a product in 16 bits, the dynamic loss scale, and a step on fp32 master weights. torch's autocast chooses the
+         dtype operation by operation, and its GradScaler looks at all gradients in one kernel
 
 Shapes: none; every matrix product is concerned.
 """
@@ -56,10 +57,10 @@ def half_linear(x: torch.Tensor, weight_OD: torch.Tensor, dtype: torch.dtype) ->
 
 
 class LossScale:
-    """Multiply the loss so that small gradients stay above fp16's smallest number, 6e-8.
+    """Keep the factor for the loss, so that small gradients stay above fp16's smallest number, 6e-8.
 
-    The scale finds itself: it is halved after a step whose gradients overflowed, and doubled after so many steps
-    without one. A scale is a power of two, so it changes exponents and rounds nothing.
+    The scale adjusts itself: it is halved after a step whose gradients overflowed, and doubled after so many steps
+    without an overflow. It is a power of two, so it changes only the exponents of numbers, and rounds nothing.
 
     Args:
         scale: the first one.
@@ -67,7 +68,8 @@ class LossScale:
 
     Attributes:
         scale: what the loss is multiplied by.
-        skipped: steps that were left out, so far.
+        good: steps without an overflow since the scale last changed.
+        skipped: steps that were skipped so far.
     """
 
     def __init__(self, scale: float = 65536.0, growth_interval: int = 2000):
@@ -80,7 +82,7 @@ class LossScale:
 
         Args:
             optimizer: of the master weights.
-            weights: the same, with the gradients of ``loss * scale``.
+            weights: the weights of that optimizer, with the gradients of ``loss * scale``.
 
         Returns:
             Whether the step was taken.
@@ -107,7 +109,7 @@ class LossScale:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Autocast to 16 bits; store frozen weights in them, trained weights in fp32."""
+    """Compute in 16 bits by autocast; store frozen weights in 16 bits, and trained weights in fp32."""
     precision = recipe.tricks.precision
     if precision == "fp32":
         return plan
@@ -127,10 +129,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Products take and give two bytes; frozen weights are stored in two, and hidden states are as wide as these."""
+    """Bill two bytes for what products take and give, for frozen weights, and for the hidden states between them."""
     if recipe.tricks.precision == "fp32":
         return memory
-    # Two kernels ask whether these are bf16: int8 products cast it to fp16, and only it has a kernel for all experts.
+    # The bill must know in two places whether it is bf16: int8 products cast bf16 to fp16, and only for bf16 torch has
+    # a kernel that multiplies all experts at once.
     memory = replace(memory, compute_itemsize=2, product_itemsize=2, bf16=recipe.tricks.precision == "bf16")
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory
@@ -140,11 +143,11 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 UNSCALE = 8
-"""Bytes moved for one trained weight when its gradient is divided by fp16's loss scale: read and written."""
+"""Memory traffic [bytes for one trained weight] of undoing fp16's loss scale: the gradient is read and written."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Products run at the card's 16-bit rate, and numbers of two bytes are moved; fp16 also unscales its gradients."""
+    """Run products at the card's 16-bit rate, and move numbers of two bytes; fp16 also unscales its gradients."""
     precision = recipe.tricks.precision
     if precision == "fp32":
         return work

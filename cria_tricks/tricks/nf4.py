@@ -1,15 +1,16 @@
 r"""NF4: frozen weights in four bits, with levels at the quantiles of a normal distribution.
 
-Saves    frozen linear weights: 16 -> 4 + 32 / 64 = 4.5 bits an element, 4 + 8 / 64 + 32 / (64 x 256) = 4.127 with
-         double quantization                                                         [bytes]
+Saves    frozen linear weights: 16 -> 4 + 32 / 64 = 4.5 bits an element: a code, and an fp32 scale for 64 of them. With
+         double quantization 4 + 8 / 64 + 32 / (64 x 256) = 4.127: 8-bit scales, and an fp32 scale for 256 of those
+                                                                                     [bytes]
 Costs    one layer at a time is unpacked to 16 bits for its product
 Claim    approximate: each weight moves to the nearest of 16 levels of its block of 64
 Needs    compute capability 6.0, or a CPU; something else to train (peft)
 Breaks   training the quantised weights: codes have no gradient; merging an adapter into them rounds the sum to levels
 Sources  Dettmers et al. 2023, arXiv:2305.14314, sec. 3 (NormalFloat, double quantization) and app. E (the levels)
-Ours     levels, blocks, packing and double quantization in plain torch, byte for byte bitsandbytes' but for a weight
-         within 2e-7 of the middle between two levels. For many tokens bitsandbytes unpacks a whole matrix and then
-         multiplies, for few tokens one kernel does both. fp4 (plain 4-bit floats) is the comparison
+Ours     levels, blocks, packing and double quantization in plain torch, with the bytes of bitsandbytes, except for a
+         weight within 2e-7 of the middle between two levels. For many tokens bitsandbytes unpacks a whole matrix and
+         then multiplies, for few tokens one kernel does both. fp4 (plain 4-bit floats) is the comparison
 
 Shapes: weights (D_out, D_in), flattened to N elements in blocks of 64. Each block has one scale, its absmax (the
 largest absolute value); a code is the index of a level, and two codes share a byte.

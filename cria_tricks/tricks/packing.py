@@ -1,15 +1,17 @@
-r"""Packing: several documents in one row, and no way to see from one into another.
+r"""Packing: several documents in one row, and attention only inside each of them.
 
-Saves    padding: a batch of B rows costs B x its longest row -> the tokens that are really there   [bytes, FLOPs]
-Costs    steps hold fuller rows, so an epoch has fewer of them; with attention = eager a T x T mask per packed row
-Claim    exact per document: its logits do not depend on its neighbours by one bit
+Saves    padding: a batch of B rows costs B x the tokens of its longest row -> its real tokens      [bytes, FLOPs]
+Costs    fewer optimizer steps an epoch, because rows are fuller; with attention = eager a T x T mask per packed row
+Claim    exact per document: its logits are the same bits, whatever its neighbours are
 Needs    nothing, no flash-attn; position ids that start again at 0, and no attention mask at all
-Breaks   a mask of ones or a cache beside the position ids: both leak, silently; models without position ids;
-         flash_attention_2 with more than one row a batch, which transformers (5.23) tells apart in a single row only
+Breaks   a mask of ones or a KV cache beside the position ids: with either, documents see each other, without an error;
+         models without position ids; flash_attention_2 with more than one row a batch, because transformers (5.23)
+         tells documents apart in a single row only
 Sources  Krell et al. 2021, arXiv:2107.02027, sec. 3 (packing without cross-contamination); best fit decreasing:
          Johnson 1974, doi:10.1137/0203025; the leak: transformers pull request 31629
-Ours     best-fit packing in 12 lines, and attention document by document over torch's kernel: the squares of the
-         lengths instead of T^2. With attention = eager transformers makes a block-diagonal mask of the position ids
+Ours     best-fit packing in 12 lines, and attention document by document over torch's kernel: it costs the squares of
+         the documents' lengths instead of T^2. With attention = eager transformers makes a block-diagonal mask from the
+         position ids
 
 Shapes: R packed rows of at most T tokens, from N documents. Position ids count from 0 in each document. Queries
 (B, H, T, D), keys and values (B, K, T, D).
@@ -41,11 +43,11 @@ from transformers import DataCollatorWithFlattening
 collate = DataCollatorWithFlattening()
 """
 IMPLEMENTATION = "sdpa_by_document"
-"""Its name among the attention functions of transformers."""
+"""Under this name transformers finds the attention function (``load/attention.py``)."""
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document, the longest first, where it leaves the least room.
+    """Put each document, the longest first, into the packed row in which it leaves the least room.
 
     Args:
         lengths: tokens of each document, none above ``capacity``.
@@ -104,7 +106,7 @@ def documents(position_ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def block_causal_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
-    """Say who may see whom: a token those before it in its own document, and itself.
+    """Make the mask by which a token sees itself and the tokens before it in its own document.
 
     Args:
         position_ids_BT: positions, shape (B, T), int64.
@@ -119,7 +121,7 @@ def block_causal_mask(position_ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
-    """Count the tokens of the documents of packed rows.
+    """Count the tokens of each document in packed rows.
 
     Args:
         begins_BT: True on the first token of each document and of each row, shape (B, T), bool. Neighbours that are
@@ -131,6 +133,7 @@ def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
     true_B1 = torch.ones_like(begins_BT[:, :1])
     alone_BT = begins_BT & torch.cat([begins_BT[:, 1:], true_B1], dim=1)
     after_alone_BT = torch.cat([~true_B1, alone_BT[:, :-1]], dim=1)
+    # A token alone begins a document, and so does the next token. Of several such neighbours only the first one counts.
     begins = (begins_BT & ~(alone_BT & after_alone_BT)).flatten().nonzero().flatten()
     return begins.diff(append=begins.new_tensor([begins_BT.numel()]))
 
@@ -142,7 +145,7 @@ def by_document(
     v_BKTD: torch.Tensor,
     lengths: Sequence[int],
 ) -> torch.Tensor:
-    """Attend within one document after the other, so that no mask is needed and nothing masked is computed.
+    """Attend within each document, one after the other, so that no mask is needed and nothing masked is computed.
 
     Args:
         attend: causal attention over queries, keys and values of a document of L tokens, the shapes below with B = 1
@@ -162,7 +165,7 @@ def by_document(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Name the length of a packed row; ``trainer/shared.py`` packs the training rows only."""
+    """Set the length of a packed row; ``trainer/fit.py`` packs the training rows, and not those of the evaluation."""
     if not recipe.tricks.packing:
         return plan
     attention = recipe.tricks.attention
@@ -178,7 +181,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Rows are full, so none needs a mask, and documents are attended to one by one."""
+    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are)."""
     if not recipe.tricks.packing:
         return memory
     if recipe.tricks.attention == "sdpa":
@@ -187,7 +190,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Full rows need no mask but that of a window. A row is taken as one document, the dearest case."""
+    """Count attention without a mask but that of a window. A row is taken as one document, the most expensive case."""
     tricks = recipe.tricks
     if not tricks.packing or tricks.attention == "flash_attention_2":
         return work

@@ -1,9 +1,9 @@
 r"""Prompt tuning: learn a few input vectors, and nothing else.
 
 Saves    gradients and optimizer states of all but P x D numbers                     [bytes]
-Costs    P tokens more in every row, in training and in every answer
-Claim    reparametrised: the frozen model, read after P learnt vectors; not the base at step 0, as these are there
-Needs    rows of their own: packed documents would share one prompt
+Costs    P more positions in every row, in training and in every answer
+Claim    reparametrised: the frozen model, with P learnt vectors before each row, so not the base at step 0
+Needs    rows that are not packed: only the first document of a packed row would see the prompt
 Breaks   small models, which learn little from a prompt (Lester et al., fig. 1); chunked_loss, which calls the model
          below peft's prompt
 Sources  Lester et al. 2021, arXiv:2104.08691, sec. 2 (the prompt), sec. 3 (its length)
@@ -44,15 +44,14 @@ def with_prompt(prompt_PD: torch.Tensor, embedded_BTD: torch.Tensor) -> torch.Te
         embedded_BTD: embedded tokens, shape (B, T, D), any float dtype.
 
     Returns:
-        Shape (B, P + T, D), of the tokens' dtype. The loss is not taken at the first P positions: no token is meant
-        there.
+        Shape (B, P + T, D), of the tokens' dtype. The first P positions have no label, because no token stands there.
     """
     prompt_BPD = prompt_PD.to(embedded_BTD.dtype).expand(len(embedded_BTD), -1, -1)
     return torch.cat([prompt_BPD, embedded_BTD], dim=1)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask peft for a prompt."""
+    """Ask peft for a learnt prompt."""
     tricks = recipe.tricks
     if tricks.peft != "prompt_tuning":
         if recipe.prompt != Prompt():
@@ -67,7 +66,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """A few vectors, and rows that are longer by as many; the gradient flows through all blocks down to them."""
+    """Bill P vectors, and rows of P more positions; the gradient flows through all blocks down to the prompt."""
     if recipe.tricks.peft != "prompt_tuning":
         return memory
     tokens = recipe.prompt.tokens
@@ -76,7 +75,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Every row is P positions longer, and the gradient goes through all blocks down to the prompt."""
+    """Make every row P positions longer; the gradient goes through all blocks down to the prompt."""
     if recipe.tricks.peft != "prompt_tuning":
         return work
     tokens = recipe.prompt.tokens

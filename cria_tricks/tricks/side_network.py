@@ -4,9 +4,9 @@ Saves    gradients and optimizer states of all other blocks                     
 Costs    the copied blocks once more: their weights in fp32, their products and their activations
 Claim    reparametrised: identical to the base at step 0, bit for bit; the frozen blocks stay what they are
 Needs    nothing; copies of quantised blocks are unpacked to fp32, since codes cannot be trained
-Breaks   small cards: a copied block of Llama-3.2-1B trains 65 million weights, six adapters of rank 16
-Sources  Zhang et al. 2023, arXiv:2302.05543, sec. 3.1, eq. 2 (ControlNet). Text has no second condition, so of its two
-         zero layers only the one behind the copy is left
+Breaks   small cards: one copied block of Llama-3.2-1B trains 65 million weights, about six LoRA adapters of rank 16
+Sources  Zhang et al. 2023, arXiv:2302.05543, sec. 3.1, eq. 2 (ControlNet). A language model has no second input, so of
+         ControlNet's two zero layers only the one behind the copy is left
 Ours     all of it; no library has it for language models
 
 Shapes: a block from (B, T, D) to (B, T, D), its copy the same, and a joining matrix (D, D).
@@ -58,8 +58,8 @@ for block in model.model.layers[-2:]:
 class SideBlock(nn.Module):
     """A frozen block, and beside it a copy that learns: ``block(x) + join(copy(x))``.
 
-    The join begins as zeros, so nothing is added at first, and no noise reaches the frozen blocks behind. It still
-    learns in the first step, because its own gradient is not zero; the copy learns from the second step on.
+    The join begins as zeros, so nothing is added at first, and no noise reaches the frozen blocks behind it. It learns
+    from the first step on, because its own gradient is not zero; the copy learns from the second step on.
 
     Args:
         block: from (B, T, D) to (B, T, D); it is frozen here.
@@ -90,7 +90,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """An fp32 copy of the last blocks and a joining matrix each; the gradient flows no further down than they reach."""
+    """Bill an fp32 copy and a joining matrix for each of the last blocks; the gradient stops below the first copy."""
     if recipe.tricks.peft != "side_network":
         return memory
     blocks = recipe.side.blocks
@@ -100,7 +100,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         )
     a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
     added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
-    # The flag is for the moments of a step: the frozen blocks have their own, and the gradient stops at the first copy.
+    # bill/moments.py needs the flag: frozen blocks have moments of their own, and the gradient stops at the first copy.
     return replace(
         memory,
         trains_all=False,
@@ -113,7 +113,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def copy_and_join(memory: StepFacts) -> list[Operation]:
-    """The operations of the trained copy beside a frozen block, and of the matrix that joins the two."""
+    """List the operations of the trained copy beside a frozen block, and of the matrix that joins the two."""
     width = memory.shape.width
     a = memory.compute_itemsize
     # The copy's weights are fp32, and so is what its norms give.
@@ -126,7 +126,7 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
         quantised=False,
         product_bytes=stored_as_multiplied,
     )
-    # The gradient of the sum of both waits for the frozen block, whose turn comes after the copy's.
+    # The backward pass of the copy runs before that of the frozen block, so the gradient of their sum waits meanwhile.
     waits = memory.all_tokens * width * memory.hidden_itemsize
     copied = []
     for operation in walk(beside):
@@ -136,13 +136,14 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
                 keeps[name] = keeps[name] * memory.hidden_itemsize // FP32
         copied.append(replace(operation, keeps=keeps, backward=operation.backward + waits))
     joined = memory.all_tokens * width * a
+    # Autocast's copy of the joining matrix, if products compute in 16 bits.
     in_16_bits = width * width * a * (a < FP32)
     join = dict(zip(JOINED, (joined, in_16_bits), strict=True))
     return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """The last blocks run twice, themselves and as a copy that trains; the gradient goes no further down."""
+    """Run each of the last blocks and its trained copy; the gradient goes no further down."""
     if recipe.tricks.peft != "side_network":
         return work
     blocks = recipe.side.blocks
