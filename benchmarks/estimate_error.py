@@ -174,7 +174,7 @@ def bill(one: Setting) -> str:
     """Every number of its estimate: all rows of all moments, with all points of a block, and what a card needs."""
     memory = by_hand(one)
     found = moments(memory.facts, every_point=True)
-    rows = [f"{moment.name}, {row.name}: {row.bytes}" for moment in found for row in moment.rows]
+    rows = [f"{moment.name}, {line.name}: {line.bytes}" for moment in found for line in moment.lines]
     return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
 
 
@@ -211,7 +211,7 @@ def explain(one: Setting, console: Console) -> None:
     for part, size in counted.moments.items():
         console.print(f"dry run, {part}: {size:,}")
     for moment in by_hand(one).moments:
-        rows = ", ".join(f"{row.name} {row.bytes:,}" for row in moment.rows if row.bytes)
+        rows = ", ".join(f"{line.name} {line.bytes:,}" for line in moment.lines if line.bytes)
         console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
 
 

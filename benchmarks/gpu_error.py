@@ -82,7 +82,7 @@ def run(shape: str, words: str, tokens: int) -> dict[str, Any]:
         "by_hand_bytes": by_hand.allocated_bytes,
         "dry_run_bytes": dry.peak_bytes + workspaces,
         "moment": by_hand.peak.name,
-        "rows": {row.name: row.bytes for row in by_hand.rows},
+        "rows": {line.name: line.bytes for line in by_hand.lines},
         "dry_run_moments": dry.moments,
     }
     try:

@@ -406,12 +406,12 @@ by_hand = {
 
 plain = course.so_far("00_the_bill")  # the job with every switch off
 bill = course.bill(plain)
-for row in bill.rows:
-    print(f"{row.name:26}{row.bytes / MIB:10,.1f} MiB  {row.why}")
+for line in bill.lines:
+    print(f"{line.name:26}{line.bytes / MIB:10,.1f} MiB  {line.why}")
 print(f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = {bill.peak_bytes / GIB:.1f} GiB")
 print(f"{'needed, with CUDA':26}{bill.needed_bytes / MIB:10,.1f} MiB; a T4 has {T4.memory_bytes / MIB:,.1f}")
 for name, size in by_hand.items():
-    assert size == sum(row.bytes for row in bill.rows if row.name.startswith(name)), name
+    assert size == sum(line.bytes for line in bill.lines if line.name.startswith(name)), name
 assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
@@ -426,7 +426,7 @@ assert P1 == bill.facts.shape.weights == 1_235_814_400
 # %%
 for tokens in (256, 1000, 1001, 1032, 1033, 2048):
     short = course.bill(with_settings(plain, [f"data.max_length={tokens}"]))
-    held = sum(row.bytes for row in short.rows if row.name == "gradients")
+    held = sum(line.bytes for line in short.lines if line.name == "gradients")
     print(f"{tokens:5,} tokens: {short.peak_bytes / GIB:.1f} GiB, at the {short.peak.name}; gradients {held / GIB:.1f}")
     expected = (4 * P1, "embedding") if tokens <= 1000 else (0, "head") if tokens <= 1032 else (0, "loss")
     assert (held, short.peak.name) == expected
@@ -452,7 +452,7 @@ def all_moments(theme: Theme):
     for place, moment in enumerate(found):
         left = 0.0
         for starts, color in kinds.values():
-            size = sum(row.bytes for row in moment.rows if row.name.startswith(starts)) / GIB
+            size = sum(line.bytes for line in moment.lines if line.name.startswith(starts)) / GIB
             axes.barh(place, size, left=left, color=color, height=0.66)
             left += size
         assert abs(left - moment.bytes / GIB) < 1e-9

@@ -148,7 +148,7 @@ predicted, counted = sum(keeps(T, D, K, F, H, half=False).values()), kept_by(pla
 print(f"predicted {predicted / KIB:,.1f} KiB, counted {counted / KIB:,.1f} KiB")
 assert counted == predicted
 before, after = course.so_far("00_the_bill"), course.so_far("01_mixed_precision")
-waiting = {row.name: row.bytes for row in course.bill(before).rows}["blocks: waiting"]
+waiting = {line.name: line.bytes for line in course.bill(before).lines}["blocks: waiting"]
 assert waiting == L * sum(keeps(**LLAMA, half=False).values())  # the same formula is the bill's row
 
 # %% [markdown]

@@ -427,7 +427,7 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits
 # and 1 MiB of cosines and sines are made once for all rows.
 
 # %%
-entries = {row.name: row.bytes for row in course.bill(before).rows}
+entries = {line.name: line.bytes for line in course.bill(before).lines}
 of_tokens = sum(entries[name] for name in ("batch", "blocks: waiting", "final norm", "logits"))
 of_tokens -= entries["weights: blocks' matrices"] // 2 + MIB
 predicted = course.bill(before).peak_bytes + 7 * of_tokens

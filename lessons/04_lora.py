@@ -52,7 +52,7 @@ MIB, GIB = 2**20, 2**30
 before, after = course.so_far("03_gradient_checkpointing"), course.so_far("04_lora")
 shape = find_shape(before.model)
 (step,) = (moment for moment in course.bill(before).moments if moment.name == "optimizer step")
-rows = {row.name: row.bytes for row in step.rows}
+rows = {line.name: line.bytes for line in step.lines}
 print(f"predicted: 16 x {shape.weights:,} bytes = {16 * shape.weights / MIB:,.1f} MiB")
 print(f"the bill:  {sum(rows.values()) / MIB:,.1f} MiB, of which the batch is {rows['batch'] / MIB:.1f}")
 assert sum(rows.values()) == 16 * shape.weights + rows["batch"]
@@ -405,7 +405,7 @@ def of_family(theme: Theme):
     drawn, axes = course.figure(height=4.4)
     left = [0.0] * len(bills)
     for (label, belongs), color in zip(groups.items(), theme.series, strict=True):
-        sums = [sum(row.bytes for row in bill.rows if belongs(row.name)) / GIB for bill in bills.values()]
+        sums = [sum(line.bytes for line in bill.lines if belongs(line.name)) / GIB for bill in bills.values()]
         axes.barh(range(len(bills)), sums, left=left, color=color, height=0.6, label=label)
         left = [a + b for a, b in zip(left, sums, strict=True)]
     for place, (end, bill) in enumerate(zip(left, bills.values(), strict=True)):

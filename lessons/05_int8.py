@@ -369,7 +369,7 @@ pinned = L * tokens * (4 * WIDTH + 2 * WIDTH + 4 * WIDTH + 4 * INNER)  # q, k, v
 inputs = L * tokens * 4 * WIDTH
 print(f"predicted: {in_8_bits / MIB:,.1f} MiB of matrices, {(inputs + pinned) / MIB:,.1f} MiB waiting")
 course.show_bill(before, after)
-rows = {row.name: row.bytes for row in course.bill(after).rows}
+rows = {line.name: line.bytes for line in course.bill(after).lines}
 assert rows["weights: blocks' matrices"] == in_8_bits
 assert rows["blocks: waiting"] == inputs + pinned
 
@@ -408,7 +408,7 @@ def bills(theme: Theme):
     colours = [*theme.series, theme.quiet]
     for place, (recipe, gone) in enumerate(ways.values()):
         bill = course.bill(recipe)
-        sizes = {row.name: row.bytes for row in bill.rows}
+        sizes = {line.name: line.bytes for line in bill.lines}
         stack = [sum(sizes.get(name, 0) for name in names) for names in parts.values()]
         stack[2] -= gone
         stack.append(bill.peak_bytes - gone - sum(stack))

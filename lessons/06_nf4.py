@@ -296,7 +296,7 @@ assert abs(share / errors["nf4"] - 1) < 0.05
 n = w.numel()
 assert reference.bytes == n // 2 + n // 64 + 4 * n // (64 * 256) + 4
 in_llama = sum(n // 2 + n // 64 + 4 * n // (64 * 256) + 4 + 4 * 16 + 4 * 256 for n in matrices)
-line = course.bill(after).rows[0]
+line = course.bill(after).lines[0]
 print(f"{line.name}: predicted {in_llama:,} bytes, on the bill {line.bytes:,}")
 assert line.bytes == in_llama == sum(stored_bytes(n, True) for n in matrices)
 
@@ -369,7 +369,7 @@ course.show_bill(before, after)
 
 # %%
 first, second = course.bill(before), course.bill(after)
-old, new = ({row.name: row.bytes for row in bill.rows} for bill in (first, second))
+old, new = ({line.name: line.bytes for line in bill.lines} for bill in (first, second))
 changed = {name: new[name] - old.get(name, 0) for name in new if new[name] != old.get(name, 0)}
 saved = -changed[line.name]
 given_back = sum(changed.values()) + saved

@@ -49,7 +49,7 @@ full_8bit = with_settings(full, ["tricks.optimizer=adamw_8bit"])
 
 
 def states(recipe):
-    return next(row.bytes for row in course.bill(recipe).rows if row.name == "optimizer states")
+    return next(line.bytes for line in course.bill(recipe).lines if line.name == "optimizer states")
 
 
 missing = {}
@@ -352,7 +352,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 # %%
 course.show_bill(before, after)
 first, second = course.bill(before), course.bill(after)
-assert {row.name for row in first.rows if row not in second.rows} == {"optimizer states"}
+assert {line.name for line in first.lines if line not in second.lines} == {"optimizer states"}
 
 # %% [markdown]
 # One row changed: 64 MiB of 86, 1.2 % of the peak. LoRA had taken the rest three lessons ago, as 11 million numbers

@@ -256,7 +256,7 @@ link, shape = CARDS["t4"].link_rate / 2, find_shape(full.model)
 
 
 def state_bytes(recipe):
-    return next(row.bytes for row in course.bill(recipe).rows if row.name == "optimizer states")
+    return next(line.bytes for line in course.bill(recipe).lines if line.name == "optimizer states")
 
 
 def pageable(recipe):
@@ -271,7 +271,7 @@ for optimizer in ("adamw", "adamw_8bit"):
         paged_bytes[optimizer] = pageable(chosen)
         work, way = step(chosen, shape, CARDS["t4"]).seconds, 2 * paged_bytes[optimizer] / link
         print(f"{optimizer:10} {k} x 2,048 tokens: {work:4.1f} s of work, {way:.1f} s for states out and back")
-fixed = sum(row.bytes for row in course.bill(full_paged).around) + course.bill(full_paged).moments[-1].bytes
+fixed = sum(line.bytes for line in course.bill(full_paged).around) + course.bill(full_paged).moments[-1].bytes
 assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 
 # %% [markdown]

@@ -55,7 +55,7 @@ MIB = 2**20
 # %%
 before, after = course.so_far("09_flash_attention"), course.so_far("10_flash_decoding")
 training = course.bill(after)
-assert training.rows == course.bill(before).rows  # nothing of this lesson is part of a training step
+assert training.lines == course.bill(before).lines  # nothing of this lesson is part of a training step
 shape, card = find_shape(after.model), CARDS["t4"]
 L, H, K, D = shape.layers, shape.heads, shape.kv_heads, shape.head_width
 cached = 2 * L * K * D * 2  # bytes for each token of the past

@@ -447,7 +447,7 @@ after = with_settings(before, ["tricks.packing=true", "tricks.gradient_accumulat
 print("--set tricks.packing=true --set tricks.gradient_accumulation=6")
 print(diff(resolve(before, T4), resolve(after, T4)))
 print(f"{course.bill(before).peak_bytes / MIB:,.1f} MiB before, {course.bill(after).peak_bytes / MIB:,.1f} after")
-assert course.bill(before).rows == course.bill(after).rows
+assert course.bill(before).lines == course.bill(after).lines
 
 # %% [markdown]
 # Your guess? It is zero, in every row: one row at a time had no padding, and a packed row is as long as the longest

@@ -55,7 +55,7 @@ KIB, MIB = 2**10, 2**20
 before, after = course.so_far("11_packing"), course.so_far("12_chunked_loss")
 shape = find_shape(before.model)
 N, V, D = 2048, shape.vocabulary, shape.width
-rows = {row.name: row.bytes for row in course.bill(before).rows}
+rows = {line.name: line.bytes for line in course.bill(before).lines}
 print(f"all logits: {2 * N * V / MIB:,.0f} MiB in 16 bits, {4 * N * V / MIB:,.0f} in fp32")
 print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB on the bill; blocks {rows['blocks: waiting'] / N / KIB:,.0f}")
 

@@ -393,7 +393,7 @@ predicted = {
     "hidden states of trained tokens": -4 * (n - 1) * shape.width,  # as they were picked, before they were cast
     "batch": -2 * 2 * n * shape.head_width,  # cosines and sines take the stream's dtype
 }
-old, new = ({row.name: row.bytes for row in course.bill(recipe).rows} for recipe in (before, after))
+old, new = ({line.name: line.bytes for line in course.bill(recipe).lines} for recipe in (before, after))
 assert predicted == {name: new.get(name, 0) - old[name] for name in predicted}
 saved = course.bill(before).peak_bytes - course.bill(after).peak_bytes
 print(f"{saved / MIB:,.1f} MiB, of which {100 * -sum(list(predicted.values())[:2]) / saved:.0f} % are one table")
@@ -407,7 +407,7 @@ assert saved == -sum(predicted.values())
 # What is left? And what would a T4 hold now?
 
 # %%
-model_itself = sum(row.bytes for row in course.bill(after).rows[:2])
+model_itself = sum(line.bytes for line in course.bill(after).lines[:2])
 peaks = sorted(((moment.bytes, moment.name) for moment in course.bill(after).moments), reverse=True)
 print(f"{model_itself / MIB:,.0f} MiB are the model; the next peak, in the {peaks[1][1]}, is {peaks[1][0] / MIB:,.1f}")
 for name, recipe in (("before", before), ("after", after)):

@@ -217,7 +217,7 @@ assert bounds(without(toy, "kept"), without(toy, "kept", "logits")) == (0, 5)
 # %%
 def table(recipe):
     found = course.bill(recipe).moments
-    return {moment.name: {row.name: row.bytes for row in moment.rows if row.bytes} for moment in found}
+    return {moment.name: {line.name: line.bytes for line in moment.lines if line.bytes} for moment in found}
 
 
 for name, recipe in {"plain": toggles.with_only(whole, []), "whole": whole}.items():

@@ -107,7 +107,7 @@ state = {strategy: bill(job, strategy).state_bytes for strategy in stages.values
 assert state["none"] - state["zero2"] < 0.06 * state["none"]
 assert state["fsdp"] < 0.51 * state["none"]
 assert bill(job, "fsdp").peak_bytes > bill(job, "none").peak_bytes
-(unsent,) = (row.bytes for row in bill(full, "fsdp").rows if row.name == "gradients")
+(unsent,) = (line.bytes for line in bill(full, "fsdp").lines if line.name == "gradients")
 print(
     f"full, stage 3: {unsent / MIB:,.0f} MiB of the peak are whole gradients; half of them could be on the other card"
 )
@@ -123,7 +123,7 @@ def of_the_state(theme: Theme):
         for place, strategy in enumerate(stages.values()):
             left = 0.0
             for kind, colour in kinds.items():
-                size = sum(row.bytes for row in bill(recipe, strategy).state if row.name.startswith(kind)) / GIB
+                size = sum(line.bytes for line in bill(recipe, strategy).state if line.name.startswith(kind)) / GIB
                 axes.barh(place, size, left=left, color=colour, height=0.66, label=kind if place == 0 else None)
                 left += size
         axes.set_yticks(range(4), list(stages))

@@ -78,12 +78,12 @@ shape = find_shape(whole.model)
 MATRICES, OTHERS, WAITING = "weights: blocks' matrices", "weights: all others", "blocks: waiting"
 bills = {N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N) for N in (1, 2, 4, 8)}
 for N, bill in bills.items():
-    row = {row.name: row.bytes for moment in bill.moments if moment.name == "last block" for row in moment.rows}
-    sizes = {"matrices": row[MATRICES], "inside the open block": row["block: kept"] + row["block: open"]}
-    sizes |= {"embedding, norms": row[OTHERS], "waiting between blocks": row[WAITING], "peak": bill.peak_bytes}
+    held = {line.name: line.bytes for moment in bill.moments if moment.name == "last block" for line in moment.lines}
+    sizes = {"matrices": held[MATRICES], "inside the open block": held["block: kept"] + held["block: open"]}
+    sizes |= {"embedding, norms": held[OTHERS], "waiting between blocks": held[WAITING], "peak": bill.peak_bytes}
     print(f"N = {N}:", ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()), "MiB")
-    assert row[MATRICES] == 2 * 16 * shape.block_linear_weights / N
-    assert (row[OTHERS], row[WAITING]) == (2 * (shape.embedding_weights + 33 * 2048), 16 * 2 * 2048 * 2048)
+    assert held[MATRICES] == 2 * 16 * shape.block_linear_weights / N
+    assert (held[OTHERS], held[WAITING]) == (2 * (shape.embedding_weights + 33 * 2048), 16 * 2 * 2048 * 2048)
 assert bills[8].peak_bytes > bills[1].peak_bytes / 3
 
 
@@ -100,7 +100,8 @@ def divided(theme: Theme):
     left = dict.fromkeys(bills, 0.0)
     for (label, names), colour in zip(groups.items(), theme.series, strict=False):
         for place, (N, bill) in enumerate(bills.items()):
-            size = sum(row.bytes for row in bill.rows if row.name in names or not (names or row.name in named)) / MIB
+            taken = [line.bytes for line in bill.lines if line.name in names or not (names or line.name in named)]
+            size = sum(taken) / MIB
             axes.barh(place, size, left=left[N], color=colour, height=0.62, label=label if N == 1 else None)
             left[N] += size
     axes.set_yticks(range(len(bills)), [f"N = {N}" for N in bills])

@@ -472,7 +472,7 @@ for blocks in (8, 9, 10):
     print(f"{blocks} and {16 - blocks} blocks: {stages[0]:.1f} and {stages[1]:.1f} s, {faster[blocks]:.2f} x one T4")
 assert max(faster, key=faster.get) == 9
 for stage, what in enumerate(("embedding", "head, norm")):
-    bill = {row.name: row.bytes for row in per_process(job, shape, T4, "pipeline", 2, stage=stage).rows}
+    bill = {line.name: line.bytes for line in per_process(job, shape, T4, "pipeline", 2, stage=stage).lines}
     print(f"stage {stage}, {what}: {bill['weights: all others'] / MIB:.1f} MiB")
     assert bill["weights: all others"] > 500 * MIB
 

@@ -153,8 +153,8 @@ def of_process(case: str) -> dict[str, Any]:
     shape = find_shape(model)
     found = per_process(recipe, shape, cases.T4, strategy, int(processes), **options)
     figures = {f"moment: {moment.name}": moment.bytes for moment in found.moments}
-    figures |= {f"peak: {row.name}": [row.bytes, row.why] for row in found.rows}
-    figures |= {f"state: {row.name}": row.bytes for row in found.state}
+    figures |= {f"peak: {line.name}": [line.bytes, line.why] for line in found.lines}
+    figures |= {f"state: {line.name}": line.bytes for line in found.state}
     if strategy == "fsdp":
         figures["gathered"] = list(gathered(found.facts, int(processes)))
     return figures | {"state": found.state_bytes, "allocated": found.allocated_bytes, "needed": found.needed_bytes}

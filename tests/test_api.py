@@ -45,14 +45,14 @@ def test_a_plan_is_what_the_command_prints(run_cria):
 
 def test_a_plan_reads_like_data_and_like_text():
     answer = cria_tricks.plan("kwanzaa", gpu="t4", rows=107)
-    assert sum(row.bytes for row in answer.rows) == answer.peak_bytes
-    assert sum(row.bytes for row in answer.rows + answer.around) == answer.needed_bytes <= answer.capacity_bytes
+    assert sum(line.bytes for line in answer.rows) == answer.peak_bytes
+    assert sum(line.bytes for line in answer.rows + answer.around) == answer.needed_bytes <= answer.capacity_bytes
     assert answer.fits
     assert answer.ladder[-1].peak_bytes == answer.peak_bytes
     assert {price.flavor for price in answer.prices} == {"t4-small", "t4-medium"}
     short, whole = repr(answer), str(answer)
     assert "fits: needs" in short
-    assert all(row.name in short for row in answer.rows)
+    assert all(line.name in short for line in answer.rows)
     assert "the ladder" in whole
     assert "the ladder" not in short
     assert "\x1b" not in whole, "no colours, so that it can be written into a file"

@@ -20,8 +20,8 @@ from cria_tricks import recipes
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import RULES, Formula, Polynomial
+from cria_tricks.bill.lines import Moment
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.rows import Moment
 from cria_tricks.bill.step_time import EFFICIENCY, counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
@@ -223,7 +223,7 @@ def _rows(memory: StepFacts, names: Iterable[str], moment: str = "optimizer step
     found: dict[tuple[Any, ...], list[Row]] = {}
     for one in _moments(memory):
         if one.name == moment:
-            rows = [(row.name, row.bytes) for row in one.rows if row.name in names and row.bytes]
+            rows = [(line.name, line.bytes) for line in one.lines if line.name in names and line.bytes]
             sizes = [_formula(size).polynomials for _, size in rows]
             for chosen in itertools.product(*sizes):
                 same = tuple((name, frozenset(size.items())) for (name, _), size in zip(rows, chosen, strict=True))
@@ -409,7 +409,7 @@ def index() -> dict[str, Any]:
         "tight": trust.TIGHT,
         "says": {"time": trust.TIME, "fits": trust.FITS, "host": trust.HOST, "context": LONGER_THAN_CONTEXT,
                  "packing": PACKING},
-        "around": [[row.name, row.bytes] for row in around],
+        "around": [[line.name, line.bytes] for line in around],
         "efficiency": EFFICIENCY,
         "chunk": TOKENS_PER_CHUNK,
         "rules": RULES,

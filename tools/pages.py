@@ -138,9 +138,9 @@ def the_map() -> str:
 def _largest(memory: Bill) -> dict[str, int]:
     """Each group at the moment of the step when it is largest; and the peak."""
     starts = ("batch", *itertools.chain(*GROUPS.values()))
-    assert all(row.name.startswith(starts) for moment in memory.moments for row in moment.rows)
+    assert all(line.name.startswith(starts) for moment in memory.moments for line in moment.lines)
     found = {
-        group: max(sum(row.bytes for row in moment.rows if row.name.startswith(names)) for moment in memory.moments)
+        group: max(sum(line.bytes for line in moment.lines if line.name.startswith(names)) for moment in memory.moments)
         for group, names in GROUPS.items()
     }
     return found | {"peak": memory.peak_bytes}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.rows import Moment, Row
+from cria_tricks.bill.lines import Line, Moment
 
 CONTEXT = 400_000_000
 """Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
@@ -43,19 +43,19 @@ class Bill:
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def lines(self) -> tuple[Line, ...]:
         """The lines of the peak, without empty ones; they sum to :attr:`peak_bytes`."""
-        return tuple(row for row in self.peak.rows if row.bytes)
+        return tuple(line for line in self.peak.lines if line.bytes)
 
     @property
-    def state(self) -> tuple[Row, ...]:
+    def state(self) -> tuple[Line, ...]:
         """The lines of weights, gradients and optimizer states in the optimizer step."""
-        return tuple(row for row in self.moments[-1].rows if row.name in STATE)
+        return tuple(line for line in self.moments[-1].lines if line.name in STATE)
 
     @property
     def state_bytes(self) -> int:
         """The sum of :attr:`state`."""
-        return sum(row.bytes for row in self.state)
+        return sum(line.bytes for line in self.state)
 
     @property
     def peak_bytes(self) -> int:
@@ -63,10 +63,10 @@ class Bill:
         return self.peak.bytes
 
     @property
-    def workspaces(self) -> Row:
+    def workspaces(self) -> Line:
         """The memory in which a GPU's matrix products work. It holds no tensor, but torch's allocator counts it."""
         needed = WORKSPACES * (self.facts.device.kind == "cuda")
-        return Row("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
+        return Line("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
 
     @property
     def allocated_bytes(self) -> int:
@@ -74,16 +74,16 @@ class Bill:
         return self.peak_bytes + self.workspaces.bytes
 
     @property
-    def around(self) -> tuple[Row, ...]:
+    def around(self) -> tuple[Line, ...]:
         """The lines of what a GPU holds besides the step's tensors; none on a CPU."""
         if self.facts.device.kind != "cuda":
             return ()
-        return (Row("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
+        return (Line("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
 
     @property
     def needed_bytes(self) -> int:
         """The memory that the device must have: the peak, and the lines of :attr:`around`."""
-        return self.peak_bytes + sum(row.bytes for row in self.around)
+        return self.peak_bytes + sum(line.bytes for line in self.around)
 
     @property
     def fits(self) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.lines import Line
 from cria_tricks.bill.operation import Operation
 from cria_tricks.bill.product_bytes import Product, ProductBytes
-from cria_tricks.bill.rows import Row
 from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
@@ -72,7 +72,7 @@ class StepFacts:
     learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
     product_bytes: Callable[[Product], ProductBytes] = field(compare=False)
     block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
-    loss_moments: Callable[["StepFacts"], dict[str, tuple[Row, ...]]] = field(compare=False)
+    loss_moments: Callable[["StepFacts"], dict[str, tuple[Line, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
     embedding_state_bytes: Callable[[int], int] = field(compare=False)
     other_weight_itemsize: int = FP32

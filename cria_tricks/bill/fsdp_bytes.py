@@ -24,8 +24,8 @@ from typing import NamedTuple
 from cria_tricks.bill.bill import STATE
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.rows import Moment, Row
 
 
 class _Unsharded(NamedTuple):
@@ -60,7 +60,7 @@ _UNSHARDED = {
 }
 """The name of a moment of ``bill/moments.py`` -> what is unsharded. In the optimizer step nothing is."""
 
-_FIXED_ROWS = 6
+_FIXED_LINES = 6
 """How many lines of the first moment of ``bill/moments.py`` live through the whole step; they come first.
 
 They are the five lines of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
@@ -73,17 +73,17 @@ class _Group(NamedTuple):
 
     Attributes:
         tensors: how many there are.
-        rows: the size of their first dimension, along which FSDP2 shards them.
+        first_dim: the size of their first dimension, along which FSDP2 shards them.
         elements: elements of one tensor.
     """
 
     tensors: int
-    rows: int
+    first_dim: int
     elements: int
 
     def shard(self, processes: int) -> int:
         """Return the elements of the largest shard, summed over the tensors of the group."""
-        return self.tensors * divided_up(self.rows, processes) * (self.elements // self.rows)
+        return self.tensors * divided_up(self.first_dim, processes) * (self.elements // self.first_dim)
 
 
 class _Sizes(NamedTuple):
@@ -204,9 +204,9 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
         in_backward = moment.name.endswith("block") and not has_root_gradient
         root_waits = in_backward or (moment.name == "embedding" and not memory.accumulates)
         gradients = blocks_with_gradients * sizes.block_gradients + root_waits * sizes.root_gradients
-        rows = smaller(moment, limits).rows
-        unsharded = _unsharded_rows(sizes, roots=1, blocks=here.blocks, gradients=gradients)
-        found.append(Moment(moment.name, (*rows, *unsharded)))
+        lines = smaller(moment, limits).lines
+        unsharded = _unsharded_lines(sizes, roots=1, blocks=here.blocks, gradients=gradients)
+        found.append(Moment(moment.name, (*lines, *unsharded)))
     optimizer_step = smaller(steps[-1], sizes.shards)
     return [*found, optimizer_step]
 
@@ -219,20 +219,20 @@ def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list
         steps: the moments of ``bill/moments.py``.
         state: the shards by the names of their lines, without the gradients [bytes].
     """
-    fixed = smaller(Moment("", steps[0].rows[:_FIXED_ROWS]), state).rows
-    saved: list[Row] = []
+    fixed = smaller(Moment("", steps[0].lines[:_FIXED_LINES]), state).lines
+    saved: list[Line] = []
     for step in steps:
         if step.name == "last block":
             # The saved activations of all blocks but the last.
-            saved += [row for row in step.rows if row.name == "blocks: waiting"]
+            saved += [line for line in step.lines if line.name == "blocks: waiting"]
     # First block: of the root and of the block, the weights and the buffer that they came in.
-    first = _unsharded_rows(sizes, roots=2, blocks=2, gradients=0)
+    first = _unsharded_lines(sizes, roots=2, blocks=2, gradients=0)
     # Last block: its weights and its buffer, and the buffer of the block before.
-    last = _unsharded_rows(sizes, roots=1, blocks=3, gradients=0)
+    last = _unsharded_lines(sizes, roots=1, blocks=3, gradients=0)
     return [Moment("first block arrives", (*fixed, *first)), Moment("last block arrives", (*fixed, *saved, *last))]
 
 
-def _unsharded_rows(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) -> tuple[Row, Row]:
+def _unsharded_lines(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) -> tuple[Line, Line]:
     """Return the bill's lines of unsharded tensors.
 
     Args:
@@ -242,12 +242,12 @@ def _unsharded_rows(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) -
         gradients: the unsharded gradients [bytes].
     """
     return (
-        Row(
+        Line(
             "weights: whole",
             roots * sizes.root + blocks * sizes.block,
             f"{roots} x embedding, last norm, head, {blocks} x a block; buffers included",
         ),
-        Row("gradients: whole", gradients, "as they were made, and on their way"),
+        Line("gradients: whole", gradients, "as they were made, and on their way"),
     )
 
 
@@ -317,8 +317,8 @@ def smaller(moment: Moment, bytes: dict[str, int]) -> Moment:
         moment: the moment; it is not changed.
         bytes: the limits by the names of the lines [bytes]. All other lines stay as they are.
     """
-    rows = (replace(row, bytes=min(row.bytes, bytes.get(row.name, row.bytes))) for row in moment.rows)
-    return Moment(moment.name, tuple(rows))
+    lines = (replace(line, bytes=min(line.bytes, bytes.get(line.name, line.bytes))) for line in moment.lines)
+    return Moment(moment.name, tuple(lines))
 
 
 def divided_up(total: int, parts: int) -> int:

@@ -3,10 +3,10 @@
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
-from cria_tricks.bill.rows import Row
+from cria_tricks.bill.lines import Line
 
 
-def full_loss(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
+def full_loss(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     """Return the lines at the moments around a loss that makes the logits of all positions at once.
 
     These are n V logits, for n tokens and a vocabulary of V. The largest moment has them three times in fp32.
@@ -14,7 +14,7 @@ def full_loss(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
     return {"loss": _loss(memory), "log-softmax": _log_softmax(memory)}
 
 
-def cast_copies(memory: StepFacts, *, kept: bool) -> Row:
+def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
     """Return the line of autocast's 16-bit copies of the blocks' trained weights, until the forward pass ends.
 
     Args:
@@ -30,7 +30,7 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Row:
     size = 0
     if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
         size = copied * memory.compute_itemsize
-    return Row("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
+    return Line("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
 
 
 def normalised(memory: StepFacts) -> int:
@@ -46,7 +46,7 @@ def head_copy(memory: StepFacts) -> int:
     return memory.shape.embedding_weights * memory.compute_itemsize
 
 
-def _loss(memory: StepFacts) -> tuple[Row, ...]:
+def _loss(memory: StepFacts) -> tuple[Line, ...]:
     """Bill the beginning of the backward pass, where the gradients of the logits are made."""
     shape = memory.shape
     n = memory.all_tokens
@@ -58,14 +58,14 @@ def _loss(memory: StepFacts) -> tuple[Row, ...]:
     if memory.offloaded:  # saved tensors come back from the host later, when their operation runs backward
         norm = head = 0
     return (
-        Row("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
-        Row("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
-        Row("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
-        Row("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
+        Line("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
+        Line("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
+        Line("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
+        Line("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
     )
 
 
-def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
+def _log_softmax(memory: StepFacts) -> tuple[Line, ...]:
     """Bill the last operation of the forward pass. Autocast is still on, so its 16-bit copy of the head is alive."""
     shape = memory.shape
     n = memory.all_tokens
@@ -75,10 +75,10 @@ def _log_softmax(memory: StepFacts) -> tuple[Row, ...]:
     if memory.offloaded and not memory.trains_head:  # the copy goes to the host before the fp32 logits are made
         head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
-        Row("final norm", _final_norm(memory), "its input and output"),
-        Row("head in 16 bits", head, "autocast's copy"),
+        Line("final norm", _final_norm(memory), "its input and output"),
+        Line("head in 16 bits", head, "autocast's copy"),
         cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else blocks save them
-        Row("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
+        Line("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
     )
 
 
@@ -90,7 +90,7 @@ def _final_norm(memory: StepFacts) -> int:
     return memory.all_tokens * memory.shape.width * (kept + hidden + a * (a != hidden))
 
 
-def head_gradient(memory: StepFacts) -> tuple[Row, ...]:
+def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
     """Bill the backward pass of a trained head: its gradient comes in the compute dtype, and is then cast to fp32."""
     shape = memory.shape
     n = memory.all_tokens
@@ -106,6 +106,6 @@ def head_gradient(memory: StepFacts) -> tuple[Row, ...]:
     if memory.offloaded or not memory.learning_blocks:
         kept = 0
     return (
-        Row("final norm", kept, "its input and output"),
-        Row("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
+        Line("final norm", kept, "its input and output"),
+        Line("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
     )

@@ -22,9 +22,9 @@ from cria_tricks.bill import block
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
 from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, Operation
-from cria_tricks.bill.rows import Moment, Row
 from cria_tricks.bill.waiting import BlockTensors
 
 IDS = 8
@@ -43,10 +43,10 @@ class _Waiting(NamedTuple):
         frozen: while a frozen block is open that has a trained copy beside it (side network).
     """
 
-    all: Row
-    others: Row
-    one: Row
-    frozen: Row
+    all: Line
+    others: Line
+    one: Line
+    frozen: Line
 
 
 _Pick = Callable[[list[block.Point]], list[block.Point]]
@@ -71,7 +71,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     if memory.trains_head:
         at_the_end["head"] = head_gradient(memory)
     pick = _all_of if every_point else _deepest
-    found = [Moment(name, (*over, before, waiting.all, *rows)) for name, rows in at_the_end.items()]
+    found = [Moment(name, (*over, before, waiting.all, *lines)) for name, lines in at_the_end.items()]
     found += _forward(memory, waiting, before, pick)
     if memory.learning_blocks:
         found += _backward(memory, operations, waiting, over, pick)
@@ -82,7 +82,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     return [*found, Moment("optimizer step", (*over, gradients))]  # all optimizers update in place
 
 
-def _forward(memory: StepFacts, waiting: _Waiting, before: Row, pick: _Pick) -> list[Moment]:
+def _forward(memory: StepFacts, waiting: _Waiting, before: Line, pick: _Pick) -> list[Moment]:
     """Return moments of the forward pass: of the last block, and of a frozen block below all trained copies, if any."""
     fixed = _fixed(memory, masked=True)
     found: list[Moment] = []
@@ -100,7 +100,7 @@ def _forward(memory: StepFacts, waiting: _Waiting, before: Row, pick: _Pick) -> 
 
 
 def _backward(
-    memory: StepFacts, operations: list[Operation], waiting: _Waiting, over: tuple[Row, ...], pick: _Pick
+    memory: StepFacts, operations: list[Operation], waiting: _Waiting, over: tuple[Line, ...], pick: _Pick
 ) -> list[Moment]:
     """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them."""
     points = block.points(memory, operations, learns=not memory.accumulates)
@@ -121,7 +121,7 @@ def _backward(
     return found
 
 
-def _frozen_backward(memory: StepFacts, waiting: _Waiting, over: tuple[Row, ...], pick: _Pick) -> list[Moment]:
+def _frozen_backward(memory: StepFacts, waiting: _Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass of a frozen block that has a trained copy beside it.
 
     Only one of these blocks can be the peak. If blocks save only their input, or the host has what they save, it is the
@@ -152,7 +152,7 @@ def _all_of(points: list[block.Point]) -> list[block.Point]:
     return points
 
 
-def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tuple[Row, Row]:
+def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tuple[Line, Line]:
     """Return the line of gradients for a point of the last block's backward pass, and for that point of the first's.
 
     Args:
@@ -173,7 +173,7 @@ def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tup
     )
 
 
-def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
+def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     """Return the lines that are the same in the whole step; the batch includes the attention mask if ``masked``."""
     shape = memory.shape
     n = memory.all_tokens
@@ -189,23 +189,23 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Row, ...]:
         rows = memory.batch
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
     return (
-        Row("weights: blocks' matrices", memory.block_weight_bytes, f"{shape.layers} blocks, as they are stored"),
-        Row(
+        Line("weights: blocks' matrices", memory.block_weight_bytes, f"{shape.layers} blocks, as they are stored"),
+        Line(
             "weights: all others",
             leftovers * memory.other_weight_itemsize,
             "embedding, head if it is another, norms, biases, experts",
         ),
-        Row("weights: added", added * FP32, "what trains beside them, in fp32"),
-        Row("optimizer states", _states(memory), f"two of {memory.optimizer_state_bits} bits for each trained weight"),
-        Row("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),
+        Line("weights: added", added * FP32, "what trains beside them, in fp32"),
+        Line("optimizer states", _states(memory), f"two of {memory.optimizer_state_bits} bits for each trained weight"),
+        Line("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),
     )
 
 
-def _inside(point: block.Point) -> tuple[Row, Row]:
+def _inside(point: block.Point) -> tuple[Line, Line]:
     """Return the two lines of the open block."""
     return (
-        Row("block: kept", point.kept, f"one block up to the {point.operation}"),
-        Row("block: open", point.opened, f"results and gradients around the {point.operation}"),
+        Line("block: kept", point.kept, f"one block up to the {point.operation}"),
+        Line("block: open", point.opened, f"results and gradients around the {point.operation}"),
     )
 
 
@@ -237,7 +237,7 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
         through -= tensors.get(FIRST_NORM, 0)  # and so does the first copy
     why = waits.why + frozen.why
     open_too = waits.open_too
-    everything = Row("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
+    everything = Line("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
     # Pinned tensors are freed only when the whole backward pass has run.
     one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
@@ -299,17 +299,17 @@ def _block_input(memory: StepFacts) -> int:
     return memory.all_tokens * memory.shape.width * memory.hidden_itemsize
 
 
-def _gradients(memory: StepFacts) -> Row:
-    return Row("gradients", memory.trained_weights * FP32, "fp32, one for each trained weight")
+def _gradients(memory: StepFacts) -> Line:
+    return Line("gradients", memory.trained_weights * FP32, "fp32, one for each trained weight")
 
 
-def _embedding_gradient(memory: StepFacts) -> Row:
+def _embedding_gradient(memory: StepFacts) -> Line:
     """Return the line of what is alive beside all weight gradients when the embedding gets its gradient."""
     # If the embedding is also the head, their two gradients are alive beside the sum of both. With accumulation the new
     # gradient is alive beside the earlier one, to which it is added.
     many = 2 * memory.shape.tied + memory.accumulates
     came = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
-    return Row(
+    return Line(
         "embedding's gradient",
         many * memory.shape.embedding_weights * FP32 + came,
         "the head's, its own, and their sum, and what they are made from",

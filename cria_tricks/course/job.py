@@ -56,5 +56,5 @@ def show_bill(before: Recipe, after: Recipe) -> None:
 
 def _lines(found: Bill) -> dict[str, int]:
     """Return the bytes of each line of a bill by its name, and of the totals."""
-    lines = {row.name: row.bytes for row in found.rows}
+    lines = {line.name: line.bytes for line in found.lines}
     return lines | {PEAK: found.peak_bytes, NEEDED: found.needed_bytes}

@@ -26,8 +26,8 @@ from cria_tricks.bill.bill import STATE, Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fsdp_bytes import divided_up, sharded_moments, smaller
+from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.rows import Moment, Row
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.stages import block_counts
@@ -85,9 +85,11 @@ def per_process(
         steps.insert(-1, _averaging(memory, steps[-1]))
     # The last two names of STATE are the gradients and the optimizer states.
     divided = {"zero1": STATE[4:], "zero2": STATE[3:]}.get(strategy, ())
-    steps = [smaller(moment, {row.name: divided_up(row.bytes, processes) for row in moment.rows if row.name in divided})
-             for moment in steps]  # fmt: skip
-    return Bill(memory, tuple(steps), strategy, processes)
+    shared = []
+    for moment in steps:
+        limits = {line.name: divided_up(line.bytes, processes) for line in moment.lines if line.name in divided}
+        shared.append(smaller(moment, limits))
+    return Bill(memory, tuple(shared), strategy, processes)
 
 
 def local(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> tuple[Recipe, Shape]:
@@ -117,8 +119,8 @@ def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
 
     It comes just before the optimizer step, so everything of that moment is alive, too.
     """
-    flat = Row("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
-    return Moment("averaging", (*optimizer_step.rows, flat))
+    flat = Line("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
+    return Moment("averaging", (*optimizer_step.lines, flat))
 
 
 @dataclass(frozen=True)
@@ -200,15 +202,15 @@ def _stage(
     for moment in steps:
         if moment.name in at_the_end:
             continue
-        rows = (_less(row, "weights: all others", no_norm) for row in moment.rows)
+        lines = (_less(line, "weights: all others", no_norm) for line in moment.lines)
         waiting = beside[-1:] if moment.name == "optimizer step" else beside  # by then only the buffers are left
-        found.append(Moment(moment.name, (*rows, *waiting)))
+        found.append(Moment(moment.name, (*lines, *waiting)))
     if strategy == "pipeline" and part.recipe.parallel.pipelines > 1:
         found.insert(-1, _averaging(memory, found[-1]))
     return Bill(memory, tuple(found), strategy, processes)
 
 
-def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]) -> tuple[Row, ...]:
+def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]) -> tuple[Line, ...]:
     """Return the lines of what a pipeline's stage holds, besides the micro-batch on which it works.
 
     Args:
@@ -221,7 +223,7 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     """
     k = part.recipe.tricks.gradient_accumulation
     under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
-    kept = next(row.bytes for row in steps[0].rows if row.name == "blocks: waiting")
+    kept = next(line.bytes for line in steps[0].lines if line.name == "blocks: waiting")
     logits = 0
     if part.has_head and "log-softmax" in memory.loss_moments(memory):  # the full loss, of all tokens at once
         logits = memory.all_tokens * part.shape.vocabulary
@@ -230,12 +232,12 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     put_out = logits * memory.product_itemsize
     neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
-        Row("blocks: other micro-batches", (under_way - 1) * kept, f"{under_way - 1} more are under way"),
-        Row("pipeline: logits", under_way * put_out, "put out, and kept until the backward pass"),
-        Row("pipeline: buffers", k * hidden * neighbours, f"what comes in, for all {k} micro-batches"),
+        Line("blocks: other micro-batches", (under_way - 1) * kept, f"{under_way - 1} more are under way"),
+        Line("pipeline: logits", under_way * put_out, "put out, and kept until the backward pass"),
+        Line("pipeline: buffers", k * hidden * neighbours, f"what comes in, for all {k} micro-batches"),
     )
 
 
-def _less(row: Row, name: str, size: int) -> Row:
+def _less(line: Line, name: str, size: int) -> Line:
     """Return a line of the bill, reduced by a number of bytes if it has this name."""
-    return replace(row, bytes=row.bytes - size) if row.name == name else row
+    return replace(line, bytes=line.bytes - size) if line.name == name else line

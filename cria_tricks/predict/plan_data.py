@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cria_tricks.bill.rows import Row
+from cria_tricks.bill.lines import Line
 from cria_tricks.bill.step_time import RunPrice, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.lengths import Lengths, full
@@ -66,12 +66,12 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     if dry and target.processes > 1:
         raise BadInput(f"--dry-run with --nproc {target.processes}: it runs one process; leave one of them out")
     setting = target.bill(recipe)
-    rows = setting.memory.rows
+    lines = setting.memory.lines
     if dry:
-        rows = _dry_rows(recipe, plan)
+        lines = _dry_lines(recipe, plan)
     around = setting.memory.around
-    peak = sum(row.bytes for row in rows)
-    needed = peak + sum(row.bytes for row in around)
+    peak = sum(line.bytes for line in lines)
+    needed = peak + sum(line.bytes for line in around)
     capacity = target.device.memory_bytes
     lengths = lengths or full(recipe, "all that data.max_length allows")
     return {
@@ -90,7 +90,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "fits": needed <= capacity,
         "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(line) for line in lines],
         "around": [asdict(row) for row in around],
         "seconds_per_step": _seconds_per_step(setting, plan, lengths),
         "warnings": [*plan.warnings, *doubts(target, recipe, needed)],
@@ -220,7 +220,7 @@ def _setting(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _dry_rows(recipe: Recipe, plan: Any) -> tuple[Row, ...]:
+def _dry_lines(recipe: Recipe, plan: Any) -> tuple[Line, ...]:
     """Return the two lines of a dry run's bill: the weights, and all other bytes at the peak."""
     # transformers takes seconds to import, and only a dry run needs it.
     from transformers import AutoConfig
@@ -232,6 +232,6 @@ def _dry_rows(recipe: Recipe, plan: Any) -> tuple[Row, ...]:
     run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
     moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
     return (
-        Row("weights", run.weights_bytes, "the loaded model, what is added to it included"),
-        Row("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
+        Line("weights", run.weights_bytes, "the loaded model, what is added to it included"),
+        Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
     )

@@ -152,9 +152,9 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}
-    rows = [asdict(row) for row in memory.rows]
+    lines = [asdict(line) for line in memory.lines]
     if memory.workspaces.bytes:
-        rows.append(asdict(memory.workspaces))
+        lines.append(asdict(memory.workspaces))
     measured = unexplained = ratio = None
     peaks = _step_peaks(run)
     if peaks:
@@ -164,7 +164,7 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
     return {
         "estimated_peak_bytes": memory.allocated_bytes,
         "estimate": {
-            "rows": rows,
+            "rows": lines,
             "measured_bytes": measured,
             "unexplained_bytes": unexplained,
             "ratio": ratio,

@@ -116,7 +116,7 @@ def plan(
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
         >>> answer.fits
         True
-        >>> answer.needed_bytes == sum(row.bytes for row in answer.rows + answer.around)
+        >>> answer.needed_bytes == sum(line.bytes for line in answer.rows + answer.around)
         True
         >>> answer.prices[0].flavor
         't4-small'

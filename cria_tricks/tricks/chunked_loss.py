@@ -23,7 +23,7 @@ from cria_tricks.bill import loss
 from cria_tricks.bill.constants import FP32, TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import at_most, chunks
-from cria_tricks.bill.rows import Row
+from cria_tricks.bill.lines import Line
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
@@ -153,7 +153,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     return replace(memory, loss_moments=chunk_by_chunk)
 
 
-def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
+def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     """List the lines of the bill around the loss: logits of one chunk, whatever the number of tokens."""
     shape = memory.shape
     n = memory.all_tokens
@@ -167,14 +167,14 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Row, ...]]:
     if memory.hidden_itemsize != a:
         hidden += memory.hidden_itemsize  # the picked hidden states, before they are cast
     at_the_loss = (
-        Row("final norm", norm, "its input and output"),
-        Row("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),
+        Line("final norm", norm, "its input and output"),
+        Line("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),
         loss.cast_copies(memory, kept=memory.checkpointed or memory.offloaded),
-        Row("hidden states of trained tokens", memory.trained_tokens * shape.width * hidden, "and their gradients"),
-        Row("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x V in fp32, and exp of the same for their sum"),
+        Line("hidden states of trained tokens", memory.trained_tokens * shape.width * hidden, "and their gradients"),
+        Line("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x V in fp32, and exp of the same for their sum"),
     )
     # In the backward pass of the last norm no logits are left. Its input and five more fp32 tensors are alive.
-    around_norm = Row("final norm", n * shape.width * 6 * FP32, "its input, and results and gradients around it")
+    around_norm = Line("final norm", n * shape.width * 6 * FP32, "its input, and results and gradients around it")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 

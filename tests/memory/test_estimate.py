@@ -35,7 +35,7 @@ by_set = pytest.mark.parametrize("toggles", SETS, ids=lambda toggles: toggles or
 
 def row(memory: Bill, name: str, moment: str = "") -> int:
     found = next(m for m in memory.moments if m.name == moment) if moment else memory.peak
-    return sum(row.bytes for row in found.rows if row.name == name)
+    return sum(line.bytes for line in found.lines if line.name == name)
 
 
 @by_set
@@ -43,12 +43,12 @@ def row(memory: Bill, name: str, moment: str = "") -> int:
 def test_rows_sum_to_the_peak_and_none_is_negative(toggles, batch, tokens):
     for device in (T4, A100, CPU):
         memory = bill(toggles, batch, tokens, device=device)
-        assert sum(row.bytes for row in memory.rows) == memory.peak_bytes
-        assert all(row.bytes > 0 and row.why for row in memory.rows)
+        assert sum(line.bytes for line in memory.lines) == memory.peak_bytes
+        assert all(line.bytes > 0 and line.why for line in memory.lines)
         for moment in memory.moments:
-            assert all(type(row.bytes) is int and row.bytes >= 0 for row in moment.rows), moment.name
+            assert all(type(line.bytes) is int and line.bytes >= 0 for line in moment.lines), moment.name
             assert moment.bytes <= memory.peak_bytes
-        around = sum(row.bytes for row in memory.around)
+        around = sum(line.bytes for line in memory.around)
         assert memory.needed_bytes == memory.peak_bytes + around
         assert around == (CONTEXT + WORKSPACES if device.kind == "cuda" else 0)
         assert memory.fits == (memory.needed_bytes <= device.memory_bytes)
@@ -58,14 +58,14 @@ def test_rows_sum_to_the_peak_and_none_is_negative(toggles, batch, tokens):
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-3.1-70b", "tiny"])
 def test_experts_and_all_sizes_have_a_bill(toggles, model):
     memory = bill(toggles, 2, 512, model=model)
-    assert sum(row.bytes for row in memory.rows) == memory.peak_bytes
+    assert sum(line.bytes for line in memory.lines) == memory.peak_bytes
 
 
 @by_set
 @pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3_text", "qwen3", "mistral"])
 def test_every_kind_has_a_bill(toggles, kind):
     memory = bill(toggles, 2, 512, model_type=kind)
-    assert sum(row.bytes for row in memory.rows) == memory.peak_bytes
+    assert sum(line.bytes for line in memory.lines) == memory.peak_bytes
 
 
 # The capstone: Llama-3.2-1B on a free T4, 1 x 2048.
@@ -314,7 +314,7 @@ def test_gradients_of_a_blocks_own_weights_come_while_it_is_open():
     """Deepest in the scores' gradient: head, MLP and what attention gives through are done, q, k and v are not."""
     memory = bill("", 4, 4096)
     last = next(moment for moment in memory.moments if moment.name == "last block")
-    assert "scores and softmax" in next(row.why for row in last.rows if row.name == "block: open")
+    assert "scores and softmax" in next(line.why for line in last.lines if line.name == "block: open")
     assert row(memory, "gradients", "last block") == 4 * (V * D + 3 * D * 8192 + D * D)
 
 

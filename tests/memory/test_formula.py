@@ -72,7 +72,7 @@ def test_bytes_and_work_of_any_numbers_are_those_of_the_formulas():
         letters = fit.plain(shape, **tricks, accumulates=k > 1, several=batch > 1)
         largest_of, wanted = {}, {}  # a side network has two of the name "forward"
         for moment in moments(facts(letters, shape, card.device), every_point=True):
-            size = value(sum(row.bytes for row in moment.rows) + Formula([{}], 0), batch, tokens, k)
+            size = value(sum(line.bytes for line in moment.lines) + Formula([{}], 0), batch, tokens, k)
             largest_of[moment.name] = max(size, largest_of.get(moment.name, 0))
         for moment in estimate(recipe, shape, card.device).moments:
             wanted[moment.name] = max(moment.bytes, wanted.get(moment.name, 0))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.rows import Row
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.stages import cut, find_blocks
 from cria_tricks.measure.memory import LiveBytes, _quantization_tensors
@@ -141,7 +141,7 @@ def bill(strategy: str, processes: int, *settings: str, shape: Shape = SHAPE, **
 
 def rows(found: Bill) -> tuple[int, int, int]:
     """Bytes of weights, gradients, optimizer states."""
-    by_name = {row.name: row.bytes for row in found.state}
+    by_name = {line.name: line.bytes for line in found.state}
     weights = sum(size for name, size in by_name.items() if name.startswith("weights"))
     return weights, by_name["gradients"], by_name["optimizer states"]
 
@@ -252,10 +252,10 @@ def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
 @pytest.mark.parametrize(("stage", "k", "others"), [(0, 8, 2), (1, 8, 1), (2, 8, 0), (0, 2, 1), (0, 1, 0)])
 def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, others):
     found = bill("pipeline", 3, *LORA, f"tricks.gradient_accumulation={k}", stage=stage)
-    one = next(row.bytes for row in moments(found.facts)[0].rows if row.name == "blocks: waiting")
+    one = next(line.bytes for line in moments(found.facts)[0].lines if line.name == "blocks: waiting")
     assert one > 0
     for moment in found.moments[:-1]:
-        assert [row.bytes for row in moment.rows if row.name == "blocks: other micro-batches"] == [others * one]
+        assert [line.bytes for line in moment.lines if line.name == "blocks: other micro-batches"] == [others * one]
     under_way, most = 0, 0
     for what, _ in one_forward_one_backward(stage, 3, k):
         under_way += 1 if what == "F" else -1
@@ -267,15 +267,15 @@ def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, oth
 def test_rows_sum_to_the_peak(strategy):
     recipe = with_settings(Recipe(), [*LORA, "tricks.gradient_accumulation=8", "tricks.precision=fp16"])
     found = per_process(recipe, find_shape("llama-3.2-1b"), T4, strategy, 4)
-    assert sum(row.bytes for row in found.rows) == found.peak_bytes == max(moment.bytes for moment in found.moments)
-    assert all(isinstance(row, Row) and row.bytes > 0 and row.why for row in found.rows)
-    assert found.needed_bytes == found.peak_bytes + sum(row.bytes for row in found.around)
+    assert sum(line.bytes for line in found.lines) == found.peak_bytes == max(moment.bytes for moment in found.moments)
+    assert all(isinstance(line, Line) and line.bytes > 0 and line.why for line in found.lines)
+    assert found.needed_bytes == found.peak_bytes + sum(line.bytes for line in found.around)
     assert found.fits == (found.needed_bytes <= T4.memory_bytes)
 
 
 def test_one_process_alone_is_the_estimate_itself():
     recipe, shape = with_settings(Recipe(), LORA), find_shape("llama-3.2-1b")
-    assert per_process(recipe, shape, T4, "none", 1).rows == estimate(recipe, shape, T4).rows
+    assert per_process(recipe, shape, T4, "none", 1).lines == estimate(recipe, shape, T4).lines
 
 
 def test_each_process_has_its_part_of_the_window():

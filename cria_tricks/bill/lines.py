@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     """A line of the memory bill.
 
     Attributes:
@@ -24,13 +24,13 @@ class Moment:
 
     Attributes:
         name: which point, e.g. ``"optimizer step"``.
-        rows: the lines of the memory bill at this point.
+        lines: the lines of the memory bill at this point.
     """
 
     name: str
-    rows: tuple[Row, ...]
+    lines: tuple[Line, ...]
 
     @property
     def bytes(self) -> int:
         """The memory in use at this point: the sum of all lines."""
-        return sum(row.bytes for row in self.rows)
+        return sum(line.bytes for line in self.lines)
