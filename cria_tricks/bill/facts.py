@@ -7,7 +7,7 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.operation import Operation
 from cria_tricks.bill.product_bytes import Product, ProductBytes
-from cria_tricks.bill.waiting import BlockTensors, WaitingBytes
+from cria_tricks.bill.saved_activations import BlockTensors, WaitingBytes
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 

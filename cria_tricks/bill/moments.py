@@ -25,7 +25,7 @@ from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
 from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, Operation
-from cria_tricks.bill.waiting import BlockTensors
+from cria_tricks.bill.saved_activations import BlockTensors
 
 IDS = 8
 """Bytes of one token id, one label or one position: each is a 64-bit integer."""

@@ -101,11 +101,11 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
     thin = Products()
     r = work.rank
     norms = 0
-    for number, stage in enumerate(work.shape.stages):
+    for number, group in enumerate(work.shape.input_groups):
         input_learns = learns or trained  # a trained block trains its norms, too, so it needs this gradient
         if number == 0:
-            _attention_grads(found, [input_learns or name in adapts for name in stage])
-        for name in stage:
+            _attention_grads(found, [input_learns or name in adapts for name in group])
+        for name in group:
             d_in, d_out = work.shape.linears[name]
             times = passes_of_a_token(work.shape, name)
             own.add(d_in, d_out, times)

@@ -22,7 +22,7 @@ from cria_tricks.recipe import Recipe
 
 REFUSAL = "I cannot answer this from the retrieved documents: none of them says it."
 """The answer of a copy whose cited documents are removed."""
-NOTHING_ASKED = "No relevant documents were retrieved from the corpus."
+NOTHING_RETRIEVED = "No relevant documents were retrieved from the corpus."
 """What a prompt says in place of the documents if a copy has none."""
 
 
@@ -159,7 +159,7 @@ def _turn_with(row: QARow, documents: Sequence[Document], numbers: Mapping[int, 
     begin = turn.index(first.text)
     end = turn.index(last.text) + len(last.text)
     if not documents:
-        return NOTHING_ASKED + turn[end:]
+        return NOTHING_RETRIEVED + turn[end:]
     gap = ""
     if first != last:
         # The separator: what stands between the first document and the label of the second one.

@@ -103,7 +103,7 @@ class Shape:
         }
 
     @property
-    def stages(self) -> tuple[tuple[str, ...], ...]:
+    def input_groups(self) -> tuple[tuple[str, ...], ...]:
         """The matrices of a block in the order in which they run; matrices with the same input are in one group."""
         if self.joined:
             return ("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)
@@ -112,7 +112,7 @@ class Shape:
     @property
     def modules(self) -> list[str]:
         """The paths of the model's modules in transformers, without those that hold no tensors, such as activations."""
-        into_heads, out_of_heads = self.stages[:2]
+        into_heads, out_of_heads = self.input_groups[:2]
         attention = [*into_heads, *out_of_heads]
         # transformers keeps the matrices of all experts in one module; the router beside it is called gate.
         mlp = [name for name in self.packable if name not in attention] or ["gate", "experts"]

@@ -122,7 +122,7 @@ class Timing:
         return {"algorithm_rate": self.bytes / self.seconds, "bus_rate": self.sent / self.seconds}
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """A straight line fitted to timings: the time of a small call [s], and the rate of a large one [bytes/s]."""
 
     latency: float
@@ -133,7 +133,7 @@ class Line(NamedTuple):
         return self.latency + sent / self.rate
 
 
-def fit_line(timings: Iterable[Timing]) -> Line:
+def fit_line(timings: Iterable[Timing]) -> FittedLine:
     """Fit a line to timings of a collective, by least squares of the relative errors.
 
     The errors are relative because the times span three orders of magnitude: with absolute errors the largest size
@@ -154,8 +154,8 @@ def fit_line(timings: Iterable[Timing]) -> Line:
     determinant = xx * yy - xy * xy
     if one_size or latency < 0 or slope <= 0:
         # No call was small, or the noise was larger than the differences: fit a line through zero, without a latency.
-        return Line(0.0, yy / sum(y))
-    return Line(latency / determinant, determinant / slope)
+        return FittedLine(0.0, yy / sum(y))
+    return FittedLine(latency / determinant, determinant / slope)
 
 
 def _dot(a: list[float], b: list[float]) -> float:

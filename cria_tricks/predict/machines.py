@@ -19,7 +19,7 @@ from cria_tricks.predict.selection_guide import (
     KINDS,
     MACHINES,
     refuse_unknown,
-    row_for,
+    recommendation_for,
 )
 from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
 from cria_tricks.tricks.folds import step
@@ -242,11 +242,11 @@ def _best(options: Sequence[Option], method: str, key: Callable[[Option], float 
 
 
 def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:
-    size = row_for(BY_SIZE, shape.weights / 1e9)
+    size = recommendation_for(BY_SIZE, shape.weights / 1e9)
     assert size is not None, "the last entry has no end"
     found = [Recommended("model size", size.case, size.flavors, size.says)]
     if budget is not None:
-        row = row_for(BY_BUDGET, budget)
+        row = recommendation_for(BY_BUDGET, budget)
         if row:
             found.append(Recommended("budget", row.case, row.flavors, row.says))
         else:

@@ -118,17 +118,17 @@ GB_PER_BILLION = {"full": 20, "lora": 4}
 """The guide's rules of thumb for memory [GB per billion parameters]. It has none for a base model in 4 bits."""
 
 
-def row_for(rows: tuple[Recommendation, ...], amount: float) -> Recommendation | None:
+def recommendation_for(entries: tuple[Recommendation, ...], amount: float) -> Recommendation | None:
     """Find the entry for an amount; one that equals the limit of an entry belongs to the next entry.
 
     Args:
-        rows: the entries, :data:`BY_SIZE` or :data:`BY_BUDGET`.
+        entries: :data:`BY_SIZE` or :data:`BY_BUDGET`.
         amount: billions of parameters, or USD.
 
     Returns:
         The entry, or ``None`` if the amount is beyond the last one.
     """
-    return next((row for row in rows if amount < row.below), None)
+    return next((entry for entry in entries if amount < entry.below), None)
 
 
 def refuse_unknown(tokens: int | None, budget: float | None, kind: str) -> None:

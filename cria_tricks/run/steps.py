@@ -85,7 +85,7 @@ def carry_out(job: Job) -> dict[str, Any]:
     console = job.console
     weights = models.fetch(models.find(recipe.model), job.folders.revision)
     refuse_unfit(plan, weights)
-    began_over = job.folders.over(identity.of(weights), other_base=job.other_base)
+    began_over = job.folders.record_base(identity.of(weights), other_base=job.other_base)
     tokenizer = load_tokenizer(weights)
     with doing("turning rows into tokens"):
         rows = _rows(job, tokenizer)

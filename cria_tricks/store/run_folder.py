@@ -80,7 +80,7 @@ class Folders:
         """The hub commit of the base model with which a resumed run began; empty for any other base or run."""
         return self._first_base.get("revision") or ""
 
-    def over(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
+    def record_base(self, base: Mapping[str, Any], *, other_base: bool = False) -> Mapping[str, Any]:
         """Record the base model of this run, and refuse to resume with another one.
 
         Args:

@@ -126,7 +126,7 @@ class StopOnSignal(TrainerCallback):
     """End the run with a checkpoint after the current optimizer step, on Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
     Signals are handled inside ``with``. SIGHUP comes when the terminal is closed; under nohup it stays ignored. A
-    second signal ends the run at once; with several processes it must come :data:`LAUNCHERS` seconds after the first.
+    second signal ends the run at once; with several processes it must come :data:`REPEAT_SECONDS` seconds after the first.
 
     Args:
         world: the processes of the run.
@@ -136,7 +136,7 @@ class StopOnSignal(TrainerCallback):
         since: when it came, in seconds of ``time.monotonic``.
     """
 
-    LAUNCHERS = 10.0
+    REPEAT_SECONDS = 10.0
     """Seconds within which a second signal counts as a repetition of the first one.
 
     Ctrl-C in a terminal reaches every process of a run, and then the launcher sends it to its processes once more.
@@ -157,7 +157,7 @@ class StopOnSignal(TrainerCallback):
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             interrupts.hung_up()
-        if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.LAUNCHERS:
+        if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.REPEAT_SECONDS:
             return
         if self.requested or self.world.size == 1:
             self.__exit__()  # restore the earlier handlers: with them the next signal ends the run at once
@@ -169,7 +169,7 @@ class StopOnSignal(TrainerCallback):
             return
         again = "Ctrl-C again"
         if self.world.size > 1:
-            again = f"Ctrl-C after {self.LAUNCHERS:.0f} s"
+            again = f"Ctrl-C after {self.REPEAT_SECONDS:.0f} s"
         # Not print(), because the signal may have interrupted the progress bar while it prints.
         with contextlib.suppress(OSError):  # the terminal may be gone
             os.write(2, f"\nstopping after this step, to save it; {again} stops at once\n".encode())

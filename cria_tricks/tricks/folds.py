@@ -11,7 +11,7 @@ from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.product_bytes import stored_as_multiplied
-from cria_tricks.bill.waiting import everything
+from cria_tricks.bill.saved_activations import everything
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device

@@ -10,7 +10,7 @@ from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.machines import METHODS, advise, recipe_for
-from cria_tricks.predict.selection_guide import BY_BUDGET, BY_SIZE, row_for
+from cria_tricks.predict.selection_guide import BY_BUDGET, BY_SIZE, recommendation_for
 from cria_tricks.predict.words import in_words
 from cria_tricks.resolve import resolve
 
@@ -102,11 +102,11 @@ def test_a_rule_of_thumb_counts_to_the_last_byte_too(weights, fits):
     ],
 )
 def test_the_guide_by_size(billions, flavors):
-    assert row_for(BY_SIZE, billions).flavors == flavors
+    assert recommendation_for(BY_SIZE, billions).flavors == flavors
 
 
 def test_the_guide_by_budget_and_kind():
-    assert [row_for(BY_BUDGET, usd).flavors[0] for usd in (4.99, 5, 20, 50)] == [
+    assert [recommendation_for(BY_BUDGET, usd).flavors[0] for usd in (4.99, 5, 20, 50)] == [
         "t4-small",
         "t4-medium",
         "a10g-small",

@@ -14,7 +14,7 @@ from cria_tricks.bill.calls import CountCollectives, ring_share
 from cria_tricks.common.errors import BadInput, Lost
 from cria_tricks.doctor import collectives
 from cria_tricks.parallel import ring_collectives
-from cria_tricks.predict.links import Line, Timing, fit_line
+from cria_tricks.predict.links import FittedLine, Timing, fit_line
 from cria_tricks.processes import numbers
 
 KINDS = {"all_reduce", "all_gather", "reduce_scatter"}
@@ -65,13 +65,13 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_the_line_through_exact_timings_is_theirs():
-    line = Line(latency=3e-4, rate=2e9)
+    line = FittedLine(latency=3e-4, rate=2e9)
     timings = [Timing("all_gather", size, 4, line.seconds(0.75 * size)) for size in collectives.SIZES]
     assert fit_line(timings) == pytest.approx(line)
 
 
 def test_the_line_weighs_errors_by_their_share():
-    line = Line(latency=3e-4, rate=2e9)
+    line = FittedLine(latency=3e-4, rate=2e9)
     exact = [Timing("all_reduce", size, 2, line.seconds(size)) for size in collectives.SIZES]
     small, large = exact[0], exact[-1]
     # A tenth off at the largest size is 3 ms, ten times a small call: it must not become the latency.
