@@ -70,7 +70,7 @@ def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
     names = [operation.name for operation in operations]
     first = next(number for number, name in enumerate(names) if name in memory.adapted)
     # An int8 product pins its input only if the input needs a gradient.
-    alike = next(stage for group in memory.shape.input_groups if names[first] in group)  # they share an input
+    alike = next(group for group in memory.shape.input_groups if names[first] in group)  # they share an input
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)

@@ -18,8 +18,8 @@ from cria_tricks.predict.selection_guide import (
     GB_PER_BILLION,
     KINDS,
     MACHINES,
-    refuse_unknown,
     recommendation_for,
+    refuse_unknown,
 )
 from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
 from cria_tricks.tricks.folds import step

@@ -126,7 +126,7 @@ class StopOnSignal(TrainerCallback):
     """End the run with a checkpoint after the current optimizer step, on Ctrl-C (SIGINT), SIGTERM or SIGHUP.
 
     Signals are handled inside ``with``. SIGHUP comes when the terminal is closed; under nohup it stays ignored. A
-    second signal ends the run at once; with several processes it must come :data:`REPEAT_SECONDS` seconds after the first.
+    second signal ends the run at once; with several processes it must come :data:`REPEAT_SECONDS` later.
 
     Args:
         world: the processes of the run.
