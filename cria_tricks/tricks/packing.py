@@ -185,10 +185,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are)."""
+    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are).
+
+    If the model has a sliding window shorter than a row, its mask remains.
+    """
     if not recipe.tricks.packing:
         return memory
-    if recipe.tricks.attention == "sdpa":
+    windowed = 0 < shape.window < memory.tokens
+    if recipe.tricks.attention == "sdpa" and not windowed:
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
 
