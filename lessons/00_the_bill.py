@@ -400,7 +400,7 @@ P1 = V1 * D1 + L1 * (2 * D1 * D1 + 2 * D1 * KEYS + 3 * D1 * H1 + 2 * D1) + D1
 by_hand = {
     "weights": 4 * P1,
     "optimizer states": 8 * P1,
-    "blocks: waiting": 4 * L1 * (T1 * (26 * D1 + 2) + 32 * T1 * T1),
+    "saved activations": 4 * L1 * (T1 * (26 * D1 + 2) + 32 * T1 * T1),
     "logits": 3 * 4 * T1 * V1,
 }
 
@@ -443,9 +443,9 @@ def all_moments(theme: Theme):
     kinds = {
         "weights": (("weights",), theme.series[0]),
         "optimizer states": (("optimizer states",), theme.series[3]),
-        "blocks, batch": (("block", "batch"), theme.series[1]),
+        "blocks, batch": (("saved", "open block", "batch"), theme.series[1]),
         "logits": (("logits", "final norm"), theme.series[2]),
-        "gradients": (("gradients", "embedding", "head's"), theme.quiet),
+        "gradients": (("gradients", "embedding", "head"), theme.quiet),
     }
     drawn, axes = course.figure(height=3.6)
     found = bill.moments

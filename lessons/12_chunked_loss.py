@@ -374,9 +374,9 @@ course.show_bill(before, after)
 learning = course.bill(after).facts.trained_weights
 predicted = {
     "logits": 8 * 256 * V - 12 * N * V,
-    "weights in 16 bits": 2 * learning,
+    "16-bit copies of weights": 2 * learning,
     "final norm": 4 * N * D,
-    "hidden states of trained tokens": (4 + 2 + 2) * (N - 1) * D,
+    "hidden states for the loss": (4 + 2 + 2) * (N - 1) * D,
 }
 print({name: f"{size / MIB:+,.1f}" for name, size in predicted.items()})
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(predicted.values())

@@ -232,6 +232,6 @@ def _dry_lines(recipe: Recipe, plan: Any) -> tuple[Line, ...]:
     run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
     moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
     return (
-        Line("weights", run.weights_bytes, "the loaded model, what is added to it included"),
+        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
         Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
     )
