@@ -415,10 +415,10 @@ for name, size in by_hand.items():
 assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
-# The same from a shell: `cria plan kwanzaa --gpu t4` prints the bill of the finished job, and its last table, the
-# ladder, begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the blocks 14.5 (8
-# of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they take 4.6 GiB, because
-# they are not there at the peak. It was the same in the small model.
+# The same from a shell: `cria plan kwanzaa --gpu t4 --ladder` prints the bill of the finished job, and a table, the
+# ladder, that begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the saved
+# activations 14.5 (8 of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they
+# take 4.6 GiB, because they are not there at the peak. It was the same in the small model.
 #
 # That holds for long rows. Shorter rows have smaller activations and logits, but the gradients stay as large. At which
 # length does the peak move to a moment that has gradients in it?

@@ -57,7 +57,8 @@ shape = find_shape(before.model)
 N, V, D = 2048, shape.vocabulary, shape.width
 rows = {line.name: line.bytes for line in course.bill(before).lines}
 print(f"all logits: {2 * N * V / MIB:,.0f} MiB in 16 bits, {4 * N * V / MIB:,.0f} in fp32")
-print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB on the bill; blocks {rows['blocks: waiting'] / N / KIB:,.0f}")
+saved = rows["saved activations"]
+print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB of logits; saved activations {saved / N / KIB:,.0f}")
 
 # %% [markdown]
 # More than one copy lives, then. A loss is computed in fp32, so at the end of the forward pass there are 16-bit logits,

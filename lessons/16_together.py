@@ -442,7 +442,7 @@ course.show_bill(plain, whole)
 # states.
 #
 # **Now switch something off.** The step needs 1.9 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
-# `cria plan kwanzaa --gpu t4 --advise` tries all sets that train the same weights, and keeps those of which none is
+# `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights, and keeps those of which none is
 # both smaller and faster:
 
 # %%

@@ -66,7 +66,7 @@ class Bill:
     def workspaces(self) -> Line:
         """The memory in which a GPU's matrix products work. It holds no tensor, but torch's allocator counts it."""
         needed = WORKSPACES * (self.facts.device.kind == "cuda")
-        return Line("cuBLAS workspaces", needed, "one for the forward and one for the backward thread")
+        return Line("cuBLAS workspaces", needed, "one each for forward and backward")
 
     @property
     def allocated_bytes(self) -> int:

@@ -245,7 +245,7 @@ def _unsharded_lines(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) 
         Line(
             "weights: unsharded",
             roots * sizes.root + blocks * sizes.block,
-            f"buffers too: {roots} x embedding and head, {blocks} x a block",
+            f"{roots} x embedding and head, {blocks} x a block",
         ),
         Line("gradients: unsharded", gradients, "before and during the reduce-scatter"),
     )

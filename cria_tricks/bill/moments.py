@@ -168,8 +168,8 @@ def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tup
         return with_head, with_head
     to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
     return (
-        replace(gradients, bytes=embedding + point.learnt, why="fp32, of the head and of the last block so far"),
-        replace(gradients, bytes=gradients.bytes - to_come, why="fp32, of all weights but those still to come"),
+        replace(gradients, bytes=embedding + point.learnt, why="fp32: the head, the last block so far"),
+        replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come"),
     )
 
 
@@ -188,24 +188,23 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     if memory.joins_documents:
         rows = memory.batch
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
+    others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
+    if shape.experts > 1:
+        others += ", experts"
     return (
         Line("weights: blocks", memory.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored"),
-        Line(
-            "weights: all others",
-            leftovers * memory.other_weight_itemsize,
-            "embedding, untied head, norms, biases, experts",
-        ),
-        Line("weights: adapter", added * FP32, "what trains beside the loaded weights, in fp32"),
+        Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
+        Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
         Line("optimizer states", _states(memory), f"2 of {memory.optimizer_state_bits} bits for each trained weight"),
-        Line("batch", 3 * n * IDS + positions + mask, "token ids, labels, rotary cosines and sines, mask"),
+        Line("batch", 3 * n * IDS + positions + mask, "token ids, labels, positions, mask"),
     )
 
 
 def _inside(point: block.Point) -> tuple[Line, Line]:
     """Return the two lines of the open block."""
     return (
-        Line("open block: saved", point.kept, f"saved up to the {point.operation}"),
-        Line("open block: temporary", point.opened, f"in use at the {point.operation}"),
+        Line("open block: saved", point.kept, f"up to the {point.operation}"),
+        Line("open block: temporary", point.opened, f"at the {point.operation}"),
     )
 
 
@@ -312,7 +311,7 @@ def _embedding_gradient(memory: StepFacts) -> Line:
     return Line(
         "embedding gradient",
         many * memory.shape.embedding_weights * FP32 + came,
-        "fp32 (tied: the head's, its own, their sum), and its source",
+        "with the head's if tied, and its source",
     )
 
 

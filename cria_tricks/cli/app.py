@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from cria_tricks.common.console import Aside
+from cria_tricks.common.console import Aside, Screen
 
-screen = Console(soft_wrap=True)
+screen = Screen(soft_wrap=True)
 """Standard output."""
 aside = Aside()
 """Standard error, for everything that is not the answer."""

@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cria_tricks.cli.app import Json, Offline, app, screen
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
 
 
+MORE = "[dim]more: --toggles, --ladder, --front, --longest, --rows N; as data: --json[/]"
+"""The last line of the answer of ``cria plan``."""
+
+
 @app.command()
 def plan(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
@@ -31,7 +34,13 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
-    advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
+    toggles: Annotated[
+        bool, typer.Option("--toggles", help="Show each toggle alone, and what you lose by switching one off.")
+    ] = False,
+    ladder: Annotated[bool, typer.Option("--ladder", help="Show the toggles added one after the other.")] = False,
+    front: Annotated[
+        bool, typer.Option("--front", "--advise", help="Try all toggle sets, and show the best in memory and time.")
+    ] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
     rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
     rows_full: Annotated[
@@ -53,14 +62,15 @@ def plan(
             rows=rows,
             nproc=nproc,
             dry_run=dry_run,
-            advise=advise,
+            advise=front,
             longest=longest,
             rows_full=rows_full,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        found.show(Console())
+        found.show(screen, toggles=toggles, ladder=ladder)
+        screen.wrapped("", MORE)
     if not found.fits:
         raise typer.Exit(3)
 

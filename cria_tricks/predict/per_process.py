@@ -233,7 +233,7 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
         Line("saved: other micro-batches", (under_way - 1) * kept, f"activations and logits of {under_way - 1} more"),
-        Line("pipeline: logits", under_way * put_out, "returned, and kept until the backward pass"),
+        Line("pipeline: logits", under_way * put_out, "kept until the backward pass"),
         Line("pipeline: receive buffers", k * hidden * neighbours, f"for all {k} micro-batches"),
     )
 

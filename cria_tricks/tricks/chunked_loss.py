@@ -169,10 +169,10 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     picked = memory.trained_tokens * shape.width * hidden
     at_the_loss = (
         Line("final norm", norm, "its input and output"),
-        Line("16-bit copy of the head", loss.head_copy(memory), "autocast's copy, cast once for all chunks"),
+        Line("16-bit copy of the head", loss.head_copy(memory), "by autocast, once for all chunks"),
         loss.cast_copies(memory, kept=memory.checkpointed or memory.offloaded),
-        Line("hidden states for the loss", picked, "last hidden states of trained tokens, and gradients"),
-        Line("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x vocabulary in fp32, and their exp"),
+        Line("hidden states for the loss", picked, "of trained tokens, with gradients"),
+        Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )
     # In the backward pass of the last norm no logits are left. Its input and five more fp32 tensors are alive.
     around_norm = Line("final norm", n * shape.width * 6 * FP32, "its input, its results and gradients")
