@@ -415,8 +415,8 @@ for name, size in by_hand.items():
 assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
-# The same from a shell: `cria plan kwanzaa --gpu t4 --ladder` prints the bill of the finished job, and a table, the
-# ladder, that begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the saved
+# The same from a shell: `cria plan kwanzaa --gpu t4 --ladder` prints the bill of the finished job, and a ladder
+# that begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the saved
 # activations 14.5 (8 of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they
 # take 4.6 GiB, because they are not there at the peak. It was the same in the small model.
 #
