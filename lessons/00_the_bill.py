@@ -400,7 +400,7 @@ P1 = V1 * D1 + L1 * (2 * D1 * D1 + 2 * D1 * KEYS + 3 * D1 * H1 + 2 * D1) + D1
 by_hand = {
     "weights": 4 * P1,
     "optimizer states": 8 * P1,
-    "blocks: waiting": 4 * L1 * (T1 * (26 * D1 + 2) + 32 * T1 * T1),
+    "saved activations": 4 * L1 * (T1 * (26 * D1 + 2) + 32 * T1 * T1),
     "logits": 3 * 4 * T1 * V1,
 }
 
@@ -415,10 +415,10 @@ for name, size in by_hand.items():
 assert P1 == bill.facts.shape.weights == 1_235_814_400
 
 # %% [markdown]
-# The same from a shell: `cria plan kwanzaa --gpu t4` prints the bill of the finished job, and its last table, the
-# ladder, begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the blocks 14.5 (8
-# of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they take 4.6 GiB, because
-# they are not there at the peak. It was the same in the small model.
+# The same from a shell: `cria plan kwanzaa --gpu t4 --ladder` prints the bill of the finished job, and a ladder
+# that begins with this 31.3. Read the lines: 1.24 billion weights and their states are 13.8 GiB, the saved
+# activations 14.5 (8 of them $T \times T$ scores), the logits 2.9. There is no line for the gradients, although they
+# take 4.6 GiB, because they are not there at the peak. It was the same in the small model.
 #
 # That holds for long rows. Shorter rows have smaller activations and logits, but the gradients stay as large. At which
 # length does the peak move to a moment that has gradients in it?
@@ -443,9 +443,9 @@ def all_moments(theme: Theme):
     kinds = {
         "weights": (("weights",), theme.series[0]),
         "optimizer states": (("optimizer states",), theme.series[3]),
-        "blocks, batch": (("block", "batch"), theme.series[1]),
+        "blocks, batch": (("saved", "open block", "batch"), theme.series[1]),
         "logits": (("logits", "final norm"), theme.series[2]),
-        "gradients": (("gradients", "embedding", "head's"), theme.quiet),
+        "gradients": (("gradients", "embedding", "head"), theme.quiet),
     }
     drawn, axes = course.figure(height=3.6)
     found = bill.moments

@@ -148,7 +148,7 @@ predicted, counted = sum(keeps(T, D, K, F, H, half=False).values()), kept_by(pla
 print(f"predicted {predicted / KIB:,.1f} KiB, counted {counted / KIB:,.1f} KiB")
 assert counted == predicted
 before, after = course.so_far("00_the_bill"), course.so_far("01_mixed_precision")
-waiting = {line.name: line.bytes for line in course.bill(before).lines}["blocks: waiting"]
+waiting = {line.name: line.bytes for line in course.bill(before).lines}["saved activations"]
 assert waiting == L * sum(keeps(**LLAMA, half=False).values())  # the same formula is the bill's row
 
 # %% [markdown]
@@ -411,9 +411,9 @@ print({kind: f"{size / MIB:+,.0f} MiB" for kind, size in change.items() if size}
 assert sum(change.values()) == course.bill(after).peak_bytes - course.bill(before).peak_bytes
 
 # %% [markdown]
-# Weights and optimizer states stay in fp32, because they learn. Two lines of the bill grew, *blocks: waiting* and
-# *head in 16 bits*. The last line splits them: smaller activations save 2.4 GiB, and the copies of weights cost 2.3.
-# Then eager attention's matrix waits a second time: 4 GiB. The peak is still at the loss.
+# Weights and optimizer states stay in fp32, because they learn. Two lines of the bill grew, *saved activations* and
+# *16-bit copy of the head*. The last line splits them: smaller activations save 2.4 GiB, and the copies of weights cost
+# 2.3. Then eager attention's matrix waits a second time: 4 GiB. The peak is still at the loss.
 #
 # So 16 bits cost memory because of eager attention. transformers' own default is `sdpa`, where torch chooses a kernel
 # by card and format. Predict the change on a T4 and on an L4:

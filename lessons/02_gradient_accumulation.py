@@ -428,8 +428,8 @@ assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == waits
 
 # %%
 entries = {line.name: line.bytes for line in course.bill(before).lines}
-of_tokens = sum(entries[name] for name in ("batch", "blocks: waiting", "final norm", "logits"))
-of_tokens -= entries["weights: blocks' matrices"] // 2 + MIB
+of_tokens = sum(entries[name] for name in ("batch", "saved activations", "final norm", "logits"))
+of_tokens -= entries["weights: blocks"] // 2 + MIB
 predicted = course.bill(before).peak_bytes + 7 * of_tokens
 eight = course.bill(with_settings(before, ["train.batch_size=8"])).peak_bytes
 one_by_one = course.bill(after).peak_bytes

@@ -13,7 +13,7 @@
 # > minutes / after lesson 2
 #
 # Lesson 2 ended with a bill of 40 GiB for one row of 2,048 tokens. A T4 has 14.74. The largest line of that bill is
-# not the weights. It is called *blocks: waiting*, and this lesson removes nearly all of it. (Elsewhere: activation
+# not the weights. It is called *saved activations*, and this lesson removes nearly all of it. (Elsewhere: activation
 # checkpointing, recomputation, remat.)
 
 # %% tags=["hide-input"]
@@ -341,7 +341,7 @@ assert (highest.name, second.name) == ("log-softmax", "loss")
 assert round((highest.bytes - second.bytes) / KIB**2) == 1371
 
 # %% [markdown]
-# Read the two columns slowly. *Blocks: waiting* fell from 18,368 MiB to 256: sixteen inputs. But there is a new line.
+# Read the two columns slowly. *Saved activations* fell from 18,368 MiB to 256: sixteen inputs. But there is a new line.
 # Autocast's 16-bit copies of the weights used to wait among what blocks keep. No block keeps them now, yet autocast
 # itself holds them until the forward pass ends. So the peak has *moved*, from the start of backpropagation to the last
 # operation of the forward pass. The old moment is now 1,371 MiB below the new peak. A trick shrinks its own line; what

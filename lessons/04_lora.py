@@ -395,9 +395,9 @@ assert torch.equal(SideBlock(linear(), D)(x), x @ W.T)
 # %% tags=["hide-input"]
 def of_family(theme: Theme):
     """The bill of each, by what its rows are for."""
-    learning = ("weights: added", "weights in 16 bits", "gradients", "optimizer states")
+    learning = ("weights: adapter", "16-bit copies of weights", "gradients", "optimizer states")
     groups = {
-        "the loaded weights": lambda name: name in ("weights: blocks' matrices", "weights: all others"),
+        "the loaded weights": lambda name: name in ("weights: blocks", "weights: all others"),
         "what learning adds": lambda name: name in learning,
         "logits": lambda name: name == "logits",
         "all else": lambda name: not name.startswith("weights: ") and name not in (*learning, "logits"),

@@ -370,18 +370,18 @@ inputs = L * tokens * 4 * WIDTH
 print(f"predicted: {in_8_bits / MIB:,.1f} MiB of matrices, {(inputs + pinned) / MIB:,.1f} MiB waiting")
 course.show_bill(before, after)
 rows = {line.name: line.bytes for line in course.bill(after).lines}
-assert rows["weights: blocks' matrices"] == in_8_bits
-assert rows["blocks: waiting"] == inputs + pinned
+assert rows["weights: blocks"] == in_8_bits
+assert rows["saved activations"] == inputs + pinned
 
 # %% [markdown]
 # The matrices are as predicted. The peak is at the same moment, the loss, and 1,876 MiB higher:
 #
-# - *All others*, 501 to 1,002: the preparation raises all that is left in 16 bits to fp32. That is the embedding, which
-#   is the head too: 262,668,288 weights.
-# - *Head in 16 bits*: autocast multiplies in 16 bits, so an fp32 head needs a copy again. 501 more.
+# - *Weights: all others*, 501 to 1,002: the preparation raises all that is left in 16 bits to fp32. That is the
+#   embedding, which is the head too: 262,668,288 weights.
+# - *16-bit copy of the head*: autocast multiplies in 16 bits, so an fp32 head needs a copy again. 501 more.
 # - *Batch*: mask and positions take the fp32 of the norms.
-# - *Waiting*, 128 to 1,920: hidden states are fp32 now, 256. The rest, 1,664, is pinned: four different inputs in each
-#   block, and the widest, of `down`, is four times a hidden state.
+# - *Saved activations*, 128 to 1,920: hidden states are fp32 now, 256. The rest, 1,664, is pinned: four different
+#   inputs in each block, and the widest, of `down`, is four times a hidden state.
 #
 # The first three and the fp32 hidden states come with NF4 as well: they are the preparation's, not int8's, and lesson
 # 13 removes them. Were the pinned inputs let go of besides, int8 would cost just what we guessed at first.
@@ -399,9 +399,9 @@ def bills(theme: Theme):
     """The same step, its weights stored in four ways."""
     drawn, axes = course.figure(height=3.0)
     parts = {
-        "blocks' matrices": ("weights: blocks' matrices",),
-        "embedding and head": ("weights: all others", "head in 16 bits"),
-        "blocks: waiting": ("blocks: waiting",),
+        "blocks' matrices": ("weights: blocks",),
+        "embedding and head": ("weights: all others", "16-bit copy of the head"),
+        "saved activations": ("saved activations",),
         "logits": ("logits",),
     }
     ways = {"fp16": (before, 0), "int8": (after, 0), "int8, lean, released": (lean, lean_pinned), "NF4": (nf4, 0)}

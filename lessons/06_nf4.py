@@ -357,12 +357,13 @@ course.show_bill(before, after)
 # %% [markdown]
 # Here is the surprise: 1,377 MiB saved, and the peak falls by 239. Read it row by row.
 #
-# - *Blocks' matrices*: -1,377, as we proved.
-# - *All others*, +501: `prepare_for_kbit_training`, peft's usual preparation, raises all that is not packed to fp32.
-#   The embedding doubles.
-# - *Blocks: waiting*, +128: an fp32 embedding gives fp32 hidden states, and a 4-bit product answers in the dtype of its
-#   input. So the stream between the blocks doubles. *Batch*, +8.5: so do mask, cosines and sines.
-# - *Head in 16 bits*, +501: the head is the embedding, now fp32, so autocast makes a 16-bit copy to multiply with.
+# - *Weights: blocks*: -1,377, as we proved.
+# - *Weights: all others*, +501: `prepare_for_kbit_training`, peft's usual preparation, raises all that is not packed
+#   to fp32. The embedding doubles.
+# - *Saved activations*, +128: an fp32 embedding gives fp32 hidden states, and a 4-bit product answers in the dtype of
+#   its input. So the stream between the blocks doubles. *Batch*, +8.5: so do mask, cosines and sines.
+# - *16-bit copy of the head*, +501: the head is the embedding, now fp32, so autocast makes a 16-bit copy to multiply
+#   with.
 # - *Logits*: 3,006, untouched, and more than half of what is left.
 #
 # Without that preparation the whole saving should arrive. Predict, then switch it off:

@@ -57,7 +57,8 @@ shape = find_shape(before.model)
 N, V, D = 2048, shape.vocabulary, shape.width
 rows = {line.name: line.bytes for line in course.bill(before).lines}
 print(f"all logits: {2 * N * V / MIB:,.0f} MiB in 16 bits, {4 * N * V / MIB:,.0f} in fp32")
-print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB on the bill; blocks {rows['blocks: waiting'] / N / KIB:,.0f}")
+saved = rows["saved activations"]
+print(f"of a token: {rows['logits'] / N / KIB:,.0f} KiB of logits; saved activations {saved / N / KIB:,.0f}")
 
 # %% [markdown]
 # More than one copy lives, then. A loss is computed in fp32, so at the end of the forward pass there are 16-bit logits,
@@ -374,9 +375,9 @@ course.show_bill(before, after)
 learning = course.bill(after).facts.trained_weights
 predicted = {
     "logits": 8 * 256 * V - 12 * N * V,
-    "weights in 16 bits": 2 * learning,
+    "16-bit copies of weights": 2 * learning,
     "final norm": 4 * N * D,
-    "hidden states of trained tokens": (4 + 2 + 2) * (N - 1) * D,
+    "hidden states for the loss": (4 + 2 + 2) * (N - 1) * D,
 }
 print({name: f"{size / MIB:+,.1f}" for name, size in predicted.items()})
 assert course.bill(after).peak_bytes - course.bill(before).peak_bytes == sum(predicted.values())

@@ -387,10 +387,10 @@ course.show_bill(before, after)
 shape, n = find_shape(after.model), 2048
 predicted = {
     "weights: all others": -raised_bytes(shape.vocabulary, shape.width, shape.layers),
-    "head in 16 bits": -2 * shape.vocabulary * shape.width,  # the table is in 16 bits: nothing to cast
-    "blocks: waiting": -2 * shape.layers * n * shape.width,
+    "16-bit copy of the head": -2 * shape.vocabulary * shape.width,  # the table is in 16 bits: nothing to cast
+    "saved activations": -2 * shape.layers * n * shape.width,
     "final norm": -2 * n * shape.width,  # its result is part of the stream
-    "hidden states of trained tokens": -4 * (n - 1) * shape.width,  # as they were picked, before they were cast
+    "hidden states for the loss": -4 * (n - 1) * shape.width,  # as they were picked, before they were cast
     "batch": -2 * 2 * n * shape.head_width,  # cosines and sines take the stream's dtype
 }
 old, new = ({line.name: line.bytes for line in course.bill(recipe).lines} for recipe in (before, after))

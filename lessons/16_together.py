@@ -414,7 +414,7 @@ course.on_a_gpu("compile", off=step_of, on=f"{step_of} compile=true")
 spared = 2 * 2048 * target.shape.inner  # 16 bits, tokens, inner width
 compiled = {moment: dict(rows) for moment, rows in table(whole).items()}
 for moment in ("last block", "first block"):
-    compiled[moment]["block: kept"] -= spared
+    compiled[moment]["open block: saved"] -= spared
 print(f"spared {spared / MIB:.0f} MiB in the block, {(peak(table(whole)) - peak(compiled)) / MIB:.0f} at the peak")
 assert peak(table(whole)) == peak(compiled)
 
@@ -435,13 +435,14 @@ assert with_settings(plain, sets).tricks == whole.tricks
 course.show_bill(plain, whole)
 
 # %% [markdown]
-# Row by row, for the last time. *Blocks' matrices* went to an eighth (LoRA froze them, NF4 packed them), *all others*
-# to half (16 bits, which the lean preparation left alone). *Optimizer states* are those of 11 million weights, and some
-# are paged. *Batch*: no mask. *Blocks: waiting*: sixteen inputs. *Final norm*: nothing in it trains. *Logits*: of 256
-# tokens. On top came the adapter, its gradient that waits (lesson 2), its 16-bit copy, and hidden states.
+# Line by line, for the last time. *Weights: blocks* went to an eighth (LoRA froze them, NF4 packed them), *weights: all
+# others* to half (16 bits, which the lean preparation left alone). *Optimizer states* are those of 11 million weights,
+# and some are paged. *Batch*: no mask. *Saved activations*: sixteen inputs. *Final norm*: nothing in it trains.
+# *Logits*: of 256 tokens. On top came the adapter, its gradient that waits (lesson 2), its 16-bit copy, and hidden
+# states.
 #
 # **Now switch something off.** The step needs 1.9 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
-# `cria plan kwanzaa --gpu t4 --advise` tries all sets that train the same weights, and keeps those of which none is
+# `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights, and keeps those of which none is
 # both smaller and faster:
 
 # %%

@@ -136,11 +136,11 @@ if DATA == "kwanzaa":
 
 # %%
 bill = ask("plan", "kwanzaa", "--rows", 107)
-for row in bill["rows"] + bill["around"]:
-    print(f"{row['bytes'] / 2**20:9.1f} MiB  {row['name']}")
+for line in bill["lines"] + bill["around"]:
+    print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
 print(f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}")
 assert bill["fits"]
-assert sum(row["bytes"] for row in bill["rows"]) == bill["peak_bytes"]
+assert sum(line["bytes"] for line in bill["lines"]) == bill["peak_bytes"]
 
 
 # %%

@@ -75,11 +75,13 @@ ours = recipes.kwanzaa(A100.device)
 refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
 whole = with_settings(ours, [f"tricks.{one}" for one in refused])
 shape = find_shape(whole.model)
-MATRICES, OTHERS, WAITING = "weights: blocks' matrices", "weights: all others", "blocks: waiting"
+MATRICES, OTHERS, WAITING = "weights: blocks", "weights: all others", "saved activations"
+TRAINED = ("weights: adapter", "gradients", "optimizer states", "16-bit copies of weights")
 bills = {N: per_process(whole, shape, A100.device, "tensor" if N > 1 else "none", N) for N in (1, 2, 4, 8)}
 for N, bill in bills.items():
     held = {line.name: line.bytes for moment in bill.moments if moment.name == "last block" for line in moment.lines}
-    sizes = {"matrices": held[MATRICES], "inside the open block": held["block: kept"] + held["block: open"]}
+    inside = held["open block: saved"] + held["open block: temporary"]
+    sizes = {"matrices": held[MATRICES], "inside the open block": inside}
     sizes |= {"embedding, norms": held[OTHERS], "waiting between blocks": held[WAITING], "peak": bill.peak_bytes}
     print(f"N = {N}:", ", ".join(f"{name} {size / MIB:,.0f}" for name, size in sizes.items()), "MiB")
     assert held[MATRICES] == 2 * 16 * shape.block_linear_weights / N
@@ -92,7 +94,7 @@ def divided(theme: Theme):
     """The peak of a step by rows, for one to eight processes."""
     groups = {
         "blocks' matrices": (MATRICES,),
-        "adapter, its gradients and states": ("weights: added", "gradients", "optimizer states", "weights in 16 bits"),
+        "adapter, its gradients and states": TRAINED,
         "whole: embedding, all that is D wide, logits": (),
     }
     named = {name for names in groups.values() for name in names}

@@ -37,25 +37,31 @@ def test_a_plan_is_what_the_command_prints(run_cria):
     more = {"rows": 107, "longest": True, "nproc": 2, "settings": ["lr=1e-3"], "model": "smollm2"}
     assert json.loads(stdout) == cria_tricks.plan("kwanzaa", gpu="t4", **more).to_dict()
     answer = cria_tricks.plan("kwanzaa", gpu="t4")
-    assert run_cria("plan", "kwanzaa", "--gpu", "t4")[1].rstrip() == str(answer)
+    *shown, empty, more = (line.rstrip() for line in run_cria("plan", "kwanzaa", "--gpu", "t4")[1].splitlines())
+    assert "\n".join(shown) == str(answer)
+    assert (empty, more.partition(":")[0]) == ("", "more")
     assert (answer.front, answer.longest, answer.prices) == (None, None, None)
     assert not {"front", "longest", "prices"} & set(answer.to_dict())
     assert cria_tricks.plan("kwanzaa", gpu="t4", model="llama-3.1-70b").fits is False
 
 
-def test_a_plan_reads_like_data_and_like_text():
+def test_a_plan_reads_like_data_and_like_text(capsys):
     answer = cria_tricks.plan("kwanzaa", gpu="t4", rows=107)
-    assert sum(line.bytes for line in answer.rows) == answer.peak_bytes
-    assert sum(line.bytes for line in answer.rows + answer.around) == answer.needed_bytes <= answer.capacity_bytes
+    assert sum(line.bytes for line in answer.lines) == answer.peak_bytes
+    assert sum(line.bytes for line in answer.lines + answer.around) == answer.needed_bytes <= answer.capacity_bytes
     assert answer.fits
     assert answer.ladder[-1].peak_bytes == answer.peak_bytes
     assert {price.flavor for price in answer.prices} == {"t4-small", "t4-medium"}
-    short, whole = repr(answer), str(answer)
-    assert "fits: needs" in short
-    assert all(line.name in short for line in answer.rows)
-    assert "the ladder" in whole
-    assert "the ladder" not in short
-    assert "\x1b" not in whole, "no colours, so that it can be written into a file"
+    said = str(answer)
+    assert repr(answer) == said
+    assert "fits: needs" in said
+    assert all(f"{line.name} " in said and line.why in said for line in answer.lines)
+    assert "The ladder" not in said
+    assert "\x1b" not in said, "no colours, so that it can be written into a file"
+    answer.show(toggles=True, ladder=True)
+    whole = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert said.splitlines()[:25] == whole.splitlines()[:25]
+    assert all(title in whole for title in ("The ladder", "Each toggle alone", "What you would lose"))
 
 
 def test_every_form_of_a_recipe_gives_the_same(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -275,10 +276,19 @@ def test_doctor_and_tricks(run_cria):
     code, stdout, _ = run_cria("tricks")
     assert code == 0
     answering = 1  # flash_decoding has no toggle, and works everywhere
-    assert stdout.count("works") == sum(entry["status"] == "works" for entry in found["toggles"]) + answering
+    lines = [line.split() for line in stdout.splitlines()]
+    works = sum(entry["status"] == "works" for entry in found["toggles"])
+    assert sum("works" in line[1:3] for line in lines) == works + answering
+    assert stdout.startswith(f"{works} of {len(found['toggles'])} toggles work on ")
     code, stdout, _ = run_cria("tricks", "--json")
     assert code == 0
-    assert [row["name"] for row in json.loads(stdout)][:3] == ["mixed_precision", "int8", "nf4"]
+    listed = json.loads(stdout)
+    assert [row["name"] for row in listed][:3] == ["mixed_precision", "int8", "nf4"]
+    here = {f"tricks.{one}": is_ for row in listed for one, is_ in row["here"].items() if "=" in one}
+    assert here == status
+    off = {one: saved for row in listed for one, saved in row["off_the_capstone_bytes"].items()}
+    plan = json.loads(run_cria("plan", "kwanzaa", "--gpu", "t4", "--json")[1])
+    assert off == {entry["set"]: entry["saved_bytes"] for entry in plan["removed"]}
 
 
 @pytest.fixture
@@ -292,7 +302,7 @@ def estimator(monkeypatch):
     monkeypatch.setattr("cria_tricks.tricks.folds.estimate", estimate)
 
 
-def test_hardware(run_cria, estimator, monkeypatch):
+def test_hardware(run_cria, estimator):
     code, stdout, stderr = run_cria(
         "hardware", "--model", "llama-3.1-8b", "--tokens", "1000000", "--budget", "9", "--json"
     )
@@ -301,10 +311,9 @@ def test_hardware(run_cria, estimator, monkeypatch):
     assert (found["model"], found["tokens"], found["budget"]) == ("llama-3.1-8b", 1_000_000, 9)
     assert found["cheapest"] == {"full": None, "lora": "a100-large", "qlora": "t4-small"}
     assert found["guide"][1]["flavors"] == ["t4-medium", "a10g-small"]
-    monkeypatch.setattr(app.screen, "_width", 120)
     code, stdout, _ = run_cria("hardware", "--model", "llama-3.1-8b", "--kind", "production")
     assert code == 0
-    assert "needs 149.6 GiB of 14.7 GiB" in stdout
+    assert "t4-small      14.7 GiB  needs 149.6 GiB " in stdout
     assert "The guide recommends" in stdout
     assert trust.TIME in " ".join(stdout.split())
     assert f"list of {PRICES_DATE}" in " ".join(stdout.split())
@@ -340,13 +349,62 @@ def test_explain(run_cria):
     assert json.loads(stdout)["name"] == "int8"
 
 
-def test_help_names_the_commands():
+GROUPS = {
+    "Before you train": ("plan", "hardware"),
+    "Train": ("train", "launch"),
+    "After training": ("chat", "eval", "verify", "merge", "publish"),
+    "Learn the techniques": ("tricks", "explain"),
+    "Check this machine": ("doctor", "report"),
+}
+
+
+def test_help_lists_the_commands_in_groups():
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "cria_tricks", "--help"], capture_output=True, text=True, check=True,
-        env={**os.environ, "COLUMNS": "100"},
-    )  # fmt: skip
-    for command in ("train", "tricks", "explain", "doctor", "hardware", "chat", "eval", "verify", "merge", "publish"):
-        assert command in done.stdout
+        [sys.executable, "-m", "cria_tricks", "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    *_, boxes = done.stdout.partition("╭─ Options")
+    said = [[line.strip("│╭╰─╮╯ ") for line in box.splitlines()] for box in boxes.split("╭─")[1:]]
+    found = {lines[0]: [line.split()[0] for line in lines[1:] if line] for lines in said}
+    for (title, commands), (group, words) in zip(found.items(), GROUPS.items(), strict=True):
+        assert title.startswith(group)
+        assert [word for word in commands if word in words] == list(words)
+    assert "--install-completion" in done.stdout
+    assert "Usage: cria [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize("command", [command for commands in GROUPS.values() for command in commands])
+def test_each_command_has_an_example_that_its_options_know(command, run_cria, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, stdout, _ = run_cria(command, "--help")
+    assert code == 0
+    example = re.search(r"Example: cria (.*)", stdout)
+    assert example
+    name, *words = shlex.split(example[1])
+    assert name == command
+    wanted = typer.main.get_command(main.app).commands[command]
+    with wanted.make_context(command, words) as context:  # it parses them, and runs nothing
+        assert not context.args
+
+
+def test_completion_knows_the_commands():
+    environment = {**os.environ, "_CRIA_COMPLETE": "complete_bash", "COMP_WORDS": "cria pl", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cria_tricks"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == ["plan"]
+
+
+def test_a_pipe_is_as_wide_as_it_needs_unless_columns_says_otherwise(run_cria, monkeypatch):
+    asked = ("explain", "nf4")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    whole = run_cria(*asked)[1]
+    card = whole.partition("\nFrom scratch")[0].splitlines()
+    assert max(len(line.rstrip()) for line in card) > 200
+    assert "[bytes]" in whole, "a unit in brackets is no colour"
+    monkeypatch.setenv("COLUMNS", "60")
+    card = run_cria(*asked)[1].partition("\nFrom scratch")[0].splitlines()
+    assert max(map(len, card)) <= 60
 
 
 def test_a_folder_with_anything_a_run_would_write_is_refused_and_left_alone(run_cria, few_rows, tmp_path):

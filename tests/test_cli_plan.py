@@ -10,8 +10,8 @@ from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, PRICES_DATE
 from cria_tricks.predict.toggles import LADDER
 
-CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "rows", "suggestions"}
-ROW = {"name", "bytes", "why"}
+CONTRACT = {"model", "gpu", "capacity_bytes", "peak_bytes", "fits", "method", "lines", "suggestions"}
+LINE = {"name", "bytes", "why"}
 
 
 def test_the_document_holds_what_scripts_read(run_cria):
@@ -22,9 +22,9 @@ def test_the_document_holds_what_scripts_read(run_cria):
     assert (found["model"], found["gpu"], found["method"]) == ("llama-3.2-1b", "Tesla T4", "closed_form")
     assert found["capacity_bytes"] == 15_828_320_256
     assert found["fits"] is True
-    assert all(set(row) == ROW and row["why"] for row in found["rows"] + found["around"])
-    assert sum(row["bytes"] for row in found["rows"]) == found["peak_bytes"]
-    assert sum(row["bytes"] for row in found["rows"] + found["around"]) == found["needed_bytes"]
+    assert all(set(row) == LINE and row["why"] for row in found["lines"] + found["around"])
+    assert sum(row["bytes"] for row in found["lines"]) == found["peak_bytes"]
+    assert sum(row["bytes"] for row in found["lines"] + found["around"]) == found["needed_bytes"]
     assert {"set", "peak_bytes", "fits"} <= set(found["suggestions"][0])
     slowdowns = [round(entry["slowdown"], 2) for entry in found["suggestions"]]
     assert slowdowns == sorted(slowdowns)
@@ -40,8 +40,9 @@ def test_what_does_not_fit_says_what_to_flip_and_leaves_with_3(run_cria):
     sets = ["--set", "tricks.chunked_loss=false", "--set", "tricks.gradient_checkpointing=false"]
     code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", *sets, "--set", "train.batch_size=4")
     assert code == 3
-    assert "DOES NOT FIT" in stdout.upper()
-    assert "what to flip, the smallest slowdown first" in stdout
+    assert "verdict  does not fit: needs " in stdout
+    assert "GiB too much" in stdout
+    assert "What to switch on, the smallest slowdown first" in stdout
     assert "tricks.chunked_loss=true" in stdout
 
 
@@ -57,15 +58,44 @@ def test_each_toggle_alone_each_removed_and_the_ladder(run_cria):
     assert all(entry["after_bytes"] == found["peak_bytes"] for entry in found["removed"])
     for entry in found["alone"] + found["removed"]:
         assert entry["saved_bytes"] == entry["before_bytes"] - entry["after_bytes"]
-    code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4")
-    assert code == 0
-    for title in ("each toggle alone", "each toggle taken away from the whole", "the ladder: one after the other"):
-        assert title in stdout
-    assert "FITS" in stdout.upper()
+    tables = {
+        "--toggles": ("Each toggle alone", "What you would lose by switching one off"),
+        "--ladder": ("The ladder: toggles added one after the other",),
+    }
+    short = run_cria("plan", "kwanzaa", "--gpu", "t4")[1]
+    for option, titles in tables.items():
+        code, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", option)
+        assert code == 0
+        assert all(title in stdout and title not in short for title in titles)
+    stdout = run_cria("plan", "kwanzaa", "--gpu", "t4", "--toggles")[1]
+    assert [line.split() for line in stdout.splitlines() if line.startswith("gradient_checkpointing=true")] == [
+        ["gradient_checkpointing=true", "20.4", "GiB", "10.9", "GiB", "less", "1.24", "times", "slower"],
+        ["gradient_checkpointing=true", "4.6", "GiB", "3.1", "GiB", "more", "1.34", "times", "faster"],
+    ]
+    assert "-" not in "".join(line for line in stdout.splitlines() if " more" in line or " less" in line)
+
+
+def test_the_answer_leads_with_verdict_peak_time_and_price(run_cria):
+    """Four lines, before anything else, and each fits a terminal of 80 columns."""
+    _, stdout, _ = run_cria("plan", "kwanzaa", "--gpu", "t4", "--rows", "107")
+    lines = [line.rstrip() for line in stdout.splitlines()[:5]]
+    assert lines == [
+        "verdict  fits: needs 1.9 GiB of 14.7 GiB on Tesla T4, 12.9 GiB to spare",
+        "peak     1.5 GiB at the loss; the largest part: weights, 1023.0 MiB",
+        "time     5.5 min to train, 8.2 s an optimizer step, right within a factor of two",
+        f"price    $0.04 on t4-small, the cheapest of 2 (Hugging Face Jobs, {PRICES_DATE})",
+        "",
+    ]
+    assert max(map(len, lines)) <= 80
+    lead = run_cria("plan", "kwanzaa", "--gpu", "t4")[1].splitlines()[:4]
+    assert [line.split()[0] for line in lead] == ["verdict", "peak", "time", "price"]
+    assert "give --rows N" in lead[3]
+    narrow = run_cria("plan", "kwanzaa", "--gpu", "t4", "--set", "data.max_length=8192", "--set", "train.batch_size=7")
+    assert narrow[1].startswith("verdict  may not fit: needs 13.")
 
 
 def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
-    asked = ("plan", "kwanzaa", "--gpu", "t4", "--advise", "--longest", "--rows", "107")
+    asked = ("plan", "kwanzaa", "--gpu", "t4", "--front", "--longest", "--rows", "107")
     code, stdout, _ = run_cria(*asked, "--json")
     assert code == 0
     found = json.loads(stdout)
@@ -79,7 +109,11 @@ def test_advice_longest_and_prices_are_there_when_asked_for(run_cria):
         assert json.loads(stdout)["fits"] is fits
     code, stdout, _ = run_cria(*asked)
     assert code == 0
-    for words in ("toggle sets of which none is both smaller and faster", "longest row that fits: ", "t4-small: "):
+    for words in (
+        "toggle sets that no other set beats in both memory and time",
+        "longest row that fits: ",
+        "t4-small: ",
+    ):
         assert words in stdout
 
 
@@ -138,7 +172,7 @@ def test_a_dry_run_counts_the_same_within_what_is_promised(run_cria):
     assert code == 0, stderr
     counted, by_hand = json.loads(stdout), json.loads(run_cria(*asked)[1])
     assert (counted["method"], by_hand["method"]) == ("dry_run", "closed_form")
-    assert sum(row["bytes"] for row in counted["rows"]) == counted["peak_bytes"]
+    assert sum(row["bytes"] for row in counted["lines"]) == counted["peak_bytes"]
     assert set(counted) == set(by_hand)
     assert -0.01 <= by_hand["peak_bytes"] / counted["peak_bytes"] - 1 <= 0.05
 

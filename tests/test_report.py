@@ -28,7 +28,7 @@ def test_rows_sum_to_the_estimate_and_the_rest_is_unexplained(device):
     memory = bill("lora sdpa", 1, 512, device=device)
     report = compare(memory, run(2_000_000_000, 3_000_000_000, 1_000_000_000))
     found = report["estimate"]
-    assert sum(row["bytes"] for row in found["rows"]) == report["estimated_peak_bytes"]
+    assert sum(row["bytes"] for row in found["lines"]) == report["estimated_peak_bytes"]
     assert found["measured_bytes"] == 3_000_000_000, "the largest step's"
     assert report["estimated_peak_bytes"] + found["unexplained_bytes"] == found["measured_bytes"]
     assert found["ratio"] == report["estimated_peak_bytes"] / 3_000_000_000

@@ -145,7 +145,7 @@ def made(**changed: Any) -> dict[str, Any]:
     compared = {
         "estimated_peak_bytes": 60 * MIB,
         "estimate": {
-            "rows": [{"name": "weights", "bytes": 60 * MIB, "why": "as they are stored"}],
+            "lines": [{"name": "weights", "bytes": 60 * MIB, "why": "as they are stored"}],
             "measured_bytes": 50 * MIB,
             "unexplained_bytes": -10 * MIB,
             "ratio": 1.2,
@@ -190,7 +190,7 @@ A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the as
 |---|---|---|
 | weights | 60.0 MiB | as they are stored |
 | **estimated** | 60.0 MiB | the sum |
-| unexplained | -10.0 MiB | what no row accounts for |
+| unexplained | -10.0 MiB | what no line accounts for |
 | **measured** | 50.0 MiB | estimated is 1.200 of it |
 
 ## Data

@@ -35,7 +35,7 @@ import cria_tricks
 
 answer = cria_tricks.plan("kwanzaa", gpu="t4", rows=107)
 reveal_type(answer.needed_bytes)
-reveal_type(answer.rows[0].why)
+reveal_type(answer.lines[0].why)
 reveal_type(cria_tricks.train("smoke", resume=True))
 reveal_type(cria_tricks.estimate("kwanzaa").fits)
 reveal_type(cria_tricks.__version__)

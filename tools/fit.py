@@ -138,20 +138,20 @@ def bytes_of(shape: Shape) -> dict[str, Any]:
     by = ("stored", "accumulates")
     table("gradients before", by, over(by, lambda memory: _rows(memory, ("gradients",), "loss")))
     table("gradients", ("stored",), over(("stored",), lambda memory: _rows(memory, ("gradients",), "optimizer step")))
-    ends = ("final norm", "head in 16 bits", "weights in 16 bits", "hidden states of trained tokens", "logits",
-            "capped logits", "head's gradient")  # fmt: skip
+    ends = ("final norm", "16-bit copy of the head", "16-bit copies of weights", "hidden states for the loss", "logits",
+            "capped logits", "head gradient")  # fmt: skip
     by = ("stored", "gradient_checkpointing", "activation_offload", "chunked_loss")
     for moment in ("loss", "log-softmax", "head", "last norm"):
         table(moment, by, over(by, functools.partial(_rows, names=ends, moment=moment)))
     by = ("stored", "accumulates")
-    table("embedding", by, over(by, lambda memory: _rows(memory, ("embedding's gradient",), "embedding")))
+    table("embedding", by, over(by, lambda memory: _rows(memory, ("embedding gradient",), "embedding")))
     _blocks(shape, stored, of_kernel, table)
     return {"classes": {"stored": {"by": STORED, "is": classes}, "kernel": kernels}, "parts": parts}
 
 
-FIXED = ("weights: blocks' matrices", "weights: all others", "weights: added", "optimizer states", "batch")
+FIXED = ("weights: blocks", "weights: all others", "weights: adapter", "optimizer states", "batch")
 ALWAYS = ("matrices", "others", "states")
-INSIDE = ("gradients", "weights in 16 bits", "block: kept", "block: open")
+INSIDE = ("gradients", "16-bit copies of weights", "open block: saved", "open block: temporary")
 MOMENTS = {
     "loss": ("batch", "gradients before", "waiting: loss", "loss"),
     "log-softmax": ("batch", "gradients before", "waiting: loss", "log-softmax"),
@@ -209,7 +209,7 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
                 found["batch"][number, kernel, checkpointed] = _rows(memory, FIXED[4:])
                 for moment in ("loss", "forward", "last block", "first block", "frozen block"):
                     waits = found.setdefault(f"waiting: {moment}", {})
-                    waits[where[:-1]] = _rows(memory, ("blocks: waiting",), moment)
+                    waits[where[:-1]] = _rows(memory, ("saved activations",), moment)
                     if moment != "loss":
                         inside = _rows(memory, INSIDE, moment)
                         found.setdefault(moment, {})[where] = inside and _that_can_be_largest(inside)

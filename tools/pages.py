@@ -115,10 +115,10 @@ def build() -> None:
 
 GROUPS = {
     "weights": ("weights:",),
-    "gradients": ("gradients", "embedding", "head's"),
+    "gradients": ("gradients", "embedding", "head"),
     "optimizer states": ("optimizer",),
-    "blocks, kept and open": ("block",),
-    "logits and loss": ("final norm", "head in", "weights in", "hidden states", "logits", "capped"),
+    "saved activations, open block": ("saved", "open block"),
+    "logits and loss": ("final norm", "16-bit", "hidden states", "logits", "capped"),
 }
 """The rows of a bill that the map tells apart, by how their names begin."""
 

@@ -64,7 +64,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             *markdown_table(COLUMNS, _origin(made)),
             "",
             "`provenance.json` holds all of it, with the recipe, every metric and, where memory could be estimated, "
-            "the estimate row by row.",
+            "the estimate line by line.",
             "",
             "## Use",
             "",

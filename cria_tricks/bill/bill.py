@@ -17,7 +17,7 @@ WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
 """Bytes of the workspaces of a step, which needs them twice: the backward pass runs in a thread of its own, and each
 thread has its own cuBLAS handle."""
 
-STATE = ("weights: blocks' matrices", "weights: all others", "weights: added", "gradients", "optimizer states")
+STATE = ("weights: blocks", "weights: all others", "weights: adapter", "gradients", "optimizer states")
 """Names of the lines for weights, gradients and optimizer states, whose bytes do not depend on the batch."""
 
 
@@ -66,7 +66,7 @@ class Bill:
     def workspaces(self) -> Line:
         """The memory in which a GPU's matrix products work. It holds no tensor, but torch's allocator counts it."""
         needed = WORKSPACES * (self.facts.device.kind == "cuda")
-        return Line("cuBLAS workspaces", needed, "one for the forward pass's thread, one for the backward pass's")
+        return Line("cuBLAS workspaces", needed, "one each for forward and backward")
 
     @property
     def allocated_bytes(self) -> int:
@@ -78,7 +78,7 @@ class Bill:
         """The lines of what a GPU holds besides the step's tensors; none on a CPU."""
         if self.facts.device.kind != "cuda":
             return ()
-        return (Line("CUDA context", CONTEXT, "driver and kernels, loaded as they are needed"), self.workspaces)
+        return (Line("CUDA context", CONTEXT, "driver and kernels"), self.workspaces)
 
     @property
     def needed_bytes(self) -> int:

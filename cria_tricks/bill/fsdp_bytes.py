@@ -238,7 +238,7 @@ def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list
     for step in steps:
         if step.name == "last block":
             # The saved activations of all blocks but the last.
-            saved += [line for line in step.lines if line.name == "blocks: waiting"]
+            saved += [line for line in step.lines if line.name == "saved activations"]
     # First block: of the root and of the block, the weights and the buffer that they came in.
     first = _unsharded_lines(sizes, roots=2, blocks=2, gradients=0)
     # Last block: its weights and its buffer, and the buffer of the block before.
@@ -257,11 +257,11 @@ def _unsharded_lines(sizes: _Sizes, *, roots: int, blocks: int, gradients: int) 
     """
     return (
         Line(
-            "weights: whole",
+            "weights: unsharded",
             roots * sizes.root + blocks * sizes.block,
-            f"{roots} x embedding, last norm, head, {blocks} x a block; buffers included",
+            f"{roots} x embedding and head, {blocks} x a block",
         ),
-        Line("gradients: whole", gradients, "as they were made, and on their way"),
+        Line("gradients: unsharded", gradients, "before and during the reduce-scatter"),
     )
 
 

@@ -30,7 +30,7 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
     size = 0
     if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
         size = copied * memory.compute_itemsize
-    return Line("weights in 16 bits", size, "autocast's copies of what trains, until the forward pass ends")
+    return Line("16-bit copies of weights", size, "by autocast, until the forward pass ends")
 
 
 def normalised(memory: StepFacts) -> int:
@@ -58,10 +58,10 @@ def _loss(memory: StepFacts) -> tuple[Line, ...]:
     if memory.offloaded:  # saved tensors come back from the host later, when their operation runs backward
         norm = head = 0
     return (
-        Line("final norm", norm, "its input, and what a trained head and norm need for their gradients"),
-        Line("head in 16 bits", head, "autocast's copy, kept for the gradient of what it multiplied"),
-        Line("logits", 3 * n * shape.vocabulary * FP32, "n V: log-softmax, and two gradients"),
-        Line("capped logits", n * shape.vocabulary * a * shape.caps_logits, "n V: what came out of their tanh"),
+        Line("final norm", norm, "for its gradients and a trained head's"),
+        Line("16-bit copy of the head", head, "by autocast, for its input's gradient"),
+        Line("logits", 3 * n * shape.vocabulary * FP32, "log-softmax and 2 gradients, in fp32"),
+        Line("capped logits", n * shape.vocabulary * a * shape.caps_logits, "after the tanh that caps them"),
     )
 
 
@@ -76,9 +76,9 @@ def _log_softmax(memory: StepFacts) -> tuple[Line, ...]:
         head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
         Line("final norm", _final_norm(memory), "its input and output"),
-        Line("head in 16 bits", head, "autocast's copy"),
+        Line("16-bit copy of the head", head, "by autocast"),
         cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else blocks save them
-        Line("logits", logits, "n V: as the head gave them, in fp32, log-softmax"),
+        Line("logits", logits, "as computed, in fp32, and log-softmax"),
     )
 
 
@@ -107,5 +107,5 @@ def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
         kept = 0
     return (
         Line("final norm", kept, "its input and output"),
-        Line("head's gradient", opened, "as the product gives it and in fp32, beside what it multiplies"),
+        Line("head gradient", opened, "as computed, in fp32, and its factors"),
     )

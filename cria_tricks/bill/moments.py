@@ -168,8 +168,8 @@ def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tup
         return with_head, with_head
     to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
     return (
-        replace(gradients, bytes=embedding + point.learnt, why="fp32, of the head and of what is behind the point"),
-        replace(gradients, bytes=gradients.bytes - to_come, why="fp32, of all but what is before the point"),
+        replace(gradients, bytes=embedding + point.learnt, why="fp32: the head, the last block so far"),
+        replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come"),
     )
 
 
@@ -188,24 +188,23 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     if memory.joins_documents:
         rows = memory.batch
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
+    others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
+    if shape.experts > 1:
+        others += ", experts"
     return (
-        Line("weights: blocks' matrices", memory.block_weight_bytes, f"{shape.layers} blocks, as they are stored"),
-        Line(
-            "weights: all others",
-            leftovers * memory.other_weight_itemsize,
-            "embedding, head if it is another, norms, biases, experts",
-        ),
-        Line("weights: added", added * FP32, "what trains beside them, in fp32"),
-        Line("optimizer states", _states(memory), f"two of {memory.optimizer_state_bits} bits for each trained weight"),
-        Line("batch", 3 * n * IDS + positions + mask, "numbers of tokens, labels, cosines and sines, the mask"),
+        Line("weights: blocks", memory.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored"),
+        Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
+        Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
+        Line("optimizer states", _states(memory), f"2 of {memory.optimizer_state_bits} bits for each trained weight"),
+        Line("batch", 3 * n * IDS + positions + mask, "token ids, labels, positions, mask"),
     )
 
 
 def _inside(point: block.Point) -> tuple[Line, Line]:
     """Return the two lines of the open block."""
     return (
-        Line("block: kept", point.kept, f"one block up to the {point.operation}"),
-        Line("block: open", point.opened, f"results and gradients around the {point.operation}"),
+        Line("open block: saved", point.kept, f"up to the {point.operation}"),
+        Line("open block: temporary", point.opened, f"at the {point.operation}"),
     )
 
 
@@ -237,7 +236,7 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
         through -= tensors.get(FIRST_NORM, 0)  # and so does the first copy
     why = waits.why + frozen.why
     open_too = waits.open_too
-    everything = Line("blocks: waiting", blocks * each + through, f"{blocks} blocks x {why}")
+    everything = Line("saved activations", blocks * each + through, f"{blocks} blocks x {why}")
     others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
     # Pinned tensors are freed only when the whole backward pass has run.
     one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
@@ -284,14 +283,14 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
         one = pinned
         if not memory.offloaded:
             one += _block_input(memory)
-        return _Frozen(each=pinned, pinned=pinned, below=below * one, why=f", and {below} x the frozen ones'")
+        return _Frozen(each=pinned, pinned=pinned, below=below * one, why=f", {below} x frozen blocks")
     each = pinned
     if not memory.offloaded:
         each = sum(block.kept(operations).values())
         if memory.hidden_itemsize == FP32:  # the copy saves the same fp32 input, so count it once
             each -= _block_input(memory)
     between = memory.learning_blocks - 1
-    why = f", and {between} x the frozen ones'"
+    why = f", {between} x frozen blocks"
     return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
 
 
@@ -300,7 +299,7 @@ def _block_input(memory: StepFacts) -> int:
 
 
 def _gradients(memory: StepFacts) -> Line:
-    return Line("gradients", memory.trained_weights * FP32, "fp32, one for each trained weight")
+    return Line("gradients", memory.trained_weights * FP32, "fp32, one number for each trained weight")
 
 
 def _embedding_gradient(memory: StepFacts) -> Line:
@@ -310,9 +309,9 @@ def _embedding_gradient(memory: StepFacts) -> Line:
     many = 2 * memory.shape.tied + memory.accumulates
     came = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
     return Line(
-        "embedding's gradient",
+        "embedding gradient",
         many * memory.shape.embedding_weights * FP32 + came,
-        "the head's, its own, and their sum, and what they are made from",
+        "with the head's if tied, and its source",
     )
 
 

@@ -40,4 +40,4 @@ class WaitingBytes:
 
 def everything(block: BlockTensors) -> WaitingBytes:
     """Return the bytes without checkpointing and offloading: each block keeps all that its operations save."""
-    return WaitingBytes(block.kept, 0, "all that their operations keep")
+    return WaitingBytes(block.kept, 0, "all that its operations save")

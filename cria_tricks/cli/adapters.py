@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cria_tricks.cli.app import Base, Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.cli.app import ADAPTER, Base, Json, Offline, OtherBase, app, aside, screen
 from cria_tricks.common import waiting
+from cria_tricks.common.console import table
 from cria_tricks.common.startup import importing
 from cria_tricks.common.units import human
 
 
-@app.command()
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria chat runs/smoke/adapter --prompt 'What is umoja?'")
 def chat(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
@@ -60,7 +60,7 @@ def chat(
             return
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=ADAPTER, epilog="Example: cria eval runs/kwanzaa/adapter --with-base")
 def evaluate(
     adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
     data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
@@ -89,16 +89,14 @@ def evaluate(
         print(json.dumps(found, indent=2, allow_nan=False))
         return
     head, *rows = scores_table(found)
-    table = Table(title=f"{found['rows']} rows, mean and 95 % interval", title_justify="left")
-    for column in head:
-        table.add_column(column)
+    shown = table(*head)
     for row in rows:
-        table.add_row(*row)
-    screen.print(table, highlight=False)
+        shown.add_row(*row)
+    screen.wrapped(f"[bold]{found['rows']} rows, mean and 95 % interval[/]", "", shown, "")
     screen.print(f"to read: {Path(found['out']) / 'eval.md'}", markup=False, highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria verify runs/smoke/adapter")
 def verify(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     as_json: Json = False,
@@ -115,7 +113,7 @@ def verify(
     screen.print(f"whole: {found.files} files, {human(found.bytes)}, every sha256 as written", highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria merge runs/kwanzaa/adapter")
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write; merged beside the adapter when left out.")] = None,
@@ -142,7 +140,7 @@ def merge(
     screen.print(f"merged into {found['base']}, {found['dtype']}: {found['merged']}", highlight=False, markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria publish runs/kwanzaa/adapter me/kwanzaa --tag v0.1.0")
 def publish(
     adapter: Annotated[Path, typer.Argument(help="The folder of an adapter, or of a merged or trained model.")],
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Where on the Hugging Face hub.")],

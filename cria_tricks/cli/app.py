@@ -4,20 +4,31 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from cria_tricks.common.console import Aside
+from cria_tricks.common.console import Aside, Screen
 
-screen = Console(soft_wrap=True)
+screen = Screen(soft_wrap=True)
 """Standard output."""
 aside = Aside()
 """Standard error, for everything that is not the answer."""
 app = typer.Typer(
     name="cria",
     help="Fit LLM fine-tuning into a small GPU, and see what every trick costs.",
-    add_completion=False,
+    epilog="Start: cria plan kwanzaa --gpu t4, then cria train smoke. Each command has an example: cria plan --help",
     pretty_exceptions_enable=False,
 )
+
+
+# The groups of ``cria --help``, in the order in which the commands are registered.
+PLAN = "Before you train: does it fit, how long, at what price?"
+TRAIN = "Train"
+ADAPTER = "After training: use your adapter"
+LEARN = "Learn the techniques"
+MACHINE = "Check this machine"
+
+# The groups of options, where a command has several.
+SHOWN = "What to show"
+OUTPUT = "Output and network"
 
 
 # Of click, which newer versions of typer carry inside: an unknown option or command, a missing argument.
@@ -60,8 +71,17 @@ def _go_offline(wanted: bool) -> bool:
 
 
 Offline = Annotated[
-    bool, typer.Option("--offline", callback=_go_offline, help="Ask no network; take what is here and in the caches.")
+    bool,
+    typer.Option(
+        "--offline",
+        callback=_go_offline,
+        help="Ask no network; take what is here and in the caches.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document, and nothing else, to stdout.", rich_help_panel=OUTPUT),
+]

@@ -23,10 +23,10 @@ from cria_tricks.processes.exit import leave, unforeseen
 
 # Each registers its commands, in the order of ``cria --help``.
 # isort: off
-from cria_tricks.cli import train  # noqa: F401
 from cria_tricks.cli import plan  # noqa: F401
-from cria_tricks.cli import techniques  # noqa: F401
+from cria_tricks.cli import train  # noqa: F401
 from cria_tricks.cli import adapters  # noqa: F401
+from cria_tricks.cli import techniques  # noqa: F401
 # isort: on
 
 
@@ -72,7 +72,7 @@ def _run() -> int | None:
     """
     numbers.refuse_odd_numbers()
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], prog_name="cria", standalone_mode=False)
     except (SystemExit, Interrupted):
         raise
     except BaseException:

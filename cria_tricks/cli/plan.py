@@ -10,11 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from cria_tricks.cli.app import Json, Offline, app, screen
+from cria_tricks.cli.app import PLAN, SHOWN, Json, Offline, app, screen
 from cria_tricks.common import interrupts
+from cria_tricks.common.console import table
 from cria_tricks.common.startup import importing
 from cria_tricks.common.units import duration, human, money
 
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
 
 
-@app.command()
+MORE = "[dim]more: --toggles, --ladder, --front, --longest, --rows N; as data: --json[/]"
+"""The last line of the answer of ``cria plan``."""
+
+
+@app.command(rich_help_panel=PLAN, epilog="Example: cria plan kwanzaa --gpu t4 --rows 107")
 def plan(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
@@ -31,9 +36,28 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
-    advise: Annotated[bool, typer.Option("--advise", help="Try all toggle sets: bytes against time.")] = False,
-    longest: Annotated[bool, typer.Option("--longest", help="Find the longest row that fits.")] = False,
-    rows: Annotated[int | None, typer.Option(help="Training rows; then time and price are given.")] = None,
+    toggles: Annotated[
+        bool,
+        typer.Option(
+            "--toggles", help="Show each toggle alone, and what you lose by switching one off.", rich_help_panel=SHOWN
+        ),
+    ] = False,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Show the toggles added one after the other.", rich_help_panel=SHOWN)
+    ] = False,
+    front: Annotated[
+        bool,
+        typer.Option(
+            "--front",
+            "--advise",
+            help="Try all toggle sets, and show the best in memory and time.",
+            rich_help_panel=SHOWN,
+        ),
+    ] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Find the longest row that fits.", rich_help_panel=SHOWN)
+    ] = False,
+    rows: Annotated[int | None, typer.Option(help="Training rows; minutes and price need them.")] = None,
     rows_full: Annotated[
         bool, typer.Option("--rows-full", help="Take every row as data.max_length tokens; else the data's are read.")
     ] = False,
@@ -53,19 +77,20 @@ def plan(
             rows=rows,
             nproc=nproc,
             dry_run=dry_run,
-            advise=advise,
+            advise=front,
             longest=longest,
             rows_full=rows_full,
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        found.show(Console())
+        found.show(screen, toggles=toggles, ladder=ladder)
+        screen.wrapped("", MORE)
     if not found.fits:
         raise typer.Exit(3)
 
 
-@app.command()
+@app.command(rich_help_panel=PLAN, epilog="Example: cria hardware --model llama-3.1-8b --budget 9")
 def hardware(
     model: Annotated[str, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = "llama-3.2-1b",
     tokens: Annotated[int | None, typer.Option(help="Of the whole run, every epoch counted.")] = None,
@@ -92,25 +117,24 @@ def hardware(
 
 def _print_advice(found: "Advice") -> None:
     from cria_tricks.predict.machines import METHODS
-    from cria_tricks.predict.words import in_words
+    from cria_tricks.predict.words import in_words, verdict
 
-    screen.print(
-        f"[bold]{found.model}[/]: {found.parameters / 1e9:.2f} billion parameters; {found.tokens:,} tokens in rows of "
-        f"{found.tokens_per_row:,} ({found.kind})\n",
-        highlight=False,
-    )
-    table = Table(title="What we estimate, on one machine each", title_justify="left")
-    for column in ("machine", *METHODS.values()):
-        table.add_column(column, no_wrap=True)
+    lead = Table.grid(padding=(0, 2))
+    lead.add_row("[bold]model[/]", f"{found.model}, {found.parameters / 1e9:.2f} billion parameters")
+    lead.add_row("[bold]run[/]", f"{found.tokens:,} tokens, in rows of {found.tokens_per_row:,} ({found.kind})")
+    for name, ways in verdict(found):
+        lead.add_row(f"[bold]{name}[/]", ways)
+    shown = table("machine", "memory", *METHODS.values())
     for flavor in dict.fromkeys(option.flavor for option in found.options):
-        table.add_row(flavor, *(_cell(option) for option in found.options if option.flavor == flavor))
-    screen.print(table)
+        here = [option for option in found.options if option.flavor == flavor]
+        shown.add_row(flavor, human(here[0].capacity_bytes), *map(_cell, here))
+    screen.wrapped(lead, "", "[bold]What we estimate, on one machine each[/]", "", shown)
     for paragraph in in_words(found):
-        screen.print(f"\n{paragraph}", highlight=False, markup=False, soft_wrap=False)
+        screen.wrapped("", Text(paragraph))
 
 
 def _cell(option: "Option") -> str:
     if option.minutes is None or option.cost is None:
-        return f"[red]needs {human(option.needed_bytes)} of {human(option.capacity_bytes)}[/]"
+        return f"[red]needs {human(option.needed_bytes)}[/]"
     colour = "yellow" if option.within_budget is False else "green"
     return f"[{colour}]{duration(60 * option.minutes)}, {money(option.cost)}[/]"

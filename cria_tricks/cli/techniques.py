@@ -7,59 +7,71 @@ import contextlib
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from cria_tricks.cli.app import Json, app, aside, screen
+from cria_tricks.cli.app import LEARN, MACHINE, Json, app, aside, screen
+from cria_tricks.common.console import table
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
 from cria_tricks.common.units import human
 
 
-@app.command()
-def report(
-    file: Annotated[Path, typer.Argument(help="What pytest --benchmark-only --benchmark-json FILE wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
-    as_json: Json = False,
-) -> None:
-    """Draw a benchmark run of yours beside the committed ones: the same figures and tables, one device more."""
-    from cria_tricks.bench import compare
-
-    cases = compare.report(file, out)
-    if as_json:
-        print(json.dumps([case.model_dump(mode="json") for case in cases], indent=2, allow_nan=False))
-        return
-    screen.print(f"{len(cases)} cases of {cases[0].device}: {out / 'report.md'}", highlight=False, markup=False)
-
-
-@app.command()
+@app.command(rich_help_panel=LEARN, epilog="Example: cria tricks")
 def tricks(as_json: Json = False) -> None:
-    """List the techniques: what each saves, costs and claims, where it is taught, and whether it works here."""
+    """List the techniques: how to switch each on, whether it works here, what it saves, and its lesson."""
     from cria_tricks.doctor import explain, machine
     from cria_tricks.hardware import this_device
 
     device = this_device()
     toggles = machine.toggles(device)
-    rows = explain.table()
+    status = {entry["set"].removeprefix("tricks."): entry["status"] for entry in toggles}
+    saved = explain.off_the_capstone()
+    rows: list[dict[str, Any]] = [dict(row) for row in explain.table()]
     for row in rows:
-        here = [_status(toggle) for toggle in toggles if toggle["trick"] == row["name"]]
-        row["here"] = "\n".join(here) or "works"
+        settings = row["set"].split(", ")
+        row["here"] = {one: status.get(one, "works") for one in settings}  # what has no toggle works everywhere
+        row["off_the_capstone_bytes"] = {one: saved[one] for one in settings if one in saved}
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(title=f"Techniques, and whether they work on {device.name}", show_lines=True)
-    for column in ("set", "here", *explain.COLUMNS[1:]):
-        table.add_column(column, no_wrap=column in ("set", "here"))
+    shown = table("set", "here", "exact?", "MiB saved", "lesson", numbers=["MiB saved", "lesson"])
     for row in rows:
-        table.add_row(row["set"].replace(", ", "\n"), row["here"], *(row[column] for column in explain.COLUMNS[1:]))
-    screen.print(table)
+        for one, here in row["here"].items():
+            less = _mib(row["off_the_capstone_bytes"].get(one))
+            shown.add_row(one, _coloured(here), row["claim"], less, str(int(row["lesson"][:2])))
+    screen.wrapped(_how_many_work(toggles, device.name), "", shown, "", TRICKS)
 
 
-@app.command()
+TRICKS = (
+    "MiB saved: what the peak of cria plan kwanzaa --gpu t4 would grow by without it; empty where that run does not "
+    "use it.\nOne technique in full: cria explain nf4. Why something does not work here: cria doctor."
+)
+"""What ``cria tricks`` says below its table."""
+
+
+def _mib(saved: int | None) -> str:
+    """Write saved bytes in MiB; what is added is said in words."""
+    if saved is None:
+        return ""
+    size = f"{abs(saved) / 2**20:,.0f}"
+    return size if saved >= 0 else f"adds {size}"
+
+
+def _how_many_work(toggles: list[dict[str, Any]], name: str) -> str:
+    """Say how many toggles work on a device, how many warn and how many are refused."""
+    counts = Counter(entry["status"] for entry in toggles)
+    found = f"{counts['works']} of {len(toggles)} toggles work on {name}"
+    return f"{found}; with a warning: {counts['warning']}; refused: {counts['refused']}"
+
+
+@app.command(rich_help_panel=LEARN, epilog="Example: cria explain nf4")
 def explain(
     trick: Annotated[str, typer.Argument(help="The name of a technique, e.g. nf4.")], as_json: Json = False
 ) -> None:
@@ -72,21 +84,22 @@ def explain(
     if as_json:
         print(json.dumps(dataclasses.asdict(about), indent=2))
         return
-    screen.print(f"[bold]{about.title}[/bold]\n", highlight=False)
-    card = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    card = Table.grid(padding=(0, 2))
     for line, text in about.card.items():
-        card.add_row(line, text)
-    screen.print(card)
+        card.add_row(line, Text(text))
+    screen.wrapped(Text(about.title, style="bold"), "", card)
     sets = "  ".join(f"--set {about.group}.{setting}" for setting in about.settings) or about.command
     for title, code in (
         (f"From scratch, in cria_tricks/{about.group}/{about.name}.py", about.reference),
         (f"In plain code of the libraries; here: {sets}", about.plain),
     ):
-        screen.print(f"\n[bold]{title}[/bold]\n", highlight=False)
-        screen.print(Syntax(code, "python", theme="ansi_dark", background_color="default"))
+        # A Syntax would be cut at the edge of the terminal. Its text is not, and can be copied as it is.
+        coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code)
+        screen.wrapped("", Text(title, style="bold"), "")
+        screen.print(coloured, soft_wrap=True, end="")
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE, epilog="Example: cria doctor --selftest")
 def doctor(
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Look for seven failures of the libraries that raise nothing.")
@@ -112,17 +125,34 @@ def doctor(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    about = Table.grid(padding=(0, 2))
     about.add_column(no_wrap=True)
-    for name, text in _about_the_machine(found):
-        about.add_row(name, text)
-    screen.print(about, highlight=False)
-    table = Table()
-    for column in ("set", "here", "why"):
-        table.add_column(column, no_wrap=column == "set", overflow="fold")
+    works = [entry["set"].removeprefix("tricks.") for entry in found["toggles"] if entry["status"] == "works"]
+    for name, text in (*_about_the_machine(found), ("works", ", ".join(works))):
+        about.add_row(name, Text(text))
+    problems = table("toggle", "here", "why")
     for entry in found["toggles"]:
-        table.add_row(entry["set"], _status(entry), entry["why"])
-    screen.print(table)
+        if entry["status"] != "works":
+            problems.add_row(entry["set"].removeprefix("tricks."), _coloured(entry["status"]), Text(entry["why"]))
+    screen.wrapped(_how_many_work(found["toggles"], found["device"]["name"]), "", about, "")
+    if problems.row_count:
+        screen.wrapped(problems)
+
+
+@app.command(rich_help_panel=MACHINE, epilog="Example: cria report mine.json --out cria-report")
+def report(
+    file: Annotated[Path, typer.Argument(help="What pytest --benchmark-only --benchmark-json FILE wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
+    as_json: Json = False,
+) -> None:
+    """Draw a benchmark run of yours beside the committed ones: the same figures and tables, one device more."""
+    from cria_tricks.bench import compare
+
+    cases = compare.report(file, out)
+    if as_json:
+        print(json.dumps([case.model_dump(mode="json") for case in cases], indent=2, allow_nan=False))
+        return
+    screen.print(f"{len(cases)} cases of {cases[0].device}: {out / 'report.md'}", highlight=False, markup=False)
 
 
 def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -184,13 +214,12 @@ def _collectives(nproc: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))
         return
-    table = Table(title=f"{found['processes']} processes, {found['backend']}", title_justify="left")
-    for column in ("collective", "tensor", "median", "algorithm", "bus"):
-        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    numbers = ("tensor", "median", "algorithm", "bus")
+    shown = table("collective", *numbers, numbers=numbers)
     for entry in found["collectives"]:
         rates = (f"{entry[name] / 1e9:.3f} GB/s" for name in ("algorithm_rate", "bus_rate"))
-        table.add_row(entry["kind"], human(entry["bytes"]), f"{1000 * entry['seconds']:.3f} ms", *rates)
-    screen.print(table)
+        shown.add_row(entry["kind"], human(entry["bytes"]), f"{1000 * entry['seconds']:.3f} ms", *rates)
+    screen.wrapped(f"{found['processes']} processes, {found['backend']}", "", shown)
     for kind, line in found["lines"].items():
         said = f"{kind}: {1000 * line['latency']:.3f} ms + sent bytes / {line['rate'] / 1e9:.3f} GB/s"
         screen.print(f"{said}, off by {line['error']:.0%} at most", highlight=False)
@@ -198,6 +227,6 @@ def _collectives(nproc: int | None, as_json: bool) -> None:
         screen.print(f"note: {note}", highlight=False, markup=False)
 
 
-def _status(entry: dict[str, Any]) -> str:
-    colour = {"works": "green", "warning": "yellow", "refused": "red"}[entry["status"]]
-    return f"[{colour}]{entry['status']}[/]"
+def _coloured(status: str) -> str:
+    colour = {"works": "green", "warning": "yellow", "refused": "red"}[status]
+    return f"[{colour}]{status}[/]"

@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-from cria_tricks.cli.app import Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.cli.app import TRAIN, Json, Offline, OtherBase, app, aside, screen
 from cria_tricks.common import interrupts, waiting
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.processes import numbers
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: cria train smoke --set train.max_steps=5")
 def train(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
     settings: Annotated[
@@ -54,7 +54,7 @@ def train(
     screen.print(f"adapter: {report['adapter']}", f"report:  {folder / 'report.md'}", sep="\n", markup=False)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: cria launch kwanzaa --on torchrun --nproc 2")
 def launch(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
     on: Annotated[str, typer.Option(help="Who starts it: torchrun, accelerate, or hf-jobs on a rented machine.")],
@@ -64,14 +64,30 @@ def launch(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="torchrun: how often lost processes start again.")] = 0,
-    nodes: Annotated[str, typer.Option(metavar="MIN:MAX", help="torchrun: machines that may come and go.")] = "",
-    endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.")] = "",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often lost processes start again.", rich_help_panel="For --on torchrun")
+    ] = 0,
+    nodes: Annotated[
+        str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")
+    ] = "",
+    endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.", rich_help_panel="For --on torchrun")
+    ] = "",
     only_print: Annotated[bool, typer.Option("--print", help="Only print what would be run, or sent.")] = False,
-    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="hf-jobs: where the adapter goes, private.")] = "",
-    flavor: Annotated[str, typer.Option(help="hf-jobs: the machine; auto is the cheapest that it fits on.")] = "auto",
-    timeout: Annotated[str, typer.Option(help="hf-jobs: when it is ended, e.g. 90m; else from the estimate.")] = "",
-    budget: Annotated[float | None, typer.Option(help="hf-jobs: USD that it may cost at most.")] = None,
+    repo: Annotated[
+        str,
+        typer.Option(metavar="OWNER/NAME", help="Where the adapter goes, private.", rich_help_panel="For --on hf-jobs"),
+    ] = "",
+    flavor: Annotated[
+        str, typer.Option(help="The machine; auto is the cheapest that it fits on.", rich_help_panel="For --on hf-jobs")
+    ] = "auto",
+    timeout: Annotated[
+        str,
+        typer.Option(help="When it is ended, e.g. 90m; else from the estimate.", rich_help_panel="For --on hf-jobs"),
+    ] = "",
+    budget: Annotated[
+        float | None, typer.Option(help="USD that it may cost at most.", rich_help_panel="For --on hf-jobs")
+    ] = None,
     other_base: OtherBase = False,
     offline: Offline = False,
 ) -> None:

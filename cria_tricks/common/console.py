@@ -1,6 +1,52 @@
-"""Print sentences for the user on standard error, as plain text, without ever stopping the work."""
+"""Print answers on standard output, as wide as they may be, and sentences on standard error, as plain text."""
 
-from rich.console import Console
+import os
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, ConsoleDimensions
+from rich.table import Table
+
+UNLIMITED = 10_000
+"""The width of output that no terminal shows [columns]."""
+
+
+class Screen(Console):
+    """A console for answers: as wide as the terminal or ``$COLUMNS``; without either, as wide as the answer needs.
+
+    So a pipe, a file and a notebook get whole lines. rich itself would wrap them at 80 columns.
+    """
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """The width and the height in columns and lines; rich takes the width from here."""
+        found = super().size
+        if self.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+            return found
+        return ConsoleDimensions(UNLIMITED, found.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
+    def wrapped(self, *parts: object) -> None:
+        """Print tables and sentences so that they fit the width; brackets in a text are colours."""
+        for part in parts:
+            self.print(part, highlight=False, soft_wrap=False)
+
+
+def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
+    """Make a table without vertical lines. A cell that is too wide for the terminal is wrapped and never cut.
+
+    Args:
+        columns: the heads of the columns; with none of them the table has no head.
+        numbers: the columns that hold numbers; they are right-aligned, and never wrapped.
+    """
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for column in columns:
+        right = column in numbers
+        made.add_column(column, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return made
 
 
 class Aside(Console):

@@ -78,6 +78,25 @@ def money(usd: float) -> str:
     return f"${_rounded(usd):,}"
 
 
+def speed(ratio: float | None) -> str:
+    """Return in words how much slower or faster something became; an empty text if that is not known.
+
+    Args:
+        ratio: the time now, divided by the time before.
+
+    Examples:
+        >>> [speed(ratio) for ratio in (1.336, 0.5, 1.004, None)]
+        ['1.34 times slower', '2.00 times faster', 'as fast', '']
+    """
+    if ratio is None:
+        return ""
+    if abs(ratio - 1) < 0.005:
+        return "as fast"
+    if ratio > 1:
+        return f"{ratio:.2f} times slower"
+    return f"{1 / ratio:.2f} times faster"
+
+
 def _short(number: float, unit: str) -> str:
     """Return a number and its unit, with one decimal if the number rounds to less than ten, else with none."""
     tenths = _rounded(10 * number)

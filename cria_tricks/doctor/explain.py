@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.markdown_table import cell, markdown_table
 from cria_tricks.common.names import hint, nearest, plain
+from cria_tricks.hardware import T4
+from cria_tricks.models.shape import find_shape
 from cria_tricks.parallel import BESIDE, STRATEGIES
+from cria_tricks.predict import toggles
 from cria_tricks.tricks import CARD, INFERENCE, TRICKS, card, trick_name
 
 COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
@@ -128,6 +132,19 @@ def table(group: str = "tricks") -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def off_the_capstone() -> dict[str, int]:
+    """Return how much each toggle of the capstone, the course's run on a T4, takes off its peak [bytes].
+
+    Each is switched off alone, together with the toggles that need it; a toggle that adds bytes has a negative number.
+
+    Returns:
+        Setting, e.g. ``"quantization=nf4"``, -> bytes. Settings that the capstone does not use are left out.
+    """
+    capstone = recipes.kwanzaa(T4)
+    target = toggles.Target(find_shape(capstone.model), T4)
+    return {change.set: change.saved_bytes for change in toggles.removed(target, capstone)}
 
 
 def markdown(group: str) -> str:

@@ -9,6 +9,9 @@ TIME = (
 )
 """The sentence beside estimated minutes; the constant is ``EFFICIENCY`` in ``bill/step_time.py``."""
 
+ROUGHLY = "right within a factor of two"
+"""The same in short, where a time is one of several numbers on a line."""
+
 FITS = (
     "this counts allocated bytes and CUDA's own; PyTorch reserved 3 to 17 % more than was allocated when we replayed "
     "its allocator, and public runs on a T4 of 14.74 GiB fit up to about 13.4 GiB by this count, but not from 13.75 on"

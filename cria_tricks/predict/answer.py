@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from cria_tricks.common.console import Screen
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class BillRow(_Frozen):
+class BillLine(_Frozen):
     """One line of the bill: its name, its bytes, and why it is there."""
 
     name: str
@@ -76,7 +76,8 @@ class Price(_Frozen):
 class PlanAnswer(_Frozen):
     """What a recipe needs on a card, and why.
 
-    ``print(answer)`` shows what ``cria plan`` prints; in a notebook or a Python shell the answer shows its bill.
+    ``print(answer)`` shows what ``cria plan`` prints, and so does the answer itself in a notebook or a Python shell;
+    ``answer.show(toggles=True, ladder=True)`` shows the comparisons, too.
 
     Attributes:
         model: the model's name.
@@ -89,12 +90,13 @@ class PlanAnswer(_Frozen):
         data_rows: the number of training rows whose lengths were read; 0 if all rows were assumed to be full.
         lengths: where the lengths come from, in one sentence.
         capacity_bytes: the memory of the card.
-        peak_bytes: the tensors of a step at its fullest moment; the sum of ``rows``.
-        needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``rows`` and ``around``.
+        peak_bytes: the tensors of a step at its fullest moment; the sum of ``lines``.
+        peak_at: the moment of the step at which that is, e.g. ``loss``.
+        needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``lines`` and ``around``.
         fits: whether ``needed_bytes`` is at most ``capacity_bytes``.
         context: the context length of the model, the longest row that it was made for [tokens]; 0 if it is not known.
-        method: how ``rows`` were computed: ``"closed_form"`` (formulas) or ``"dry_run"``.
-        rows: the lines of the bill.
+        method: how ``lines`` were computed: ``"closed_form"`` (formulas) or ``"dry_run"``.
+        lines: the lines of the bill.
         around: what the card holds besides the tensors of a step, in lines like those of the bill.
         seconds_per_step: the time of an optimizer step [s]; ``None`` for a card whose rates are not known.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
@@ -104,8 +106,8 @@ class PlanAnswer(_Frozen):
         ladder: the toggles added one after the other.
         front: the toggle sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
-        prices: time and price on the rented machines that have this card and room for the run; ``None`` if not asked
-            for.
+        prices: time and price on the rented machines that have this card and room for the run; ``None`` if
+            the number of rows is not known.
     """
 
     model: str
@@ -119,12 +121,13 @@ class PlanAnswer(_Frozen):
     lengths: str
     capacity_bytes: int
     peak_bytes: int
+    peak_at: str
     needed_bytes: int
     fits: bool
     context: int
     method: str
-    rows: list[BillRow]
-    around: list[BillRow]
+    lines: list[BillLine]
+    around: list[BillLine]
     seconds_per_step: float | None
     warnings: list[str]
     suggestions: list[Suggestion]
@@ -139,28 +142,28 @@ class PlanAnswer(_Frozen):
         """Return the answer as plain data, as ``cria plan --json`` prints it, without what was not asked for."""
         return self.model_dump(exclude_unset=True)
 
-    def show(self, screen: "Console") -> None:
-        """Print the answer as ``cria plan`` does."""
+    def show(self, screen: "Screen | None" = None, *, toggles: bool = False, ladder: bool = False) -> None:
+        """Print the answer as ``cria plan`` does.
+
+        Args:
+            screen: where to print; standard output when left out.
+            toggles: print ``alone`` and ``removed``, too.
+            ladder: print ``ladder``, too.
+        """
         # rich takes a while to import, and an answer that is not shown does not need it.
+        from cria_tricks.common.console import Screen
         from cria_tricks.predict import plan_screen
 
-        plan_screen.show(self.to_dict(), screen)
+        plan_screen.show(self.to_dict(), screen or Screen(force_jupyter=False), toggles=toggles, ladder=ladder)
 
     def __str__(self) -> str:
-        return _as_text(self.to_dict())
+        # Imported late for the same reason as in show().
+        from cria_tricks.common.console import Screen
+
+        page = io.StringIO()
+        # Without force_jupyter=False rich displays the text in a notebook and writes nothing to the page.
+        self.show(Screen(file=page, force_jupyter=False))
+        return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
 
     def __repr__(self) -> str:
-        tables = ("alone", "removed", "ladder", "front")
-        return _as_text({name: value for name, value in self.to_dict().items() if name not in tables})
-
-
-def _as_text(found: dict[str, Any]) -> str:
-    # Imported late for the same reason as in PlanAnswer.show.
-    from rich.console import Console
-
-    from cria_tricks.predict import plan_screen
-
-    page = io.StringIO()
-    # Without force_jupyter=False rich displays the text in a notebook and writes nothing to the page.
-    plan_screen.show(found, Console(file=page, force_jupyter=False))
-    return page.getvalue().rstrip()
+        return str(self)

@@ -119,7 +119,7 @@ def _averaging(memory: StepFacts, optimizer_step: Moment) -> Moment:
 
     It comes just before the optimizer step, so everything of that moment is alive, too.
     """
-    flat = Line("gradients: averaged", memory.trained_weights * FP32, "in one tensor, which travels")
+    flat = Line("gradients: all-reduce copy", memory.trained_weights * FP32, "all gradients in one flat tensor")
     return Moment("averaging", (*optimizer_step.lines, flat))
 
 
@@ -223,7 +223,7 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     """
     k = part.recipe.tricks.gradient_accumulation
     under_way = k if part.recipe.parallel.pipeline_schedule == "gpipe" else min(part.stages - part.number, k)
-    kept = next(line.bytes for line in steps[0].lines if line.name == "blocks: waiting")
+    kept = next(line.bytes for line in steps[0].lines if line.name == "saved activations")
     logits = 0
     if part.has_head and "log-softmax" in memory.loss_moments(memory):  # the full loss, of all tokens at once
         logits = memory.all_tokens * part.shape.vocabulary
@@ -232,9 +232,9 @@ def _other_micro_batches(part: StagePart, memory: StepFacts, steps: list[Moment]
     put_out = logits * memory.product_itemsize
     neighbours = 2 - (part.number == 0) - part.is_last  # a stage at either end has one neighbour only
     return (
-        Line("blocks: other micro-batches", (under_way - 1) * kept, f"{under_way - 1} more are under way"),
-        Line("pipeline: logits", under_way * put_out, "put out, and kept until the backward pass"),
-        Line("pipeline: buffers", k * hidden * neighbours, f"what comes in, for all {k} micro-batches"),
+        Line("saved: other micro-batches", (under_way - 1) * kept, f"activations and logits of {under_way - 1} more"),
+        Line("pipeline: logits", under_way * put_out, "kept until the backward pass"),
+        Line("pipeline: receive buffers", k * hidden * neighbours, f"for all {k} micro-batches"),
     )
 
 

@@ -53,11 +53,11 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
             are taken as that long.
 
     Returns:
-        The fields of :class:`cria_tricks.predict.answer.PlanAnswer` up to ``suggestions``. ``rows`` and ``around`` are
-        lines of the bill (``name``, ``bytes``, ``why``): ``rows`` sum to ``peak_bytes``, which is of the step's tensors
-        in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` is ``None`` for
-        a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``, ``saved_bytes``, ``slowdown`` and
-        ``fits``.
+        The fields of :class:`cria_tricks.predict.answer.PlanAnswer` up to ``suggestions``. ``lines`` and ``around`` are
+        lines of the bill (``name``, ``bytes``, ``why``): ``lines`` sum to ``peak_bytes``, which is of the step's
+        tensors in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` is
+        ``None`` for a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``, ``saved_bytes``,
+        ``slowdown`` and ``fits``.
 
     Raises:
         BadInput: for a toggle that cannot work on the card or with the model, or a dry run of several processes.
@@ -66,9 +66,9 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     if dry and target.processes > 1:
         raise BadInput(f"--dry-run with --nproc {target.processes}: it runs one process; leave one of them out")
     setting = target.bill(recipe)
-    lines = setting.memory.lines
+    lines, moment = setting.memory.lines, setting.memory.peak.name
     if dry:
-        lines = _dry_lines(recipe, plan)
+        lines, moment = _dry_lines(recipe, plan)
     around = setting.memory.around
     peak = sum(line.bytes for line in lines)
     needed = peak + sum(line.bytes for line in around)
@@ -86,12 +86,13 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "lengths": lengths.in_words,
         "capacity_bytes": capacity,
         "peak_bytes": peak,
+        "peak_at": moment,
         "needed_bytes": needed,
         "fits": needed <= capacity,
         "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
-        "rows": [asdict(line) for line in lines],
-        "around": [asdict(row) for row in around],
+        "lines": [asdict(line) for line in lines],
+        "around": [asdict(line) for line in around],
         "seconds_per_step": _seconds_per_step(setting, plan, lengths),
         "warnings": [*plan.warnings, *doubts(target, recipe, needed)],
         "suggestions": [_suggestion(change) for change in toggles.suggestions(target, recipe)],
@@ -220,8 +221,8 @@ def _setting(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _dry_lines(recipe: Recipe, plan: Any) -> tuple[Line, ...]:
-    """Return the two lines of a dry run's bill: the weights, and all other bytes at the peak."""
+def _dry_lines(recipe: Recipe, plan: Any) -> tuple[tuple[Line, ...], str]:
+    """Return the two lines of a dry run's bill, weights and all other bytes at the peak, and the moment of the peak."""
     # transformers takes seconds to import, and only a dry run needs it.
     from transformers import AutoConfig
 
@@ -231,7 +232,8 @@ def _dry_lines(recipe: Recipe, plan: Any) -> tuple[Line, ...]:
     config = config.get("text_config") or config  # of a model that also takes images, the part for text
     run = dry_run(plan, AutoConfig.for_model(**config), recipe.train.batch_size, recipe.data.max_length)
     moment = max(run.moments, key=lambda name: run.moments[name])  # the one with the highest peak
-    return (
-        Line("weights", run.weights_bytes, "the loaded model, what is added to it included"),
+    lines = (
+        Line("weights", run.weights_bytes, "the loaded model, with its adapter"),
         Line("everything else", run.peak_bytes - run.weights_bytes, f"counted in the {moment}"),
     )
+    return lines, moment

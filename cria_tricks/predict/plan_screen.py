@@ -1,35 +1,37 @@
-"""Print the answer of ``cria plan``: the memory bill, and a table for everything else that was asked for."""
+"""Print the answer of ``cria plan``: verdict, peak, time and price, then the memory bill, then what was asked for."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from cria_tricks.common.units import duration, human, money
+from cria_tricks.common.console import Screen, table
+from cria_tricks.common.units import duration, human, money, speed
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 
+COLOURS = {"fits": "green", "may not fit": "yellow", "does not fit": "red"}
+"""The verdicts, each with the colour in which it is printed."""
 
-def show(found: dict[str, Any], screen: Console) -> None:
-    """Print an answer: the bill with its verdict and warnings, then whatever else the answer has.
+
+def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder: bool = False) -> None:
+    """Print an answer: its four lines and its bill, what helps if it does not fit, then whatever was asked for.
 
     Args:
         found: the answer as plain data, from :meth:`cria_tricks.predict.answer.PlanAnswer.to_dict`.
         screen: where to print.
+        toggles: print what each toggle does alone, and what you would lose by switching it off.
+        ladder: print the toggles added one after the other.
     """
+    _show_lead(found, screen)
     _show_bill(found, screen)
-    if found["seconds_per_step"]:
-        screen.print(
-            f"an optimizer step takes {duration(found['seconds_per_step'])}, {trust.TIME}",
-            highlight=False,
-        )
-    for warning in found["warnings"]:
-        screen.print(f"warning: {warning}", markup=False, highlight=False)
+    if found["warnings"]:
+        screen.wrapped("", *(Text(f"warning: {warning}") for warning in found["warnings"]))
     if found["suggestions"] and not found["fits"]:
-        _show_suggestions(found, screen)
-    if "alone" in found:
-        _show_comparisons(found, screen)
+        _show_suggestions(found["suggestions"], screen)
+    if toggles:
+        _show_toggles(found, screen)
+    if ladder:
         _show_ladder(found["ladder"], screen)
     if "front" in found:
         _show_front(found["front"], screen)
@@ -37,119 +39,155 @@ def show(found: dict[str, Any], screen: Console) -> None:
         beyond = ""
         if found["longest"] > found["context"] > 0:
             beyond = f"; the model's context is {found['context']:,}"
-        screen.print(f"\nlongest row that fits: {found['longest']:,} tokens{beyond}", highlight=False)
-    if "prices" in found:
+        screen.wrapped("", f"longest row that fits: {found['longest']:,} tokens{beyond}")
+    if found.get("prices"):
         _show_prices(found["prices"], screen)
 
 
-def _show_bill(found: dict[str, Any], screen: Console) -> None:
-    shared = ""
-    if found["processes"] > 1:
-        shared = f", the fullest of {found['processes']} ({found['strategy']})"
-    method = "by dry run" if found["method"] == "dry_run" else "by hand"
-    screen.print(
-        f"[bold]{found['model']}[/] on {found['gpu']}{shared}, "
-        f"{found['batch']} x {found['tokens']:,} tokens a micro-batch, {method}",
-        highlight=False,
-    )
-    screen.print(f"{found['lengths']}\n", highlight=False, markup=False)
-    table = Table(show_footer=True)
-    table.add_column("what", "peak", no_wrap=True)
-    table.add_column("bytes", human(found["peak_bytes"]), justify="right", no_wrap=True)
-    table.add_column("why")
-    for row in found["rows"]:
-        table.add_row(row["name"], human(row["bytes"]), row["why"])
-    screen.print(table)
-    needs = human(found["needed_bytes"])
-    besides = " + ".join(f"{row['name']} {human(row['bytes'])}" for row in found["around"])
-    if besides:
-        needs += f" (the peak + {besides})"
-    screen.print(f"{_verdict(found)}: needs {needs} of {human(found['capacity_bytes'])}", highlight=False)
+def _show_lead(found: dict[str, Any], screen: Screen) -> None:
+    """Print the four lines that a reader looks for first."""
+    lead = Table.grid(padding=(0, 2))
+    lead.add_column(no_wrap=True, style="bold")
+    lead.add_column(overflow="fold")
+    lead.add_row("verdict", _verdict(found))
+    moment = {"forward": "forward pass"}.get(found["peak_at"], found["peak_at"])
+    lead.add_row("peak", f"{human(found['peak_bytes'])} at the {moment}; {_largest(found)}")
+    lead.add_row("time", _time(found))
+    lead.add_row("price", _price(found))
+    screen.wrapped(lead)
 
 
 def _verdict(found: dict[str, Any]) -> str:
-    return "[green]fits[/]" if found["fits"] else "[red]does not fit[/]"
+    """Say whether the run fits, and by how much."""
+    verdict = "fits" if found["fits"] else "does not fit"
+    if trust.may_not_fit(found["needed_bytes"], found["capacity_bytes"]):
+        verdict = "may not fit"
+    left = found["capacity_bytes"] - found["needed_bytes"]
+    much = "to spare" if left >= 0 else "too much"
+    return (
+        f"[{COLOURS[verdict]}]{verdict}[/]: needs {human(found['needed_bytes'])} of {human(found['capacity_bytes'])} "
+        f"on {found['gpu']}, {human(abs(left))} {much}"
+    )
+
+
+def _largest(found: dict[str, Any]) -> str:
+    """Name what takes most of the peak; lines with the same word before a colon count together."""
+    sizes: dict[str, int] = {}
+    for line in found["lines"]:
+        kind = line["name"].partition(":")[0]
+        sizes[kind] = sizes.get(kind, 0) + line["bytes"]
+    name = max(sizes, key=lambda kind: sizes[kind])
+    return f"the largest part: {name}, {human(sizes[name])}"
+
+
+def _time(found: dict[str, Any]) -> str:
+    if found["seconds_per_step"] is None:
+        return "not known: the card's speed is not on our list"
+    a_step = f"{duration(found['seconds_per_step'])} an optimizer step"
+    prices = found.get("prices")
+    if prices:
+        return f"{duration(60 * _cheapest(prices)['minutes'])} to train, {a_step}, {trust.ROUGHLY}"
+    return f"{a_step}, {trust.ROUGHLY}"
+
+
+def _price(found: dict[str, Any]) -> str:
+    prices = found.get("prices")
+    if prices is None:
+        return "give --rows N, the number of training rows, for minutes and price"
+    if not prices:
+        return "no price: no machine on the list has this card and room for this run"
+    cheapest = _cheapest(prices)
+    among = f", the cheapest of {len(prices)}" if len(prices) > 1 else ""
+    return f"{money(cheapest['cost'])} on {cheapest['flavor']}{among} (Hugging Face Jobs, {PRICES_DATE})"
+
+
+def _cheapest(prices: list[dict[str, Any]]) -> dict[str, Any]:
+    return min(prices, key=lambda price: price["cost"])
+
+
+def _show_bill(found: dict[str, Any], screen: Screen) -> None:
+    """Print the lines of the bill, their sum, and what the card holds besides."""
+    method = "counted by a dry run" if found["method"] == "dry_run" else "computed by formulas"
+    shared = ""
+    if found["processes"] > 1:
+        shared = f", the fullest of {found['processes']} processes ({found['strategy']})"
+    title = f"[bold]{found['model']}[/]{shared}, {found['batch']} x {found['tokens']:,} tokens a micro-batch, {method}"
+    screen.wrapped("", title, Text(found["lengths"], style="dim"), "")
+    bill = table("what", "bytes", "why", numbers=["bytes"])
+    for line in found["lines"]:
+        bill.add_row(line["name"], human(line["bytes"]), line["why"])
+    bill.add_row("peak", human(found["peak_bytes"]), "the sum so far", style="bold")
+    for line in found["around"]:
+        bill.add_row(line["name"], human(line["bytes"]), line["why"])
+    if found["around"]:
+        bill.add_row("needed", human(found["needed_bytes"]), f"of {human(found['capacity_bytes'])}", style="bold")
+    screen.wrapped(bill)
+
+
+def _show(title: str, shown: Table, screen: Screen) -> None:
+    screen.wrapped("", f"[bold]{title}[/]", "", shown)
 
 
 def _yes_or_no(found: dict[str, Any]) -> str:
     return "[green]yes[/]" if found["fits"] else "[red]no[/]"
 
 
-def _table(title: str, columns: Iterable[str], texts: Iterable[str]) -> Table:
-    """Make a table in which the columns named in ``texts`` are left-aligned, and all others (numbers) right-aligned."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
-    return table
+def _show_prices(entries: list[dict[str, Any]], screen: Screen) -> None:
+    title = f"Training alone, at the prices of Hugging Face Jobs' list of {PRICES_DATE}"
+    prices = [f"{price['flavor']}: {duration(60 * price['minutes'])}, {money(price['cost'])}" for price in entries]
+    screen.wrapped("", f"[bold]{title}[/]", "", *prices, Text(f"times are {trust.TIME}", style="dim"))
 
 
-def _show_prices(entries: Iterable[dict[str, Any]], screen: Console) -> None:
-    said = [f"{price['flavor']}: {duration(60 * price['minutes'])}, {money(price['cost'])}" for price in entries]
-    if said:
-        said[0] = f"training alone, at the prices of Hugging Face Jobs' list of {PRICES_DATE}:\n{said[0]}"
-    screen.print("\n".join(said) or "no price: no machine on the list has this card and room for this run",
-                 highlight=False)  # fmt: skip
+def _show_suggestions(entries: list[dict[str, Any]], screen: Screen) -> None:
+    shown = table("--set", "saves", "time", "peak", "fits", numbers=["saves", "peak"])
+    for entry in entries:
+        saved, peak = human(entry["saved_bytes"]), human(entry["peak_bytes"])
+        shown.add_row(entry["set"], saved, speed(entry["slowdown"]), peak, _yes_or_no(entry))
+    _show("What to switch on, the smallest slowdown first", shown, screen)
 
 
-def _show_suggestions(found: dict[str, Any], screen: Console) -> None:
-    columns = ("--set", "saves", "time", "peak", "")
-    table = _table("what to flip, the smallest slowdown first", columns, texts=("--set", ""))
-    for entry in found["suggestions"]:
-        table.add_row(
-            entry["set"],
-            human(entry["saved_bytes"]),
-            _times(entry["slowdown"]),
-            human(entry["peak_bytes"]),
-            _verdict(entry),
-        )
-    screen.print()
-    screen.print(table)
+def _show_toggles(found: dict[str, Any], screen: Screen) -> None:
+    """Print two tables: each toggle alone, and each taken away. Both say what changes, from before to after."""
+    alone = table("switched on", "peak", "memory", "time", numbers=["peak", "memory"])
+    for entry in found["alone"]:
+        named = _with_others(entry, "over")
+        changed = _more_or_less(-entry["saved_bytes"])
+        alone.add_row(named, human(entry["after_bytes"]), changed, speed(entry["slowdown"]))
+    _show("Each toggle alone, over those that it needs", alone, screen)
+    removed = table("switched off", "peak", "memory", "time", numbers=["peak", "memory"])
+    for entry in found["removed"]:
+        named = _with_others(entry, "and")
+        changed = _more_or_less(entry["saved_bytes"])
+        without = None if entry["slowdown"] is None else 1 / entry["slowdown"]
+        removed.add_row(named, human(entry["before_bytes"]), changed, speed(without))
+    _show("What you would lose by switching one off", removed, screen)
 
 
-def _show_comparisons(found: dict[str, Any], screen: Console) -> None:
-    for key, title, beside, before, after in (
-        ("alone", "each toggle alone, over what it needs", "beside", "without", "with it"),
-        ("removed", "each toggle taken away from the whole, with what cannot stay", "and", "without", "with all"),
-    ):
-        table = _table(title, ("toggle", before, after, "saves", "time"), texts=("toggle",))
-        for entry in found[key]:
-            others = [f"[dim]  {beside} {other}[/]" for other in entry["beside"]]
-            table.add_row(
-                "\n".join([entry["set"], *others]),
-                human(entry["before_bytes"]),
-                human(entry["after_bytes"]),
-                human(entry["saved_bytes"]),
-                _times(entry["slowdown"]),
-            )
-        screen.print()
-        screen.print(table)
+def _with_others(entry: dict[str, Any], word: str) -> str:
+    return "\n".join([entry["set"], *(f"[dim]  {word} {other}[/]" for other in entry["beside"])])
 
 
-def _show_ladder(rungs: list[dict[str, Any]], screen: Console) -> None:
-    columns = ("toggle", "peak", "fits", "time of a token")
-    table = _table("the ladder: one after the other", columns, texts=("toggle", "fits"))
+def _more_or_less(change: int) -> str:
+    if not change:
+        return "the same"
+    return f"{human(abs(change))} {'more' if change > 0 else 'less'}"
+
+
+def _show_ladder(rungs: list[dict[str, Any]], screen: Screen) -> None:
+    shown = table("switched on", "peak", "fits", "time of a token", numbers=["peak"])
     first = rungs[0]["seconds_per_token"]  # plain fp32 full fine-tuning, with which the other times are compared
-    for entry in rungs:
-        times = None if first is None else entry["seconds_per_token"] / first
-        table.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), _yes_or_no(entry), _times(times))
-    screen.print()
-    screen.print(table)
+    for number, entry in enumerate(rungs):
+        compared = speed(entry["seconds_per_token"] / first) if number and first is not None else ""
+        shown.add_row(", ".join(entry["set"]), human(entry["peak_bytes"]), _yes_or_no(entry), compared)
+    _show("The ladder: toggles added one after the other, times compared with the first", shown, screen)
 
 
-def _show_front(entries: Iterable[dict[str, Any]], screen: Console) -> None:
-    table = Table(title="toggle sets of which none is both smaller and faster", title_justify="left")
-    for column in ("needs", "fits", "ms a token", "--set"):
-        table.add_column(column, justify="left" if column in ("fits", "--set") else "right", no_wrap=column != "--set")
+def _show_front(entries: list[dict[str, Any]], screen: Screen) -> None:
+    shown = table("needs", "fits", "ms a token", "--set", numbers=["needs", "ms a token"])
     for entry in entries:
         milliseconds = ""
         if entry["seconds_per_token"] is not None:
             milliseconds = f"{1000 * entry['seconds_per_token']:.3f}"
         named = " ".join(entry["set"]) or "as it is"
-        table.add_row(human(entry["needed_bytes"]), _yes_or_no(entry), milliseconds, named)
-    screen.print()
-    screen.print(table)
-
-
-def _times(ratio: float | None) -> str:
-    """Write a ratio of two times, or nothing if it is not known."""
-    return "" if ratio is None else f"x {ratio:.2f}"
+        shown.add_row(human(entry["needed_bytes"]), _yes_or_no(entry), milliseconds, named)
+    _show("The front: toggle sets that no other set beats in both memory and time", shown, screen)

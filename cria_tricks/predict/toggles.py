@@ -9,7 +9,7 @@ from typing import Any
 
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import human
+from cria_tricks.common.units import human, speed
 from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.load.refusals import facts_of, refuse
@@ -274,10 +274,9 @@ def in_words(target: Target, recipe: Recipe) -> str:
 
 
 def _at_the_cost(change: Change) -> str:
-    """Write what a toggle costs in time; nothing if it would be written as x 1.00, or is not known."""
-    if change.slowdown is None or abs(change.slowdown - 1) < 0.005:
-        return ""
-    return f" (time x {change.slowdown:.2f})"
+    """Write what a toggle costs or saves in time; nothing if it is as fast, or if that is not known."""
+    said = speed(change.slowdown)
+    return f" ({said})" if said not in ("", "as fast") else ""
 
 
 def front(target: Target, recipe: Recipe) -> list[Setting]:

@@ -2,27 +2,43 @@
 
 from collections.abc import Sequence
 
-from cria_tricks.common.units import human, money
+from cria_tricks.common.units import duration, human, money
 from cria_tricks.predict.machines import METHODS, Advice, Rule
 
 
-def in_words(found: Advice) -> list[str]:
-    """Write what the table of options cannot show, as a list of paragraphs.
+def verdict(found: Advice) -> list[tuple[str, str]]:
+    """Name the cheapest and the fastest machine for each way to train, each with its minutes and its price."""
+    within = f" within {money(found.budget)}" if found.budget else ""
+    chosen = []
+    for name, best in (("cheapest", found.cheapest), ("fastest", found.fastest)):
+        ways = [f"{METHODS[method]}: {_where(found, method, flavor)}" for method, flavor in best.items()]
+        chosen.append((f"{name}{within}", "\n".join(ways)))
+    return chosen
 
-    They are the guide's recommendations, the cheapest and fastest machines, how far the numbers can be trusted, the
-    guide's rules of thumb, and further notes.
+
+def _where(found: Advice, method: str, flavor: str | None) -> str:
+    """Write one machine with the minutes and the price of a way to train on it."""
+    for option in found.options:
+        if (option.flavor, option.method) == (flavor, method) and option.minutes and option.cost:
+            return f"{flavor}, {duration(60 * option.minutes)}, {money(option.cost)}"
+    return "none of these"
+
+
+def in_words(found: Advice) -> list[str]:
+    """Write what neither the verdict nor the table of options shows, as a list of paragraphs.
+
+    They say how far the numbers can be trusted, what the guide recommends, its rules of thumb, and further notes.
     """
-    said = ["The guide recommends, and by our estimate there fit:"]
+    guide = ["The guide recommends, and by our estimate there fit:"]
     for by in found.guide:
-        said[0] += f"\n- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}"
-    within = ""
-    if found.budget:
-        within = f" within {money(found.budget)}"
-    for title, best in (("Cheapest", found.cheapest), ("Fastest", found.fastest)):
-        named = (f"{name} on {best[method] or 'none of these'}" for method, name in METHODS.items())
-        said.append(f"{title}{within}, by our estimate: {', '.join(named)}.")
-    said.append("Machines that are closer than a factor of two cannot be told apart by these estimates.")
-    return said + [_in_words(rule) for rule in found.rules] + ["\n".join(f"- {note}" for note in found.notes)]
+        guide.append(f"- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}")
+    notes = "\n".join(f"- {note}" for note in found.notes)
+    return [
+        "Machines that are closer than a factor of two cannot be told apart by these estimates.",
+        "\n".join(guide),
+        *(_in_words(rule) for rule in found.rules),
+        notes,
+    ]
 
 
 def _machines(found: Advice, flavors: Sequence[str]) -> str:

@@ -107,10 +107,10 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     found = report["estimate"]
     if found is None:
         return []
-    rows = [(row["name"], human(row["bytes"]), row["why"]) for row in found["rows"]]
+    rows = [(line["name"], human(line["bytes"]), line["why"]) for line in found["lines"]]
     rows.append(("**estimated**", human(report["estimated_peak_bytes"]), "the sum"))
     if found["measured_bytes"] is not None:
-        rows.append(("unexplained", human(found["unexplained_bytes"]), "what no row accounts for"))
+        rows.append(("unexplained", human(found["unexplained_bytes"]), "what no line accounts for"))
         rows.append(("**measured**", human(found["measured_bytes"]), f"estimated is {found['ratio']:.3f} of it"))
     return [
         "## Estimated and measured, largest training step",

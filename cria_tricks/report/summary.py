@@ -145,7 +145,7 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
 
     Returns:
         Two keys; both are ``None`` without an estimate. ``estimated_peak_bytes``: all that CUDA's allocator sees, so
-        with cuBLAS' workspaces and without CUDA's context. ``estimate``: the ``rows`` of the bill, which sum to the
+        with cuBLAS' workspaces and without CUDA's context. ``estimate``: the ``lines`` of the bill, which sum to the
         estimated peak; ``measured_bytes``, the highest peak of a step; ``unexplained_bytes``, which is measured minus
         estimated; and ``ratio``, which is estimated divided by measured. The last three are ``None`` if no step was
         measured.
@@ -164,7 +164,7 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
     return {
         "estimated_peak_bytes": memory.allocated_bytes,
         "estimate": {
-            "rows": lines,
+            "lines": lines,
             "measured_bytes": measured,
             "unexplained_bytes": unexplained,
             "ratio": ratio,

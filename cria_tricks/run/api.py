@@ -99,7 +99,8 @@ def plan(
             where there is none.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
-        rows: the number of training rows; if it is given, the answer has ``prices``.
+        rows: the number of training rows, for ``prices``; when left out, the number that was read with the lengths, and
+            no prices if none were read.
         nproc: the number of processes, with one card each; they share the run by ``ddp`` if the recipe names no
             strategy.
         dry_run: count the bytes in a step of the real modules on tensors without data, which takes seconds, instead of
@@ -116,7 +117,7 @@ def plan(
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
         >>> answer.fits
         True
-        >>> answer.needed_bytes == sum(line.bytes for line in answer.rows + answer.around)
+        >>> answer.needed_bytes == sum(line.bytes for line in answer.lines + answer.around)
         True
         >>> answer.prices[0].flavor
         't4-small'
@@ -135,6 +136,8 @@ def plan(
     target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
     found_lengths = lengths.full(wanted, "--rows-full") if rows_full else _read_lengths(wanted)
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
+    if rows is None:
+        rows = found_lengths.rows or None
     found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
     return PlanAnswer.model_validate(found)
 

@@ -136,7 +136,7 @@ def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTenso
         waits: the rule without offload; it still holds for the additional bytes of the open block.
         block: what one block leaves for its backward pass.
     """
-    return WaitingBytes(block.pinned, waits(block).open_too, "what int8 keeps; the rest is on the host")
+    return WaitingBytes(block.pinned, waits(block).open_too, "what int8 saves; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:

@@ -166,15 +166,16 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     hidden = 2 * a  # bytes for an element of a trained token's hidden state, and for its gradient
     if memory.hidden_itemsize != a:
         hidden += memory.hidden_itemsize  # the picked hidden states, before they are cast
+    picked = memory.trained_tokens * shape.width * hidden
     at_the_loss = (
         Line("final norm", norm, "its input and output"),
-        Line("head in 16 bits", loss.head_copy(memory), "cast once for all chunks"),
+        Line("16-bit copy of the head", loss.head_copy(memory), "by autocast, once for all chunks"),
         loss.cast_copies(memory, kept=memory.checkpointed or memory.offloaded),
-        Line("hidden states of trained tokens", memory.trained_tokens * shape.width * hidden, "and their gradients"),
-        Line("logits", 2 * logits * FP32, f"{TOKENS_PER_CHUNK} tokens x V in fp32, and exp of the same for their sum"),
+        Line("hidden states for the loss", picked, "of trained tokens, with gradients"),
+        Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )
     # In the backward pass of the last norm no logits are left. Its input and five more fp32 tensors are alive.
-    around_norm = Line("final norm", n * shape.width * 6 * FP32, "its input, and results and gradients around it")
+    around_norm = Line("final norm", n * shape.width * 6 * FP32, "its input, its results and gradients")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 

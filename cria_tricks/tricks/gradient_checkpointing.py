@@ -124,9 +124,9 @@ def inputs_wait(block: BlockTensors) -> WaitingBytes:
     again = block.pinned
     if not block.keeps_input:
         again += block.input
-    why = "their inputs"
+    why = "its input"
     if block.joined:
-        why += " and their joins'"
+        why += " and its join"
     return WaitingBytes(block.input + block.pinned + block.joined, again, why)
 
 

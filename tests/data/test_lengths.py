@@ -119,6 +119,8 @@ def test_a_plan_is_of_the_rows_that_are_there_unless_the_worst_case_is_asked_for
     said = " ".join(run_cria(*asked)[1].split())
     assert found["lengths"] in said
     assert "rows taken as full: 1,024 tokens (--rows-full)" in " ".join(run_cria(*asked, "--rows-full")[1].split())
+    counted = [json.loads(run_cria(*asked[:4], *rows, *sets, "--json")[1]) for rows in ([], ["--rows", str(len(ROWS))])]
+    assert counted[0]["prices"] == counted[1]["prices"] != [], "their number is known, so nobody has to give it"
     worst = cria_tricks.plan("smoke", gpu="t4", settings=[*sets[1::2]], rows=1000, rows_full=True)
     assert worst.to_dict() == full
 

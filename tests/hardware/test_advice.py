@@ -6,12 +6,13 @@ from dataclasses import asdict, fields
 import pytest
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import duration, money
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.machines import METHODS, advise, recipe_for
 from cria_tricks.predict.selection_guide import BY_BUDGET, BY_SIZE, recommendation_for
-from cria_tricks.predict.words import in_words
+from cria_tricks.predict.words import in_words, verdict
 from cria_tricks.resolve import resolve
 
 GIB = 2**30
@@ -140,7 +141,6 @@ def test_in_words():
     for words in (
         "by model size (7-13B parameters; always LoRA/PEFT",
         "a10g-large (LoRA, QLoRA) or a100-large (LoRA, QLoRA)",
-        "Cheapest within $30.00, by our estimate: full fine-tuning on none of these, LoRA on a100-large",
         "Machines that are closer than a factor of two cannot be told apart by these estimates.",
         f"Hugging Face Jobs' list of {PRICES_DATE}",
         "4 GB per billion parameters, gives 29.9 GiB. We estimate 15.5 GiB with rows of 512, 17.0 GiB with",
@@ -148,6 +148,16 @@ def test_in_words():
         "Not estimated: v5e-1x1, v5e-2x2, v5e-2x4.",
     ):
         assert words in said
+
+
+def test_the_verdict_names_machines_with_minutes_and_price():
+    found = ask("llama-3.1-8b", budget=30)
+    (cheapest, ways), (fastest, _) = verdict(found)
+    assert (cheapest, fastest) == ("cheapest within $30.00", "fastest within $30.00")
+    full, lora, _ = ways.splitlines()
+    assert full == "full fine-tuning: none of these"
+    option = next(one for one in found.options if (one.flavor, one.method) == (found.cheapest["lora"], "lora"))
+    assert lora == f"LoRA: a100-large, {duration(60 * option.minutes)}, {money(option.cost)}"
 
 
 def test_it_is_plain_json():

@@ -46,6 +46,8 @@ def test_rows_sum_to_the_peak_and_none_is_negative(toggles, batch, tokens):
         assert sum(line.bytes for line in memory.lines) == memory.peak_bytes
         assert all(line.bytes > 0 and line.why for line in memory.lines)
         for moment in memory.moments:
+            short = [len(line.name) <= 28 and len(line.why) <= 60 for line in moment.lines]
+            assert all(short), "so that a screen holds a line"
             assert all(type(line.bytes) is int and line.bytes >= 0 for line in moment.lines), moment.name
             assert moment.bytes <= memory.peak_bytes
         around = sum(line.bytes for line in memory.around)
@@ -73,10 +75,10 @@ def test_every_kind_has_a_bill(toggles, kind):
 
 def test_the_nf4_base_takes_under_a_gigabyte_with_its_16_bit_embedding_inside():
     memory = bill(EVERYTHING)
-    base = row(memory, "weights: blocks' matrices") + row(memory, "weights: all others")
+    base = row(memory, "weights: blocks") + row(memory, "weights: all others")
     assert round(base / MIB) == 980
     once = bill(EVERYTHING.replace(" double", ""))
-    assert round((row(once, "weights: blocks' matrices") + row(once, "weights: all others")) / MIB) == 1023
+    assert round((row(once, "weights: blocks") + row(once, "weights: all others")) / MIB) == 1023
     embedding = 128_256 * 2048 * 2
     assert embedding == 501 * MIB
     norms = 33 * 2048 * 2
@@ -162,7 +164,7 @@ N, D, L, V = 2048, 2048, 16, 128_256
 def test_plain_training_holds_all_weights_four_times():
     memory = bill("", tokens=8)
     weights = 1_235_814_400
-    assert row(memory, "weights: blocks' matrices") == 4 * MATRICES
+    assert row(memory, "weights: blocks") == 4 * MATRICES
     assert row(memory, "weights: all others") == 4 * (weights - MATRICES)
     assert row(memory, "gradients") == 4 * weights
     assert row(memory, "optimizer states") == 8 * weights
@@ -213,7 +215,7 @@ def test_lora_trains_two_thin_matrices_for_each():
 def test_a_head_alone_is_a_copy_and_blocks_keep_nothing():
     memory = bill("head fp16 checkpoint")
     assert memory.facts.trained_weights == V * D
-    assert row(memory, "blocks: waiting") == 0
+    assert row(memory, "saved activations") == 0
     assert not memory.facts.checkpointed, "there is nothing to make again"
     assert [moment.name for moment in memory.moments] == ["loss", "log-softmax", "head", "forward", "optimizer step"]
 
@@ -232,7 +234,7 @@ def test_a_side_network_trains_blocks_and_joins():
 def test_a_side_network_made_again_keeps_the_inputs_of_all_blocks_and_those_of_the_joins():
     """Checkpointing asks for a gradient of the embedding's result, so the frozen blocks are in the way of it."""
     given, joins = L * N * D * 4, 2 * N * D * 4
-    assert row(bill("side sdpa checkpoint"), "blocks: waiting", "loss") == given + joins
+    assert row(bill("side sdpa checkpoint"), "saved activations", "loss") == given + joins
 
 
 def test_a_toggle_of_states_counts_from_the_size_that_bitsandbytes_takes():
@@ -287,16 +289,16 @@ def test_a_mask_is_there_with_several_rows_unless_they_are_packed():
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks():
-    assert row(bill("lora fp16 sdpa checkpoint"), "blocks: waiting", "loss") == L * N * D * 2
-    assert row(bill("lora nf4 fp16 sdpa checkpoint"), "blocks: waiting", "loss") == L * N * D * 4, "raised to fp32"
-    assert row(bill("lora fp16 sdpa checkpoint"), "blocks: waiting", "first block") == N * D * 2
+    assert row(bill("lora fp16 sdpa checkpoint"), "saved activations", "loss") == L * N * D * 2
+    assert row(bill("lora nf4 fp16 sdpa checkpoint"), "saved activations", "loss") == L * N * D * 4, "raised to fp32"
+    assert row(bill("lora fp16 sdpa checkpoint"), "saved activations", "first block") == N * D * 2
 
 
 def test_offloaded_activations_wait_on_the_host_of_a_card_only():
-    assert row(bill("lora fp16 sdpa offload"), "blocks: waiting", "loss") == 0
+    assert row(bill("lora fp16 sdpa offload"), "saved activations", "loss") == 0
     embedded = N * D * 2  # checkpointing asks for a gradient of what the embedding gave, and so that stays
-    assert row(bill("lora fp16 sdpa offload checkpoint"), "blocks: waiting", "loss") == embedded
-    assert row(bill("lora fp16 sdpa offload", device=CPU), "blocks: waiting", "loss") > 0
+    assert row(bill("lora fp16 sdpa offload checkpoint"), "saved activations", "loss") == embedded
+    assert row(bill("lora fp16 sdpa offload", device=CPU), "saved activations", "loss") > 0
 
 
 def test_chunked_loss_holds_the_logits_of_a_chunk():
@@ -315,7 +317,7 @@ def test_gradients_of_a_blocks_own_weights_come_while_it_is_open():
     """Deepest in the scores' gradient: head, MLP and what attention gives through are done, q, k and v are not."""
     memory = bill("", 4, 4096)
     last = next(moment for moment in memory.moments if moment.name == "last block")
-    assert "scores and softmax" in next(line.why for line in last.lines if line.name == "block: open")
+    assert "scores and softmax" in next(line.why for line in last.lines if line.name == "open block: temporary")
     assert row(memory, "gradients", "last block") == 4 * (V * D + 3 * D * 8192 + D * D)
 
 

@@ -254,10 +254,10 @@ def test_a_stage_holds_to_the_byte_what_was_estimated(folder):
 @pytest.mark.parametrize(("stage", "k", "others"), [(0, 8, 2), (1, 8, 1), (2, 8, 0), (0, 2, 1), (0, 1, 0)])
 def test_a_stage_keeps_what_its_other_micro_batches_under_way_keep(stage, k, others):
     found = bill("pipeline", 3, *LORA, f"tricks.gradient_accumulation={k}", stage=stage)
-    one = next(line.bytes for line in moments(found.facts)[0].lines if line.name == "blocks: waiting")
+    one = next(line.bytes for line in moments(found.facts)[0].lines if line.name == "saved activations")
     assert one > 0
     for moment in found.moments[:-1]:
-        assert [line.bytes for line in moment.lines if line.name == "blocks: other micro-batches"] == [others * one]
+        assert [line.bytes for line in moment.lines if line.name == "saved: other micro-batches"] == [others * one]
     under_way, most = 0, 0
     for what, _ in one_forward_one_backward(stage, 3, k):
         under_way += 1 if what == "F" else -1

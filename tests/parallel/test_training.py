@@ -133,7 +133,7 @@ def test_a_pipelines_report_lays_the_estimate_beside_the_measurement(two, base, 
         entry["peak_bytes"] for entry in report["history"] if "peak_bytes" in entry
     )
     assert report["estimate"]["ratio"] == pytest.approx(1, abs=0.05)
-    assert "pipeline: buffers" in {row["name"] for row in report["estimate"]["rows"]}
+    assert "pipeline: receive buffers" in {row["name"] for row in report["estimate"]["lines"]}
     said = report["pipeline"]
     assert (said["data"], said["blocks"], said["schedule"]) == (1, [[0, 0], [1, 1]], "1f1b")
     assert said["idle_share_of_equal_stages"] == 1 / 5

@@ -91,7 +91,7 @@ def test_it_says_what_cria_plan_says(page, capsys):
         assert not found["refused"], (choice, found)
         of_both = (("peak", "peak_bytes"), ("needed", "needed_bytes"), ("capacity", "capacity_bytes"), ("fits", "fits"))
         assert [found[ours] for ours, _ in of_both] == [plan[theirs] for _, theirs in of_both], choice
-        rows, theirs = ({row["name"]: row["bytes"] for row in rows} for rows in (found["rows"], plan["rows"]))
+        rows, theirs = ({row["name"]: row["bytes"] for row in rows} for rows in (found["rows"], plan["lines"]))
         assert rows == theirs, choice
         assert found["seconds"] == pytest.approx(plan["seconds_per_step"], rel=1e-9), choice
         on_one = [price for price in prices if FLAVORS[price["flavor"]].cards == 1]
