@@ -24,7 +24,7 @@ PAGES = ROOT / "docs" / "reference"
 EXAMPLES = {
     "train": "cria train kwanzaa --set data.train=my.jsonl --set train.max_steps=20",
     "launch": "cria launch smoke --on torchrun --nproc 2",
-    "plan": "cria plan kwanzaa --model qwen2.5-3b --gpu t4",
+    "plan": "cria plan kwanzaa --model llama-3.2-3b --gpu t4",
     "hardware": "cria hardware --model llama-3.1-8b --budget 5",
     "report": "cria report mine.json",
     "tricks": "cria tricks",
