@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_every_other_name_is_told_beside_its_field():
 @pytest.mark.parametrize("line", re.findall(r"^\$ (cria \w+ (?!\[).*)$", COMMANDS, re.M))
 def test_an_example_of_a_command_is_understood(line):
     """Its options and arguments are there; nothing is run."""
-    _, name, *words = line.split()
+    _, name, *words = shlex.split(line)
     command = typer.main.get_command(app).commands[name]
     with contextlib.redirect_stdout(io.StringIO()):
         context = command.make_context(name, words)

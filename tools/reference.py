@@ -36,7 +36,7 @@ EXAMPLES = {
     "merge": "cria merge runs/smoke/adapter --out merged",
     "publish": "cria publish runs/smoke/adapter me/my-adapter --tag v0.1.0",
 }
-"""A command line for each command."""
+"""A command line for each command whose own help ends without one."""
 
 
 def commands() -> str:
@@ -50,8 +50,9 @@ def commands() -> str:
         says, usage, rest = text.strip().partition("**Usage**:")
         first = says.strip().split("\n\n")[0]
         rows.append((f"[`cria {name}`](#cria-{name})", cell(" ".join(first.split()))))
-        example = f"**Example**:\n\n```console\n$ {EXAMPLES[name]}\n```"
-        sections.append(f"## `cria {name}`\n\n{says.strip()}\n\n{example}\n\n{usage}{rest}")
+        rest, _, line = rest.partition("\nExample: ")  # the last line of a command's help
+        example = f"**Example**:\n\n```console\n$ {line.strip() or EXAMPLES[name]}\n```"
+        sections.append(f"## `cria {name}`\n\n{says.strip()}\n\n{example}\n\n{usage}{rest.rstrip()}")
     return "\n\n".join([table(("command", "what it does"), rows), *sections])
 
 
