@@ -32,7 +32,7 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
         peaks = [rung["peak_bytes"] / GIB for rung in rungs.values()]
         places = range(len(peaks))
         fits = [rung["fits"] for rung in rungs.values()]
-        bars = {True: theme.series[0], False: theme.quiet}
+        bars = {True: theme.ink, False: theme.quiet}  # no colour: on other pictures colours are parts of the memory
         words = {True: theme.ink, False: theme.quiet}
         axes.barh(places, peaks, color=[bars[ok] for ok in fits], height=0.66)
         for place, peak, ok in zip(places, peaks, fits, strict=True):
