@@ -12,8 +12,8 @@
   };
   const COLAB = { t4: "T4", l4: "L4", a100: "A100" }; // its names for the cards it has
   const GROUPS = [
-    ["weights", /^weights: /], ["gradients", /^(gradients|embedding gradient|head gradient)/], ["optimizer", /^optimizer/],
-    ["activations", /^(saved|open block)/], ["logits and loss", /./], ["batch", /^batch/], ["the card's own", /^(CUDA|cuBLAS)/],
+    ["weights", /^weights: /], ["gradients", /^gradients|^(embedding|head)('s)? gradient/], ["optimizer states", /^optimizer/],
+    ["activations", /^(blocks?: |open block|saved)/], ["logits", /./], ["batch", /^batch/], ["the card's own", /^(CUDA|cuBLAS)/],
   ];
   const models = {};
   let index, state, asked = 0;
