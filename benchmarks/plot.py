@@ -1,6 +1,6 @@
 """Committed results -> figures and tables: draws, and never measures.
 
-    python -m benchmarks.plot                # docs/assets/benchmarks/*.svg, and the tables of README and docs
+    python -m benchmarks.plot                # docs/assets/benchmarks/*.svg, and the tables of docs/benchmarks.md
     python -m benchmarks.plot --into FOLDER  # the same elsewhere, to compare
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of NAME -->``; only what is there is drawn.
@@ -20,7 +20,7 @@ from cria_tricks.bench.style import Drawing
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ASSETS = Path("docs") / "assets" / "benchmarks"
-PAGES = (Path("README.md"), Path("docs") / "benchmarks.md")
+PAGES = (Path("docs") / "benchmarks.md",)
 
 
 def drawings(cases: list[Case]) -> dict[str, Drawing]:

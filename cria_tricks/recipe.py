@@ -5,7 +5,6 @@
 
 import json
 import re
-import reprlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +14,9 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.fields import a_group, find_field, unknown_field
-from cria_tricks.common.names import nearest, same
+from cria_tricks.common.field_errors import in_one_line, line_of
+from cria_tricks.common.fields import find_field, unknown_field
+from cria_tricks.common.names import same
 from cria_tricks.models.catalogue import short_name
 
 
@@ -65,118 +65,158 @@ class Data(_Frozen):
     filters, the check for rows that are in the evaluation set, deduplication, augmentation.
     """
 
-    train: str = Field("nguzo_saba", min_length=1)
-    eval: str = Field("nguzo_saba", min_length=1)
-    max_length: int = Field(2048, ge=8, le=10_000_000, description="tokens per row")
+    train: str = Field("nguzo_saba", min_length=1, description="the training rows", examples=["my.jsonl"])
+    eval: str = Field("nguzo_saba", min_length=1, description="the evaluation rows", examples=["held_out.jsonl"])
+    max_length: int = Field(2048, ge=8, le=10_000_000, description="most tokens of a row", examples=[1024])
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
-    overlap: int = Field(1, ge=1, description="tokens that a row of a text repeats from the one before, untrained")
+    overlap: int = Field(1, ge=1, description="tokens of a text repeated in its next row, untrained", examples=[32])
     stream: bool = Field(False, description="read training rows as they are needed, never all of them")
-    min_words: int = Field(0, ge=0, description="leave shorter rows out")
-    max_words: int = Field(0, ge=0, description="leave longer rows out; 0: no limit")
-    language: str = Field("", pattern=r"^([a-z]{2,3})?$", description="leave others out, e.g. en; empty: any")
+    min_words: int = Field(0, ge=0, description="leave shorter rows out [words]", examples=[5])
+    max_words: int = Field(0, ge=0, description="leave longer rows out [words]; 0: no limit", examples=[2000])
+    language: str = Field("", pattern=r"^([a-z]{2,3})?$", description="leave others out; empty: any", examples=["en"])
     duplicates: Literal["keep", "exact", "near"] = Field("keep", description="which repeated rows are left out")
     leakage: Literal["ignore", "warn", "drop", "error"] = Field(
         "warn", description="what happens to a training row that is an evaluation row, or nearly"
     )
-    shuffle_documents: float = Field(0, ge=0, le=1, description="share of rows that get a copy in another order")
-    drop_uncited: float = Field(0, ge=0, le=1, description="share that get a copy without the documents not cited")
-    drop_cited: float = Field(0, ge=0, le=1, description="share that get a copy without those cited, which refuses")
+    shuffle_documents: float = Field(
+        0, ge=0, le=1, description="share of rows that get a copy with their documents in another order", examples=[0.5]
+    )
+    drop_uncited: float = Field(
+        0, ge=0, le=1, description="share of rows that get a copy without the documents not cited", examples=[0.5]
+    )
+    drop_cited: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="share of rows that get a copy without the cited documents, which refuses",
+        examples=[0.2],
+    )
 
 
 class Tricks(_Frozen):
     """The toggles. A module in ``cria_tricks/tricks/`` implements each of them."""
 
-    gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches per optimizer step")
-    gradient_checkpointing: bool = False
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    quantization: Literal["none", "int8", "nf4", "fp4"] = "none"
-    double_quantization: bool = False
-    peft: Literal["none", "head", "lora", "prompt_tuning", "side_network"] = "none"
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    paged_optimizer: bool = False
-    attention: Literal["eager", "sdpa", "flash_attention_2"] = "eager"
-    expand_kv: bool = False
-    packing: bool = False
-    chunked_loss: bool = False
-    lean_preparation: bool = False
-    activation_offload: bool = False
-    compile: bool = False
+    gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches of a step", examples=[8])
+    gradient_checkpointing: bool = Field(False, description="recompute activations instead of saving them")
+    precision: Literal["fp32", "fp16", "bf16"] = Field(
+        "fp32", description="compute dtype (autocast); trained weights stay in fp32"
+    )
+    quantization: Literal["none", "int8", "nf4", "fp4"] = Field("none", description="how frozen weights are stored")
+    double_quantization: bool = Field(False, description="the scales of 4-bit weights are quantized, too")
+    peft: Literal["none", "head", "lora", "prompt_tuning", "side_network"] = Field(
+        "none", description="which weights train; none: all"
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = Field("adamw", description="32-bit or 8-bit optimizer states")
+    paged_optimizer: bool = Field(False, description="optimizer states may move to host memory")
+    attention: Literal["eager", "sdpa", "flash_attention_2"] = Field("eager", description="which attention runs")
+    expand_kv: bool = Field(
+        False, description="repeat shared K/V heads: the memory-efficient kernel on a T4 for rows without a mask"
+    )
+    packing: bool = Field(False, description="several documents in one packed row, kept apart")
+    chunked_loss: bool = Field(False, description="compute the logits of 256 trained tokens at a time")
+    lean_preparation: bool = Field(False, description="leave out the fp32 copies that the usual preparation makes")
+    activation_offload: bool = Field(False, description="saved activations wait in host memory")
+    compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
 
 class Lora(_Frozen):
     """The size and kind of the adapter when ``tricks.peft = "lora"``."""
 
-    r: int = Field(16, ge=1, le=65_536)
-    alpha: float = Field(32, gt=0, le=1_000_000)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    r: int = Field(16, ge=1, le=65_536, description="rank: columns of A, rows of B", examples=[8])
+    alpha: float = Field(32, gt=0, le=1_000_000, description="the update is scaled by alpha / r", examples=[16])
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs set to 0", examples=[0.05])
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) and not alpha / r")
     dora: bool = Field(False, description="learn the length of each output feature apart from its direction")
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
+        description="the linear layers that get an adapter",
+        examples=["q_proj,v_proj"],
     )
 
 
 class Prompt(_Frozen):
     """The size of the prompt when ``tricks.peft = "prompt_tuning"``."""
 
-    tokens: int = Field(16, ge=1, le=4096, description="learnt vectors in front of every row")
+    tokens: int = Field(16, ge=1, le=4096, description="learnt vectors in front of every row", examples=[32])
 
 
 class Side(_Frozen):
     """The size of the side network when ``tricks.peft = "side_network"``."""
 
-    blocks: int = Field(2, ge=1, le=1000, description="how many blocks, from the last one on, get a trained copy")
+    blocks: int = Field(2, ge=1, le=1000, description="last blocks that get a trained copy", examples=[4])
 
 
 class Train(_Frozen):
     """The optimizer's settings, the run's length, and what happens during the run."""
 
-    batch_size: int = Field(1, ge=1, le=65_536, description="rows per micro-batch")
-    epochs: float = Field(1.0, gt=0, le=1_000_000)
-    max_steps: int = Field(0, ge=0, le=1_000_000_000, description="optimizer steps; 0 means: epochs decide")
-    learning_rate: float = Field(2e-4, gt=0, le=1)
-    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    batch_size: int = Field(1, ge=1, le=65_536, description="rows per micro-batch", examples=[2])
+    epochs: float = Field(1.0, gt=0, le=1_000_000, description="passes over the training rows", examples=[3])
+    max_steps: int = Field(
+        0, ge=0, le=1_000_000_000, description="optimizer steps; 0 means: epochs decide", examples=[20]
+    )
+    learning_rate: float = Field(2e-4, gt=0, le=1, description="the largest, after the warmup", examples=["1e-4"])
+    warmup_ratio: float = Field(
+        0.03, ge=0, lt=1, description="share of the steps in which the learning rate rises", examples=[0.1]
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="how the learning rate goes on after the warmup: down to 0 at the last step, or constant"
     )
-    weight_decay: float = Field(0.0, ge=0, le=100)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, le=100, description="AdamW's weight decay", examples=[0.01])
+    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are shortened to this norm", examples=[0.3])
     eval_steps: int = Field(
-        0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch"
+        0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch", examples=[10]
     )
     save_steps: int = Field(
-        0, ge=0, le=1_000_000_000, description="optimizer steps between checkpoints; 0: every epoch"
+        0, ge=0, le=1_000_000_000, description="optimizer steps between checkpoints; 0: every epoch", examples=[10]
     )
     save_minutes: float = Field(
-        10, ge=0, le=1_000_000, description="minutes between checkpoints, beside save_steps; 0: none"
+        10, ge=0, le=1_000_000, description="minutes between checkpoints, beside save_steps; 0: none", examples=[5]
     )
-    mirror: str = Field("", description="a second folder for checkpoints and results, on Drive for instance")
-    time_budget: Duration = Field(0.0, ge=0, description="stop cleanly within this time; 0: no limit")
-    seed: int = Field(42, ge=0, lt=2**32)
+    mirror: str = Field(
+        "", description="a second folder for checkpoints and results", examples=["/content/drive/MyDrive/run"]
+    )
+    time_budget: Duration = Field(
+        0.0, ge=0, description="stop cleanly within this time [s, or 90s, 20m, 1h30m]; 0: no limit", examples=["80m"]
+    )
+    seed: int = Field(
+        42, ge=0, lt=2**32, description="of new weights, of the order of rows and of dropout", examples=[7]
+    )
     monitor_seconds: float = Field(
-        1.0, ge=0, le=86_400, description="seconds between two samples of the card and of this process; 0: none"
+        1.0, ge=0, le=86_400, description="seconds between two samples of card and process; 0: none", examples=[10]
     )
     profile: bool = Field(False, description="trace a few early steps, and on CUDA keep a snapshot of memory")
-    report_to: Trackers = Field((), description="also write the history for tensorboard or trackio")
+    report_to: Trackers = Field((), description="also write the history for these trackers", examples=["tensorboard"])
 
 
 class Parallel(_Frozen):
     """How several processes share the run. Their number is not a field: it is set where they are started."""
 
-    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model", "pipeline"] = "none"
-    tensor_size: int = Field(2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor")
-    pipelines: int = Field(1, ge=1, le=1024, description="pipelines that share the rows, for pipeline")
+    strategy: Literal["none", "ddp", "fsdp", "tensor", "ddp_tensor", "model", "pipeline"] = Field(
+        "none", description="how processes share the run; none: one process"
+    )
+    tensor_size: int = Field(
+        2, ge=2, le=1024, description="processes that share a block's matrices, for ddp_tensor", examples=[4]
+    )
+    pipelines: int = Field(1, ge=1, le=1024, description="pipelines that share the rows, for pipeline", examples=[2])
     pipeline_schedule: Literal["1f1b", "gpipe"] = Field("1f1b", description="the order of a stage's passes")
-    stage_blocks: str = Field("", description="blocks of each stage of a pipeline, e.g. 18,12; empty: equally many")
-    timeout: Duration = Field(600.0, gt=0, description="how long a process waits for another before it gives up")
+    stage_blocks: str = Field(
+        "", description="blocks of each stage of a pipeline; empty: equally many", examples=["18,12"]
+    )
+    timeout: Duration = Field(
+        600.0, gt=0, description="how long a process waits for another [s, or 90s, 20m, 1h30m]", examples=["20m"]
+    )
 
 
 class Recipe(_Frozen):
     """All settings of one training run."""
 
-    name: str = Field("custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    model: Annotated[str, AfterValidator(short_name)] = Field("smollm2", min_length=1)
+    name: str = Field(
+        "custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run's folder", examples=["mine"]
+    )
+    model: Annotated[str, AfterValidator(short_name)] = Field(
+        "smollm2", min_length=1, description="a short name, a hub id, or a folder", examples=["qwen2.5-0.5b"]
+    )
     data: Data = Data()
     tricks: Tricks = Tricks()
     lora: Lora = Lora()
@@ -212,10 +252,10 @@ def build(values: dict[str, Any], where: str, *, strict: bool = False, text: str
             return Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
         return Recipe.model_validate(values)
     except ValidationError as error:
-        line = _line_of([str(part) for part in error.errors()[0]["loc"]], text)
+        line = line_of([str(part) for part in error.errors()[0]["loc"]], text)
         if line:
             where = f"{where}:{line}"
-        raise BadInput(f"{where}: {_in_one_line(error)}") from None
+        raise BadInput(f"{where}: {in_one_line(error, field_names())}") from None
 
 
 def from_toml(path: str | Path) -> Recipe:
@@ -307,42 +347,3 @@ def field_names() -> list[str]:
         else:
             names.append(name)
     return names
-
-
-def _line_of(place: list[str], text: str) -> int:
-    """Find the line of a TOML file that sets a field, or opens its table; 0 if there is none."""
-    table: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        found = re.match(r"\s*(\[?)\s*([\w.\"'-]+)", line)
-        if not found:
-            continue
-        names = [name.strip("\"'") for name in found[2].split(".")]
-        if found[1]:  # the line opens a table: [train]
-            table = names
-            full = table
-        else:
-            full = [*table, *names]
-        # One of the two names begins with the other. But a line that opens the table around a field does not set it.
-        if full[: len(place)] == place[: len(full)] and (len(full) >= len(place) or not found[1]):
-            return number
-    return 0
-
-
-def _in_one_line(error: ValidationError) -> str:
-    """Say in one line, in our words instead of pydantic's, which field is wrong first, and what would be right."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return unknown_field(key, field_names(), is_table=isinstance(first["input"], dict))
-    message = first["msg"].replace("Input should be", "must be").replace("Value error, ", "").replace("'", "")
-    near = ""
-    if first["type"] == "literal_error" and isinstance(first["input"], str):
-        allowed = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = nearest(first["input"], allowed)
-        if close:
-            near = f"; did you mean {close}?"
-    if first["type"] in ("too_short", "string_too_short"):
-        message = "must not be empty"
-    if first["type"] == "model_type":
-        return f"{key} = {reprlib.repr(first['input'])}: {a_group(key, field_names())}"
-    return f"{key} = {reprlib.repr(first['input'])}: {message[0].lower()}{message[1:]}{near}"

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file
 
-from cria_tricks.adapter.folder import may_be_read, refuse_unsafe, save, verify, write_provenance
+from cria_tricks.adapter.folder import may_be_read, refuse_unsafe, save, trained_over, verify, write_provenance
 from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load.adapter_files import load_side_network, save_weights
@@ -34,6 +34,14 @@ def test_what_is_in_it(folder):
     assert found.bytes == sum((folder / name).stat().st_size for name in listed)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/base"
     assert not folder.with_name("adapter.partial").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"base": 1}', "\xff"])
+def test_a_provenance_that_names_no_base_is_refused(folder, content):
+    assert trained_over(folder) == {}, "there is none"
+    (folder / "provenance.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(BadInput, match=r"provenance.json: does not say what it was trained over: "):
+        trained_over(folder)
 
 
 def test_an_added_file_is_only_noted(folder):

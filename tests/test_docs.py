@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.plot import with_blocks
 from cria_tricks import recipes
-from cria_tricks.common.fields import ALIASES
 from cria_tricks.common.units import duration, human, money
 from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.models.shape import find_shape
@@ -115,14 +114,6 @@ def test_the_table_of_costs_is_what_the_estimate_gives(row):
 def test_the_map_is_what_the_estimate_gives():
     text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
     assert with_blocks(text, {"map": pages.the_map()}) == text, "run: make site"
-
-
-def test_the_table_of_other_names_holds_all_of_them():
-    text = (ROOT / "docs" / "reference" / "training.md").read_text(encoding="utf-8")
-    told = {}
-    for field, names in re.findall(r"^\| `([a-z_.]+)` \| (`.+`) \|$", text, re.M):
-        told |= dict.fromkeys(re.findall(r"`(\w+)`", names), field)
-    assert told == ALIASES
 
 
 @cache

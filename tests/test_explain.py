@@ -1,4 +1,4 @@
-"""``cria explain`` and the table: told from the modules, the README's is theirs, and the plain code runs."""
+"""``cria explain`` and the table: told from the modules, the page's tables are theirs, and the plain code runs."""
 
 import ast
 import inspect
@@ -24,11 +24,12 @@ SPREAD = (*STRATEGIES.values(), *BESIDE)
 NAMES = [trick_name(trick) for trick in (*TRICKS, *INFERENCE)]
 
 
-def test_the_readme_has_the_table_as_it_is_made(tmp_path):
-    copy = tmp_path / "README.md"
-    copy.write_text((ROOT / "README.md").read_text())
+def test_the_page_has_the_tables_as_they_are_made(tmp_path):
+    page = "docs/reference/switches.md"
+    copy = tmp_path / "switches.md"
+    copy.write_text((ROOT / page).read_text())
     explain.write_into(copy)
-    assert copy.read_text() == (ROOT / "README.md").read_text(), "run python -m cria_tricks.doctor.explain README.md"
+    assert copy.read_text() == (ROOT / page).read_text(), f"run python -m cria_tricks.doctor.explain {page}"
     assert [row["name"] for row in explain.table()] == NAMES
     assert [row["name"] for row in explain.table("parallel")] == [trick_name(strategy) for strategy in SPREAD]
     assert all(row[column] for row in (*explain.table(), *explain.table("parallel")) for column in explain.COLUMNS)

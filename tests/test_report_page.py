@@ -171,7 +171,7 @@ A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the as
 | trained tokens per second | 52 |
 | peak memory | 50.0 MiB |
 | trainable parameters | 1,234 of 56,789 |
-| seconds, loading and earlier parts included | 1,234 |
+| seconds, with loading and with the time before a resume | 1,234 |
 | device | Tesla T4 |
 | attention kernel | math |
 
@@ -196,7 +196,7 @@ A LoRA adapter for `tiny`, trained with cria_tricks on chat rows, loss on the as
 ## Data
 
 - train: rows of a file; 17 tokens, 14 trained, 2 rows cut, 1 dropped
-- eval: rows held out; 6 tokens, the loss is of 5, 1 rows cut, 3 dropped; chat rows, loss on the assistant's tokens only
+- eval: rows held out; 6 tokens, 5 with a loss, 1 rows cut, 3 dropped; chat rows, loss on the assistant's tokens only
 
 | training rows | rows | words |
 |---|---|---|

@@ -169,6 +169,7 @@ def on_config(config: Any) -> Any:
     """MkDocs: the addresses, which stand in pyproject.toml alone."""
     urls = notebooks.PROJECT["urls"]
     config.site_url = urls["Documentation"]
+    config.repo_url = urls["Repository"]
     config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": urls["Repository"], "name": "Source"}]
     return config
 

@@ -40,15 +40,15 @@ def prepare(adapter: str | Path, repo: str, tag: str = TAG, private: bool = Fals
         - ``bytes``: the sum of their sizes;
         - ``card``: the text of the model card, README.md;
         - ``notes``: warnings about what the user should check before sending;
-        - ``commands``: shell commands that publish the same files without this program, in as many commits as ``hf``
-          takes.
+        - ``commands``: shell commands that publish the same files without this program; ``hf`` splits a folder of
+          many files into several commits.
 
     Raises:
         BadInput: if the folder is damaged or not safe, a file contains a token, or the repository or the tag is not
             named as described.
     """
     folder = usable_path("adapter", adapter)
-    if not is_hub_id(repo) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
         raise BadInput(f"{repo}: is no name of a repository on the hub; write OWNER/NAME")
     if not re.fullmatch(r"v\d+\.\d+\.\d+", tag, re.ASCII):
         raise BadInput(f"--tag {tag}: is no version; write it as {TAG}")
@@ -105,7 +105,9 @@ def push(prepared: dict[str, Any], say: Callable[[str], None] = lambda sentence:
     folder = Path(prepared["folder"])
     repo = prepared["repo"]
     tag = prepared["tag"]
-    network.refuse_offline(f"publish: {repo}: can only be reached over the network", "leave one of the two out")
+    network.refuse_offline(
+        f"publish: {repo}: can only be reached over the network", "publish without --offline and HF_HUB_OFFLINE"
+    )
     network.bound()
     reason = _unusable_base(folder)
     if reason:
@@ -171,7 +173,7 @@ def _refuse_tokens(folder: Path, names: list[str]) -> None:
 
     own = (get_token() or "").encode()
     for name in names:
-        if name.endswith(".safetensors"):  # large, and holds tensors only
+        if name.endswith(".safetensors"):  # large; besides tensors it holds only what save_pretrained wrote
             continue
         content = (folder / name).read_bytes()
         # The user's own token may have another form. Tests set very short ones, which occur in any file by chance.
@@ -223,7 +225,7 @@ def _another_base_there(api: Any, folder: Path) -> str:
         return ""
     try:
         files = {file.rfilename: file.lfs for file in api.model_info(base["name"], files_metadata=True).siblings}
-    except Exception as error:  # gone, gated, or no network; the adapter itself can still be sent
+    except Exception as error:  # gone or gated, or this request failed; the adapter can still be sent
         return f"{base['name']} cannot be compared with the base that this was trained over: {first_line(error)}"
     there = {name: files[name].sha256 for name in base["weights"] if files.get(name)}
     differ = identity.other(base, {"weights": there}, "weights")

@@ -32,13 +32,14 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
         peaks = [rung["peak_bytes"] / GIB for rung in rungs.values()]
         places = range(len(peaks))
         fits = [rung["fits"] for rung in rungs.values()]
-        bars = {True: theme.series[0], False: theme.quiet}
+        bars = {True: theme.ink, False: theme.quiet}  # no colour: on other pictures colours are parts of the memory
         words = {True: theme.ink, False: theme.quiet}
         axes.barh(places, peaks, color=[bars[ok] for ok in fits], height=0.66)
         for place, peak, ok in zip(places, peaks, fits, strict=True):
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=words[ok])
         capacity(axes, theme)
         axes.set_yticks(places, readable(rungs))
+        # The y axis points down, so the first bar is at the top. Above it is room for the label of the T4's line.
         axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(peaks) * 1.12), ylim=(len(peaks) - 0.4, -1.2))
         axes.grid(axis="x")
         return figure
@@ -47,18 +48,23 @@ def ladder(rungs: Mapping[str, Mapping[str, Any]]) -> Drawing:
 
 
 def capacity(axes: Axes, theme: Theme) -> None:
-    """Draw the memory of a T4 as a vertical line through horizontal bars (GiB)."""
+    """Draw the memory of a T4 as a vertical line through horizontal bars, with a label above the first bar.
+
+    Args:
+        axes: the panel: the x axis is in GiB, the first bar is at y = 0, and the y axis points down.
+        theme: the colours.
+    """
     has = T4.memory_bytes / GIB
     axes.axvline(has, color=theme.alarm, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.text(has, -0.75, f" a T4 has {has:.1f} GiB", color=theme.alarm, va="center")
 
 
 def of_cases(cases: Iterable[Case], counted: Mapping[str, Mapping[str, int]]) -> dict[str, Drawing]:
-    """Return the figures that can show a reader's own cases, by name; a figure without data is left out.
+    """Return the figures that can be drawn of any set of cases, by name; a figure without data is left out.
 
     Args:
         cases: cases of any devices.
-        counted: results of the dry runs of growth, by label (see :func:`growth.counted`).
+        counted: results of the dry runs in which one size grows, by label (see :func:`growth.counted`).
     """
     cases = list(cases)
     found: dict[str, Drawing] = {}
@@ -213,7 +219,8 @@ def frontier(result: Mapping[str, Any]) -> Drawing:
                 over = 5 if above else -12
                 beside = 6
                 align = "left"
-                if way == "trl" and x > 0.9 * max(peaks.values()):  # at the right edge there is no room for a name
+                # At the right edge of the figure there is no room for a name. In our results TRL's points reach it.
+                if way == "trl" and x > 0.9 * max(peaks.values()):
                     beside = -6
                     align = "right"
                 axes.annotate(name, (x, y), xytext=(beside, over), textcoords="offset points", color=colour, ha=align)
@@ -282,7 +289,10 @@ def growing(what: str, byte_curves: Sequence[Curve], second_curves: Sequence[Cur
 
 
 def _split(curve: Curve) -> tuple[str, str]:
-    """Split a curve's label into the recipe, which decides the colour, and the place, which decides the marker."""
+    """Split a curve's label into the recipe, which decides the colour, and the rest, which decides the marker.
+
+    The rest is the device, e.g. ``on a T4``. The model's name comes before it, unless the model is what grows.
+    """
     recipe, _, place = curve.label.partition(", ")
     return recipe, place
 
@@ -318,6 +328,7 @@ def errors(cases: Iterable[Case]) -> Drawing:
     def draw(theme: Theme) -> Figure:
         figure, (axes,) = panels(1, height=2.8)
         for number, (device, values) in enumerate(found.items()):
+            # The distribution steps from n / N to (n + 1) / N at its n-th value, so draw the point in the middle.
             shares = [100 * (n + 0.5) / len(values) for n in range(len(values))]
             axes.plot(
                 values, shares, **marked(theme, number), markersize=3.5,

@@ -88,7 +88,10 @@ def readable(labels: Iterable[str]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """Write a number of weights or tokens for an axis: ``1.5B``, ``135M``, ``2k``."""
+    """Write a number of weights or tokens for an axis: ``1.5B``, ``135M``, ``2k``.
+
+    Here k is 1,024: row lengths are powers of two. Below a million, other numbers are written in full.
+    """
     if value >= 1e9:
         return f"{value / 1e9:.2g}B"
     if value >= 1e6:
@@ -99,7 +102,10 @@ def short(value: float) -> str:
 
 
 def picture(name: str, sentence: str) -> str:
-    """Return the HTML of a figure that follows the page's theme, light or dark, with a sentence on what it shows."""
+    """Return the HTML of a figure, with a sentence on what it shows.
+
+    The browser takes the light or the dark file, whichever the reader prefers.
+    """
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
         f'<img alt="{sentence}" src="{name}-light.svg"></picture>'

@@ -94,12 +94,15 @@ def _gate_and_up(memory: StepFacts, source: str, residual: int) -> list[Operatio
     gate, up = (linear(memory, name, source, memory.hidden_itemsize, residual) for name in ("gate_proj", "up_proj"))
     activated_gate = {"activated gate": inner}
     fetched = sum(up.keeps.values())
-    # During up_proj's backward pass the gradient of the activated gate waits beside it. With DoRA it is not added: the
-    # tensors that DoRA saved do not come back all at once, and those still missing are larger than this gradient.
+    # The gradient of the activated gate waits during up_proj's backward pass. Tensors that stay on the device include
+    # the activated gate itself, freed by then and just as large, which stands for that gradient. Tensors from the host
+    # do not, so it is added here. With DoRA it is not: up.keeps counts all tensors that DoRA saved, but they come back
+    # one by one, and those that are not back yet are larger than this gradient.
     if not memory.dora:
         fetched += inner
     activation = Operation(
         "gate's activation",
+        # The product saves the activated gate, but it is listed here because it is alive from here on.
         keeps={"gate": inner, **activated_gate},
         forward=inner,
         backward=residual + 3 * inner,
@@ -142,7 +145,7 @@ def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[O
 
 
 def _norm(memory: StepFacts, name: str) -> Operation:
-    """Bill an RMS norm. It computes in fp32, so it saves an fp32 copy of a 16-bit input, but no copy of an fp32 one."""
+    """Bill an RMS norm. It saves its input in fp32: a copy of a 16-bit input, or the fp32 input itself."""
     elements = memory.all_tokens * memory.shape.width
     x = memory.hidden_itemsize
     keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
@@ -175,8 +178,9 @@ def _experts(memory: StepFacts, residual: int) -> list[Operation]:
     outer = pairs * shape.width * itemsize  # an expert's input, and its output
     inner = pairs * shape.inner * itemsize  # gate, up, and their product
     matrix = shape.experts * shape.width * shape.inner
-    # torch has a kernel that multiplies all experts at once (grouped_mm), for bf16 weights only. Without it,
-    # transformers also makes the gradients of frozen experts' weights.
+    # From compute capability 8.0 on, and on a CPU, torch multiplies all experts at once (grouped_mm). On older cards
+    # transformers loops over the experts, which also makes the gradients of frozen experts' weights. In fp16 and fp32
+    # we bill that loop everywhere, because the dry run's fake tensors can take grouped_mm in bf16 only.
     card = memory.device
     at_once = memory.bf16 and itemsize < FP32 and (card.kind == "cpu" or card.capability >= (8, 0))
     unused_gradient = matrix * itemsize * (not memory.trains_all and not at_once)

@@ -8,11 +8,12 @@ On top of the shards come tensors that are unsharded for a while:
 
 - The root, from the beginning of the forward pass to the end of the backward pass. The root is what lies outside the
   blocks: embedding, last norm and head.
-- The weights of the block that is open, that is, whose forward or backward pass is running. In the forward pass also
-  the buffer into which they were all-gathered, and until they have arrived, the buffer of the block before. In the
-  backward pass instead the buffer of the next block, which is fetched ahead.
-- The gradients of the open block, and those of the block before it, which are being reduce-scattered. With gradient
-  accumulation nothing is reduced before the last micro-batch, so until then all gradients stay unsharded.
+- The weights of the open block, whose forward or backward pass is running. In the forward pass, the buffer into which
+  they were all-gathered is alive as well; and while they arrive, so is the buffer of the block that ran before. In the
+  backward pass, the buffer of the block that comes next is alive instead, because its weights are fetched ahead.
+- The gradients of the open block, and those of the block whose backward pass ran just before, which are being
+  reduce-scattered. With gradient accumulation nothing is reduced before the last micro-batch, so until then all
+  gradients stay unsharded.
 
 Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
@@ -52,7 +53,8 @@ _UNSHARDED = {
     "forward": _Unsharded(blocks=2, reduced=0, gradients=0),
     # The backward pass comes to the last block first, so no other block has gradients yet.
     "last block": _Unsharded(blocks=2, reduced=0, gradients=1),
-    # Blocks that it reaches later: their own gradients, and those of the block before, which are being reduced.
+    # Blocks that it reaches later: their own gradients, and those of the block that ran just before, which are being
+    # reduced.
     "first block": _Unsharded(blocks=2, reduced=1, gradients=2),
     "frozen block": _Unsharded(blocks=2, reduced=1, gradients=2),
     # All blocks are done. The gradients of the first one are still being reduced.
@@ -61,7 +63,7 @@ _UNSHARDED = {
 """The name of a moment of ``bill/moments.py`` -> what is unsharded. In the optimizer step nothing is."""
 
 _FIXED_LINES = 6
-"""How many lines of the first moment of ``bill/moments.py`` live through the whole step; they come first.
+"""How many lines of the first moment of ``bill/moments.py`` we take as alive at the arrivals; they come first.
 
 They are the five lines of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
 micro-batches.
@@ -91,8 +93,8 @@ class _Sizes(NamedTuple):
 
     Attributes:
         shards: the shards of weights, gradients and optimizer states, by the names of their lines (:data:`STATE`).
-        block: the unsharded weights of one block.
-        block_gradients: the unsharded gradients of one block.
+        block: the unsharded weights of one block, with its adapters or its copy.
+        block_gradients: the unsharded gradients of one block that trains.
         reduced_gradients: the shards of the gradients of all blocks.
         root: the unsharded weights of the root.
         root_gradients: the unsharded gradients of the root.
@@ -125,15 +127,19 @@ def _sizes(memory: StepFacts, processes: int) -> _Sizes:
         shards(trained, 2 * FP32),  # the two states of AdamW
     )
     added_in_blocks = _in_blocks(memory, added)
-    blocks = round(itemsize * _elements(stored))
-    blocks += memory.other_weight_itemsize * _elements(small) + FP32 * _elements(added_in_blocks)
+    layers = memory.shape.layers
+    # A side network's copies are only in the last blocks. The largest block counts, so one with a copy.
+    with_added = memory.learning_blocks if memory.learns_beside else layers
+    block = (round(itemsize * _elements(stored)) + memory.other_weight_itemsize * _elements(small)) // layers
+    block += FP32 * _elements(added_in_blocks) // with_added
     trained_in_blocks = [*matrices, *small] if memory.trains_all else added_in_blocks
+    with_gradients = layers if memory.trains_all else with_added
     blocks_gradients = FP32 * _elements(trained_in_blocks)
     added_to_root = _elements(added) - _elements(added_in_blocks)
     return _Sizes(
         shards=dict(zip(STATE, in_order_of_state, strict=True)),
-        block=blocks // memory.shape.layers,
-        block_gradients=blocks_gradients // memory.shape.layers,
+        block=block,
+        block_gradients=blocks_gradients // with_gradients,
         reduced_gradients=shards(trained_in_blocks, FP32),
         root=memory.other_weight_itemsize * _elements(root) + FP32 * added_to_root,
         root_gradients=FP32 * _elements(trained) - blocks_gradients,
@@ -155,7 +161,9 @@ def _tensors(memory: StepFacts) -> tuple[list[_Group], list[_Group], list[_Group
     matrices = [_Group(layers, d_out, d_in * d_out) for d_in, d_out in shape.packable.values()]
     small = [_Group(layers * shape.norms, width, width)]
     small += [_Group(layers, shape.linears[name][1], shape.linears[name][1]) for name in shape.biased]
-    if shape.qk_norm:
+    if shape.qk_norm and shape.norms_whole_queries:  # one norm as wide as all query heads, and one for the keys
+        small += [_Group(layers, wide, wide) for wide in (shape.query_width, shape.kv_width)]
+    elif shape.qk_norm:  # two norms as wide as one head
         small.append(_Group(2 * layers, shape.head_width, shape.head_width))
     if experts > 1:
         # The router; the gate and up projections of all experts in one tensor; their down projections in another.
@@ -163,6 +171,7 @@ def _tensors(memory: StepFacts) -> tuple[list[_Group], list[_Group], list[_Group
     embeddings = 1 if shape.tied else 2  # a head that is not tied is a second matrix of the same shape
     root = [_Group(embeddings, shape.vocabulary, shape.embedding_weights), _Group(1, width, width)]
     if not memory.adapted:
+        # The facts do not tell the shapes of these tensors, so they count as divisible element by element.
         return matrices, small, root, [_Group(count, elements, elements) for count, elements in memory.added]
     added = []
     for name in memory.adapted:
@@ -188,7 +197,8 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
     steps = moments(memory)
     state = {name: size for name, size in sizes.shards.items() if name != "gradients"}
     found = _arrivals(sizes, steps, state)
-    # Here the line "gradients" of ``bill/moments.py`` already has the new gradient of the tied embedding.
+    # With accumulation, the line "gradients" of ``bill/moments.py`` includes the new gradient of a trained embedding
+    # that is also the head, so it is not added again.
     has_root_gradient = memory.accumulates and memory.trains_all and memory.shape.tied
     for moment in steps[:-1]:
         here = _UNSHARDED[moment.name]
@@ -196,12 +206,14 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
         blocks_with_gradients = here.gradients
         if memory.accumulates:
             # Nothing is reduced before the last micro-batch. So the line "gradients" stays as it is, with all gradients
-            # unsharded, and on top come the new gradients of the open block only.
+            # unsharded. On top come the new gradients of one block and, where the head is not tied, those of the root.
             blocks_with_gradients = min(here.gradients, 1)
         else:
             limits["gradients"] = here.reduced * sizes.reduced_gradients
         # The gradients of the root are reduced last, so they are unsharded during the backward pass of all blocks.
+        # (That of an untied embedding comes after all blocks; counting it here is an upper bound.)
         in_backward = moment.name.endswith("block") and not has_root_gradient
+        # At "embedding", without accumulation, the line "gradients" is limited to the blocks' shards.
         root_waits = in_backward or (moment.name == "embedding" and not memory.accumulates)
         gradients = blocks_with_gradients * sizes.block_gradients + root_waits * sizes.root_gradients
         lines = smaller(moment, limits).lines
@@ -212,7 +224,9 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
 
 
 def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list[Moment]:
-    """Return two moments of the forward pass: the weights of the first or last block arrive, and it keeps nothing yet.
+    """Return the two moments of the forward pass at which the weights of the first and of the last block arrive.
+
+    The arriving block has saved no activations yet.
 
     Args:
         sizes: of the process.
@@ -315,7 +329,8 @@ def smaller(moment: Moment, bytes: dict[str, int]) -> Moment:
 
     Args:
         moment: the moment; it is not changed.
-        bytes: the limits by the names of the lines [bytes]. All other lines stay as they are.
+        bytes: the limits by the names of the lines [bytes]. All other lines stay as they are. A shard is never larger
+            than its tensor, so the limit replaces a line that is not empty.
     """
     lines = (replace(line, bytes=min(line.bytes, bytes.get(line.name, line.bytes))) for line in moment.lines)
     return Moment(moment.name, tuple(lines))

@@ -69,8 +69,9 @@ def _backward(memory: StepFacts, name: str, size: Product, unpacked: int) -> int
     of_result = size.made * memory.product_itemsize
     found = of_result + unpacked + size.given * max(a, x)
     if memory.trains_all and memory.accumulates and a < FP32:
-        # The product gives the weight's new gradient in 16 bits. When it is cast to fp32, the result's gradient has
-        # been freed, and so has an input that no other product reads. (``block.points`` adds the fp32 gradient.)
+        # ``block.points`` adds 4 bytes a weight for the new gradient. While the product runs, that gradient has only a
+        # bytes. While it is cast to fp32, both exist, and the saved 16-bit weight, freed by then, stands for the 16-bit
+        # one. By then the result's gradient has been freed, and so has an input that no other product reads.
         own = size.given * a * (x != a or name in ("o_proj", "down_proj"))
         found = largest(found - size.weight * (FP32 - a), found - of_result - own)
     return found
@@ -102,15 +103,16 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     if memory.dropout:
         masked = size.given * _mask_itemsize(memory, x, raised=bool(raised))
         keeps[f"{name}'s dropout"] = masked
-        # The input before and after dropout; a copy that is multiplied is in ``keeps`` already.
+        # With dropout the input exists twice. If it was cast up, both are in fp32 and temporary. If not, only the one
+        # after dropout is new, and temporary only if it is cast to the compute dtype; else it is the saved input.
         raised = 2 * raised or size.given * x * (x != a)
     keeps[f"{name}'s A x"] = n * memory.rank * a
     if a < FP32:
         keeps[f"{name}'s A and B in 16 bits"] = thin * a
-    # The forward pass has three candidates: the base's product, before the adapter's input exists; its result beside
-    # the adapter's input in fp32; and the same with B A x in the result's dtype and the sum of both. When checkpointing
-    # repeats a block, it stops where nothing more is saved. In down_proj that is before B A x. Saved tensors are added
-    # in ``block.py``; those that do not exist yet are subtracted here.
+    # Forward, the largest of three moments counts: the base's product, before the adapter's input exists; its result
+    # beside the adapter's input in fp32; and both of these, B A x in the result's dtype, and the sum. When
+    # checkpointing repeats a block, it stops where nothing more is saved. In down_proj that is before B A x.
+    # ``block.py`` adds the saved tensors at every moment, so those that do not exist yet are subtracted here.
     ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
     beside = 2 * size.made * max(a, o) * (not ends)
     copied = size.given * a * (x != a or bool(raised))
@@ -180,13 +182,16 @@ def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Ope
     first += beside - own * memory.dropout - size.made * a - whole - inside.masked_away
     if not inside.shared and not (memory.dropout and wide == a):
         first -= size.given * a
+    # peft adds (m - 1) W x and m B A x s, in fp32: at most three tensors at once. A repetition stops when B A x is
+    # saved for m B A x, so it has made only the first.
     scaled = size.made * FP32 * (3 - 2 * inside.ends)
     then += beside - inside.sent - whole * (wide == a)  # which is the W of the norms
     scaled -= whole * (wide != a) * memory.keeps_nothing
     forward = largest(lora.forward, first, then + inside.copied * memory.dropout, then + scaled)
-    # Backward: in fp32 the gradients of the result, of both its parts, and of the magnitudes; one in the result's dtype
-    # waits for the base. Later W x and B A x are freed, and the gradient of B A x is alive. The gradient that up_proj
-    # (or k_proj and v_proj) gave for the shared input waits, too.
+    # Backward, the larger of two moments. First four fp32 tensors: the gradients of the result, of its two parts, and
+    # of the magnitudes; a gradient in the result's dtype waits for the base, and so does the one that up_proj (or
+    # k_proj and v_proj) gave for the shared input. Then LoRA's own backward pass: W x has been freed, and the gradient
+    # of B A x has taken the place of B A x.
     shares = size.given * x * (name in ("q_proj", "k_proj", "gate_proj"))
     backward = largest(lora.backward - own, size.made * FP32 * 4 + size.made * o * (o < FP32) + shares)
     return replace(lora, keeps=keeps, forward=forward, backward=backward)
@@ -207,6 +212,7 @@ def _norms(memory: StepFacts, name: str, x: int) -> tuple[int, int]:
     identity = d_in * d_in
     thin = d_in * memory.rank
     weight = d_in * d_out
+    # Offload sends to the host what autograd holds. But what a repeated block saves stays on the device.
     on_device = not memory.offloaded or memory.checkpointed
     cast = identity * a * (a < FP32)
     made = largest(cast + thin * a, cast * on_device + (thin + weight) * a)

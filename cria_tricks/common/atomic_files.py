@@ -111,7 +111,7 @@ def copy_folder(folder: Path, to: Path) -> None:
         shutil.copytree(folder, aside, dirs_exist_ok=True)
         wrong = damage(aside)
         if wrong:
-            raise OSError(0, f"in the copy {wrong}")
+            raise OSError(0, f"in the copy {wrong}")  # new_folder makes an Unwritten of it, with this sentence
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -169,14 +169,14 @@ def damage(folder: Path) -> str:
         return f"{MANIFEST} is missing"
     except _Odd as error:
         return f"{MANIFEST} is damaged: {error}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # unreadable, or other JSON
         return f"{MANIFEST} is damaged"
     for name, written in wanted.items():
         try:
             found = entry(folder / name)
         except FileNotFoundError:
             return f"{name} is missing"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ValueError: no system accepts the name, e.g. with a zero byte
             return f"{name} cannot be read: {getattr(error, 'strerror', None) or error}"
         if found["bytes"] != written["bytes"]:
             return f"{name} has {found['bytes']} bytes, not the {written['bytes']} that were written"
@@ -192,11 +192,14 @@ class _Odd(ValueError):
 def listed(folder: Path) -> dict[str, Any]:
     """Read the manifest: ``bytes`` and ``sha256`` of every file, by the file's path in the folder.
 
-    Its text must be exactly as this module writes it, so that every other program reads the same from it.
+    Its text must be exactly as this module would write it. Otherwise another program could read something else from it,
+    for example from a key that is there twice.
 
     Raises:
-        ValueError: if it lists no file, one file twice, or one outside the folder, or differs in any other way from
-            what this module writes.
+        OSError: if there is no manifest, or it cannot be read.
+        ValueError: if it is not JSON, lists no file, one file twice, or one outside the folder, or is not written as
+            this module writes it.
+        KeyError, TypeError, AttributeError, RecursionError: if its JSON has another form.
     """
     text = (folder / MANIFEST).read_text(encoding="utf-8")
     files = json.loads(text, object_pairs_hook=_each_once)["files"]

@@ -63,7 +63,10 @@ class Aside(Console):
         self.quiet = True
 
     def _check_buffer(self) -> None:
-        """Do so after any ``OSError``, as of a closed terminal (EIO) or a full disk; rich catches broken pipes only."""
+        """Write the buffer as rich does; print nothing from now on if that fails with any ``OSError``.
+
+        Such an error comes from a closed terminal (EIO) or a full disk. rich itself catches only a broken pipe.
+        """
         try:
             super()._check_buffer()
         except OSError:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# On a CPU with 16-bit products bitsandbytes warns of a missing package that nothing here needs. The filter is set here,
-# because every use of this package imports this module before bitsandbytes.
+# On a CPU with bf16 instructions (AVX-512 BF16), bitsandbytes warns on import if the package `kernels` is missing. It
+# has a kernel of its own, so nothing here needs that package. The filter is set here, because the command and
+# run/api.py import this module before bitsandbytes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
@@ -38,7 +39,8 @@ class Unwritten(BadInput):
     Args:
         path: what could not be written.
         reason: why, in the system's words.
-        number: the system's error number, if there is one; for a full disk the advice is to make room.
+        number: the system's error number, or ``None`` if it is unknown; for a full disk the advice is to make room.
+            The default is a full disk, for a library that reports a half-written file without a number.
     """
 
     def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
@@ -91,8 +93,8 @@ FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interr
 def redacted(text: str) -> str:
     """Hide secrets in a text: access tokens of the hub, and user and password in a URL.
 
-    A token is found by its form (``hf_...``) or because an environment variable holds it. Every error message passes
-    through here, because it may quote what a library said.
+    A token is found by its form (``hf_...``) or because an environment variable holds it. Every error message that a
+    command prints passes through here, because it may quote what a library said.
 
     Examples:
         >>> redacted("https://me:secret@example.org/x")

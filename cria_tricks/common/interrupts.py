@@ -6,8 +6,8 @@ because an exception is not safe there: Python may turn it into another one or d
 module may abort the process.
 
 A command calls :func:`listen` before it imports anything else, so that it handles signals from the start. Therefore
-this module must load fast. It imports only modules that Python itself has loaded already. ``signal`` and ``typing`` are
-not among them: they would take longer than the rest of this module, so ``signal`` is imported where it is used.
+this module must load fast. It imports only modules that Python has loaded already or that take almost no time.
+``signal`` and ``typing`` would take longer than the rest of this module, so ``signal`` is imported where it is used.
 """
 
 from __future__ import annotations

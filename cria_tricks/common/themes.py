@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+PARTS = ("weights", "gradients", "optimizer states", "activations", "logits")
+"""The parts of a step's memory that figures tell apart, in the order in which they are stacked."""
+
 
 class Theme(NamedTuple):
     """Colours for light or for dark pages.
@@ -12,6 +15,7 @@ class Theme(NamedTuple):
         grid: grid lines.
         series: lines and points; they can be told apart with any kind of colour vision.
         alarm: limits.
+        parts: one colour for each of :data:`PARTS`; ``docs/assets/course.css`` has the same for "Will it fit?".
     """
 
     ink: str
@@ -19,9 +23,13 @@ class Theme(NamedTuple):
     grid: str
     series: tuple[str, ...]
     alarm: str
+    parts: tuple[str, ...]
 
+
+_LIGHT = ("#0b62a8", "#c2510c", "#1a7f37", "#8250df")
+_DARK = ("#58a6ff", "#f0883e", "#56d364", "#bc8cff")
 
 THEMES = {
-    "light": Theme("#1f2328", "#57606a", "#d8dee4", ("#0b62a8", "#c2510c", "#1a7f37", "#8250df"), "#b3261e"),
-    "dark": Theme("#e6edf3", "#9aa4ae", "#30363d", ("#58a6ff", "#f0883e", "#56d364", "#bc8cff"), "#ff7b72"),
+    "light": Theme("#1f2328", "#57606a", "#d8dee4", _LIGHT, "#b3261e", (*_LIGHT, "#c0357a")),
+    "dark": Theme("#e6edf3", "#9aa4ae", "#30363d", _DARK, "#ff7b72", (*_DARK, "#ff8dc7")),
 }

@@ -66,7 +66,9 @@ def equal(right: Any, hint: str = "") -> Callable[[Any], None]:
 
     def grade(answer: Any) -> None:
         value = answer
-        if isinstance(right, int | float) and not isinstance(right, bool):
+        if isinstance(right, bool) and hasattr(answer, "item"):
+            value = answer.item()  # of numpy or torch
+        elif isinstance(right, int | float) and not isinstance(right, bool):
             value = _number(answer)
         if type(right) in (list, tuple, set, dict, str, bool) and not isinstance(value, type(right)):
             raise TypeError(f"this is a {type(value).__name__}")

@@ -100,8 +100,10 @@ def _fitted(
 def random_rows(many: int = 11, longest: int = 24) -> list[dict[str, list[int]]]:
     """Draw rows of random token ids, with different lengths.
 
-    With four rows in an optimizer step, the default of eleven rows leaves the last step one row short.
+    With four rows in an optimizer step, the default of eleven rows leaves the last step one row short. The first three
+    tokens of a row are not trained, like the tokens of a prompt.
     """
     draw = random.Random(0)
+    # 0 is the padding id, see _fitted; 1 and 2 are the tiny model's ids for the beginning and the end of a text.
     rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(many)]
     return [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]} for ids in rows]

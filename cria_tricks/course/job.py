@@ -1,4 +1,7 @@
-"""Give the recipe of the course's one job, the Kwanzaa run on a T4, up to a lesson, and its memory bill."""
+"""Make the recipe that the course has reached after a lesson, and its memory bill.
+
+The course has one job, the Kwanzaa run on a T4, and switches on its toggles lesson by lesson.
+"""
 
 from cria_tricks import recipes, tricks
 from cria_tricks.bill.bill import Bill

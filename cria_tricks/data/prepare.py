@@ -23,7 +23,7 @@ class Prepare:
     Args:
         recipe: its ``data`` fields are used.
         held_out: the evaluation rows.
-        say: prints one sentence, when the first row is found that leaks an evaluation row, and is kept.
+        say: prints one sentence on the first row that leaks an evaluation row and is kept (``data.leakage=warn``).
         augment: makes altered copies of a row; needed if the recipe asks for copies.
 
     Raises:
@@ -95,6 +95,7 @@ def train_rows(
     """
     data = recipe.data
     tally = Tally()
+    # Prepare gets no say: the report warns of leaked rows that are kept, with their number (see counts.warnings).
     prepare = Prepare(recipe, held_out.rows, augment=augment)
     repeated = None
     if data.duplicates != "keep":

@@ -1,8 +1,9 @@
 """Read one lane of a stream, and keep its position, so that a run can be resumed.
 
-A lane iterates over items (``shards.py``): an item is one row of a file or one shard of texts, and may become several
-training rows. So the position of a lane has two parts: the state of its ``datasets`` object, and how many rows of the
-current item were yielded.
+A lane supplies one of the micro-batches of every optimizer step (``stream.py``). It iterates over items
+(``shards.py``): an item is one row of a file or one shard of texts, and may become several training rows. So the
+position of a lane has two parts: the state of its ``datasets`` object, and how many rows of the current item were
+yielded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ class Lane:
         return row
 
     NUMBERS = ("before", "epoch", "given", "in_epoch", "rows", "tokens", "trained")
+    """The attributes that :meth:`state` saves as they are: the dataset's state, and numbers."""
 
     def state(self) -> dict[str, Any]:
         """Return the position and the counts as JSON data."""
@@ -90,7 +92,10 @@ class Lane:
 
 
 def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
-    """Make a ``datasets.IterableDataset`` for each lane, with shards that no other lane has.
+    """Make a ``datasets.IterableDataset`` for each lane, so that no two lanes read the same row.
+
+    Each lane gets shards of its own. But if n lanes cannot divide the shards of a hub data set evenly, each lane reads
+    all of the data set and keeps only every n-th row.
 
     Args:
         source: where the rows come from.
@@ -98,7 +103,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
         mine: the numbers of the lanes to return.
 
     Raises:
-        BadInput: if there are fewer shards than lanes.
+        BadInput: if files have fewer shards than there are lanes.
     """
     # It takes a second to import, and only a streamed run needs it.
     from datasets import IterableDataset
@@ -111,6 +116,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
         raise too_few(source.lanes)
     # datasets shuffles the shards only from the second pass on, so they are shuffled here for the first.
     order = np.random.default_rng(seed).permutation(len(shards))
+    # datasets takes the only list among these arguments for the shards, and divides it among the lanes.
     kwargs = {"shards": [shards[index] for index in order], "seed": seed}
     whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
     return [whole.shard(source.lanes, lane, contiguous=False) for lane in mine]

@@ -35,7 +35,8 @@ from cria_tricks.processes import numbers, world
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
 """The sizes of the tensors that are measured: 1 KiB to 64 MiB [bytes]."""
 SECONDS = 0.2
-"""The time planned for one collective at one size, as a mean over the three [s]."""
+"""The planned time for all calls of one collective at one size [s]. A round calls each of the three once, so this holds
+for their mean."""
 FEWEST_CALLS = 5
 MOST_CALLS = 100
 """The number of timed calls of one collective at one size lies between these two."""
@@ -119,7 +120,8 @@ def examine(processes: int | None = None, sizes: Sequence[int] = SIZES) -> dict[
     if launched > 1:
         if processes not in (None, launched):
             raise BadInput(f"--nproc {processes}: a launcher has started {launched} processes; leave --nproc out")
-        # Both are read before the processes join, because joining hides the launcher's variables.
+        # Both are read before the processes join: the device must be chosen first, and while they are joined, the
+        # launcher's variables are hidden.
         rank = numbers.rank()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
         found = _in_each(_device_for(here), sizes)

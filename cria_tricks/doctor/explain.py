@@ -1,6 +1,6 @@
-"""Collect what the modules of the techniques say, for ``cria explain``, ``cria tricks`` and the tables of the README.
+"""Collect what the modules of the techniques say, for ``cria explain``, ``cria tricks`` and the page of techniques.
 
-python -m cria_tricks.doctor.explain README.md    # writes both tables into the file, between their marks
+python -m cria_tricks.doctor.explain docs/reference/switches.md    # writes both tables between their marks
 """
 
 import functools
@@ -26,12 +26,12 @@ COLUMNS = ("set", "saves", "costs", "claim", "bound", "lesson")
 """The columns of both tables, in order."""
 MARKS = {
     "tricks": (
-        "<!-- the table of tricks: python -m cria_tricks.doctor.explain README.md -->",
+        "<!-- the table of tricks: python -m cria_tricks.doctor.explain docs/reference/switches.md -->",
         "<!-- end of the table -->",
     ),
     "parallel": ("<!-- the table of strategies: the same command -->", "<!-- end of the strategies -->"),
 }
-"""The HTML comments in README.md before and after each table."""
+"""The HTML comments before and after each table in ``docs/reference/switches.md``."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def off_the_capstone() -> dict[str, int]:
 
 
 def markdown(group: str) -> str:
-    """Return a table in Markdown, as it stands in README.md; the groups are those of :func:`table`."""
+    """Return a table in Markdown, as it stands on the page; the groups are those of :func:`table`."""
     rows = []
     for row in table(group):
         row["set"] = ", ".join(f"`{part}`" for part in row["set"].split(", "))

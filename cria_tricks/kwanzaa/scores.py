@@ -1,4 +1,4 @@
-"""Score four behaviours, one function each: from a held-out row and a reply to a number from 0 to 1, and the reasons.
+"""Score a reply to a held-out row for four behaviours: each scorer returns a number from 0 to 1, and the reasons.
 
 The scorers compare texts, so none of them can tell whether an answer is true. Each docstring says what its scorer
 cannot see, under "Blind to".
@@ -68,10 +68,10 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
 
     Definition: a label is right if document n was retrieved, and the answer's ``sources`` list it by its title or URL.
     (If no JSON could be read, it is enough that document n was retrieved.) Precision is the share of right labels. A
-    statement needs a label if it is about the subject, and contains a number, a year, a name, a quote or a label. It is
-    covered by a right label in the statement itself, later in its paragraph, or in the line above its list. Recall is
-    the share of covered statements among those that need a label. If no statement needs a label, but documents were
-    retrieved, the answer as a whole needs one. A refusal needs none, if refusing is right.
+    label covers its own statement, those before it in the paragraph, and the list below its line. A statement needs a
+    label if it is about the subject, and contains a number, a year, a name or a quote, or any label covers it, right or
+    wrong. Recall is the share of statements that a right label covers, among those that need one. If no statement needs
+    a label, but documents were retrieved, the answer as a whole needs one. A refusal needs none, if refusing is right.
     Range: 0 to 1; 1 if no label is needed and none is wrong, 0 for an empty text.
     Blind to: whether the cited document says what the statement says. A fact without a name, number or quote needs no
     label here, and neither does a sentence with I or you. One label at the end of a paragraph covers all of it.
@@ -197,7 +197,7 @@ def kind(row: QARow) -> str:
 
 
 def refuses(reply: Reply) -> bool:
-    """Tell whether a reply's first two statements say that it cannot, or may not, answer, before any cited fact."""
+    """Tell whether a reply refuses: one of its first two statements says so, and no cited fact comes before it."""
     for part in statements.statements(reply.text)[:_OPENING]:
         if _REFUSAL.search(part.text):
             return True

@@ -104,7 +104,7 @@ def without_adapter(model: Any) -> Iterator[Any]:
     """
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
-            yield model.get_base_model()  # peft's own generate() would still put a learnt prompt before the rows
+            yield model.get_base_model()  # for a learnt prompt, the plain model: only peft's wrapper has the prompt
         return
     layers = model.base_model.layers
     sides = {number: layer for number, layer in enumerate(layers) if isinstance(layer, side_network.SideBlock)}
@@ -132,7 +132,11 @@ def _unquantised_copy(block: torch.nn.Module) -> torch.nn.Module:
 
 
 def _trained_in_fp32(model: Any) -> Any:
-    """Convert the trained weights to fp32 (master weights), because a loss scaler refuses gradients in 16 bits."""
+    """Convert the trained weights to fp32 (master weights).
+
+    Small updates would be lost in 16-bit weights, and torch's loss scaler refuses fp16 gradients. peft itself converts
+    only LoRA's matrices, not the copy of a trained head.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

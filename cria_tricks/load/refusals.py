@@ -106,6 +106,8 @@ def _refuse_uncut(plan: Plan, facts: Facts, processes: int) -> None:
     A norm over the queries of all heads is refused because no rank has all heads.
     """
     instead = "use parallel.strategy=ddp or fsdp"
+    # Only attention needs these names, because its heads are divided. Matrices of an MLP with other names, such as
+    # those of a mixture's experts, are not cut: every process keeps them whole.
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         if not facts.has(name):
             raise BadInput(f"tensor parallelism: {facts.name} has no module named {name} to cut; {instead}")

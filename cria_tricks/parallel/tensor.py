@@ -51,7 +51,7 @@ for block in model.model.layers:
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Column-parallel matrices: their outputs are divided, so a process has some heads and a part of the MLP's inside."""
 ROWS = ("o_proj", "down_proj")
-"""Line-parallel matrices: their inputs are divided, so the outputs of all processes are summed."""
+"""Row-parallel matrices: their inputs are divided, so the outputs of all processes are summed."""
 
 
 class Copied(torch.autograd.Function):

@@ -32,7 +32,8 @@ def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: 
         before = len(done)
         for stage, order in enumerate(orders):
             for what, number in order[len(slots[stage]) :]:
-                # The stage whose result this pass needs; out of range if it needs none.
+                # The stage whose result this pass needs; out of range for a forward pass of the first stage, and for a
+                # backward pass of the last one. That needs only its own forward pass, which is earlier in its order.
                 source = stage - 1 if what == "F" else stage + 1
                 if 0 <= source < len(orders) and (what, number, source) not in done:
                     break
@@ -45,7 +46,7 @@ def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: 
 
 
 def idle_share(slots: Sequence[Sequence[Slot]]) -> float:
-    """Return the share of their time that all stages together are idle, from the first pass to the last."""
+    """Return the stages' mean share of idle time, from the beginning of the first pass to the end of the last."""
     every = list(chain.from_iterable(slots))
     span = max(slot.end for slot in every) - min(slot.begin for slot in every)
     return 1 - sum(slot.end - slot.begin for slot in every) / (span * len(slots))

@@ -52,7 +52,11 @@ class Comparison(_Frozen):
 
 
 class Rung(_Frozen):
-    """A set of toggles, the bytes that it needs, and the time of a token [s]; ``None`` if the rates are not known."""
+    """A setting, the bytes that it needs, and the time of a token [s]; ``None`` if the rates are not known.
+
+    In ``PlanAnswer.ladder``, ``set`` names only the toggle that this rung adds to those before it; the first rung is
+    plain fp32 full fine-tuning. In ``PlanAnswer.front`` it lists the changes from the recipe.
+    """
 
     set: list[str]
     peak_bytes: int

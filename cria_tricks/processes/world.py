@@ -1,9 +1,9 @@
 """Join the processes of one run, and let them agree, do some things once for all of them, and end together.
 
 A launcher (``torchrun``, ``accelerate launch``) starts N copies of one command and writes their ranks into environment
-variables. The processes join here, and the variables are removed. From then on every library takes its process for the
-only one, on one card, and only this package's strategies connect the processes. Therefore losses, the order of the rows
-and checkpoints are decided in one place, for any number of processes.
+variables. The processes join here, and the variables are removed. From then on every other library finds one process
+with one card; only this package's strategies connect the processes. Therefore losses, the order of the rows and
+checkpoints are decided in one place, for any number of processes.
 
 torch is imported by the functions that need it, because the light checks before a run should not wait for it.
 """
@@ -190,11 +190,11 @@ def joined(timeout: float, advice: str = "nothing was saved") -> Iterator[None]:
 
     Args:
         timeout: how long a process waits for another before it gives up [s].
-        advice: what was saved, and how to continue. It ends the error message of a process that has lost another one
-            while it is stuck in a collective.
+        advice: what was saved, and how to continue. If another process dies while this one hangs in a collective, the
+            watchdog ends this one, and its error message closes with this advice.
 
     Raises:
-        Lost: inside the block, if another process has died or does not answer.
+        Lost: while the processes join or inside the block, if another process has died or does not answer.
     """
     if processes() == 1 or have_joined():
         yield

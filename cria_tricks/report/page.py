@@ -75,7 +75,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
         ("peak memory", human(report["peak_bytes"])),
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
-        ("seconds, loading and earlier parts included", f"{report['seconds']:,.0f}"),
+        ("seconds, with loading and with the time before a resume", f"{report['seconds']:,.0f}"),
         ("device", report["device"]),
         ("attention kernel", report["attention_kernel"]),
     ]
@@ -88,6 +88,7 @@ def _loss(value: float | None) -> str:
 def _memory(report: Mapping[str, Any]) -> list[str]:
     """Return the section with the peaks by phase."""
     title = "## Peak memory by phase"
+    # ``monitor`` has one entry for each process, so its length is the world size. Rank 0 measured the peaks.
     if len(report["monitor"]) > 1:
         title += ", first process"
     # On a GPU we read the reserved bytes from the allocator. On a CPU we only know the memory of the whole process.
@@ -157,13 +158,13 @@ def _profiled(report: Mapping[str, Any]) -> list[str]:
 
 
 def _data(data: Mapping[str, Any]) -> list[str]:
-    """Return the section about the rows, with a table of what each step of the data preparation removed or added."""
+    """Return the section about the rows, with a table of those that were read, left out, added, cut and kept."""
     lines = [
         "## Data",
         "",
         f"- train: {data['train']}; {data['train_tokens']:,} tokens, {data['train_trained_tokens']:,} trained, "
         f"{data['train_rows_cut']} rows cut, {data['train_rows_dropped']} dropped",
-        f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, the loss is of {data['eval_trained_tokens']:,}, "
+        f"- eval: {data['eval']}; {data['eval_tokens']:,} tokens, {data['eval_trained_tokens']:,} with a loss, "
         f"{data['eval_rows_cut']} rows cut, {data['eval_rows_dropped']} dropped; "
         f"{what_ran.rows_in_words(data['eval_kinds'])}",
         "",

@@ -17,10 +17,10 @@ from cria_tricks.store import run_folder
 
 
 def recipe(wanted: Recipe | str | Path, changes: Iterable[str], device: Device | None = None) -> Recipe:
-    """Find a recipe, change it as with ``--set``, and check its names.
+    """Find a recipe, change it as with ``--set``, and check its names and its data settings.
 
     A named recipe chooses its precision for a device. Only torch can tell this machine's device, so if none is given,
-    the recipe is made for a T4. For checking names this makes no difference.
+    the recipe is made for a T4. For these checks it makes no difference.
 
     Raises:
         BadInput: naming the first thing that is wrong.
@@ -41,7 +41,8 @@ def training(wanted: Recipe, out: str | Path | None, resume: bool, other_base: b
         other_base: whether a resumed run may continue with another base model.
 
     Raises:
-        BadInput: if the model, the first rows or the folder cannot be used, or a library is not installed.
+        BadInput: if the model, the first rows or the folder cannot be used, a library is not installed, or
+            ``other_base`` is set without ``resume``.
     """
     if other_base and not resume:
         raise BadInput("--other-base: lets a resumed run go on over another base; give --resume too, or leave it out")

@@ -21,7 +21,8 @@ SKIPS_IN_A_ROW = 10
 """After this many skipped steps in a row the run ends.
 
 The loss scaler begins at 65536 and halves its scale at each overflow. It needs a few halvings to find a scale that
-fits; after ten in a row, no scale will.
+fits. But ten halvings of 65536 lead to 64. With that scale only gradients that are infinite, NaN or above 1,000
+overflow in fp16 (its largest number is 65,504). We give such a run up.
 """
 
 
@@ -88,7 +89,7 @@ class StepMeter(TrainerCallback):
         self.close()
         if self.first and not self.measured["skipped"]:  # from now on the optimizer states exist
             self.first = False
-            self.trainer.meter.forget_sizes()
+            self.trainer.meter.forget_sizes()  # beside them, a batch as large as an earlier one can set a new peak
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
         # A run of fewer than ten steps may end with all of them skipped.
         nothing_trained = self.skipped_in_a_row == state.global_step == state.max_steps
@@ -156,7 +157,7 @@ class StopOnSignal(TrainerCallback):
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
-            interrupts.hung_up()
+            interrupts.hung_up()  # printing to the closed terminal would raise an error, which would stop the save
         if self.requested and self.world.size > 1 and time.monotonic() - self.since < self.REPEAT_SECONDS:
             return
         if self.requested or self.world.size == 1:
@@ -187,7 +188,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class SaveOnClock(TrainerCallback):
-    """Ask for a checkpoint when the last one is older than ``minutes`` (0: never), beside those every so many steps."""
+    """Ask for a checkpoint when the last one is older than ``minutes`` (0: never), in addition to ``save_steps``."""
 
     def __init__(self, minutes: float):
         self.minutes = minutes

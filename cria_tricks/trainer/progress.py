@@ -54,7 +54,7 @@ class ShowProgress(TrainerCallback):
         self.eval_batches = eval_batches
         self.predicted = predicted
         self.sample = sample
-        self.bar = new_bar(console)
+        self.bar = new_bar(console)  # not started, so it does not draw itself: the panel draws it
         self.evaluating: Any = None
         self.losses: list[float] = []
         self.speed = self.peak = 0.0

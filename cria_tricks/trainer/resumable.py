@@ -2,7 +2,7 @@
 
 transformers itself writes a checkpoint file by file under its final name, so a killed run may leave half of one. When
 it resumes, it trusts the files that it finds and ignores those that are missing. And if the run was finished already,
-it takes one more step.
+and had ended inside an epoch, it takes one more step.
 """
 
 import contextlib
@@ -158,7 +158,8 @@ class ResumableTrainer(Trainer):
             planned: steps that the run was to have when the checkpoint was written.
         """
         scheduler = self.lr_scheduler
-        # For each group of parameters: the highest learning rate, and the function from a step to the share of it.
+        # For each group of parameters: the highest learning rate, and the function from a step's number to the fraction
+        # of that rate which the step uses.
         rates = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
         for group, (highest, share) in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = highest * share(scheduler.last_epoch)
@@ -168,6 +169,8 @@ class ResumableTrainer(Trainer):
         highest, share = rates[0]
         # Skipped steps do not count, because they do not advance the schedule.
         steps = [entry for entry in self.state.log_history if "loss" in entry and not entry.get("skipped")]
+        # A step's entry has the rate that the step used. The scheduler computed it with this same product, so under the
+        # same schedule both numbers are equal bit for bit.
         if any(entry["learning_rate"] != highest * share(number) for number, entry in enumerate(steps)):
             self.state.log_history.append({"step": self.state.global_step, "lengthened_from": planned})
             self.checkpoints.say(f"warning: {what_ran.lengthened(self.state.log_history[-1])}")
@@ -235,7 +238,8 @@ def position(checkpoint: Checkpoint) -> dict[str, Any]:
 def loading(checkpoint: str | None) -> Iterator[None]:
     """Turn errors in loading a checkpoint into one sentence, except for a lack of memory.
 
-    The checkpoint is known to be undamaged, so one that cannot be loaded comes from another version, or was made up.
+    ``Checkpoints.newest`` has compared the files with their manifest. So a checkpoint that cannot be loaded is not
+    damaged: another version wrote it, or somebody made it by hand.
 
     Raises:
         BadInput: with this sentence.

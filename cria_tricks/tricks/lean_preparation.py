@@ -1,17 +1,18 @@
 r"""Lean preparation: leave out the fp32 copies that peft's usual preparation makes.
 
-Saves    2 V D bytes of an embedding that is cast to fp32 (501 MiB for Llama-3.2-1B), and as many of the head's copy
-         that is cast back to 16 bits; half of the saved block inputs, 2 B T D bytes each; the fp32 copies of adapters'
-         inputs, where peft makes them                                                                     [bytes]
+Saves    2 V D bytes, because the embedding is not cast to fp32 (501 MiB for Llama-3.2-1B), and as many again, because
+         no 16-bit copy of an fp32 head is made; half of the saved block inputs, 2 B T D bytes each; the fp32 copies of
+         adapters' inputs, where peft makes them                                                           [bytes]
 Costs    rounding: the residual stream, and what lies between products, are in 16 bits
-Claim    approximate: a sum in the residual stream is off by up to half a step of its 16-bit format; adapters' inputs
-         that are not cast change no bit
+Claim    approximate: a sum in the residual stream is off by up to half a step of its 16-bit format; to leave out the
+         casts of the adapters' inputs changes no bit, but with dropout the scaled inputs are rounded
 Needs    precision fp16 or bf16, and peft = lora; without 16-bit arithmetic there is nothing to save
-Breaks   in fp16, models trained in bf16 whose activations exceed 65504: the usual preparation keeps norms in fp32
+Breaks   in fp16, models that were trained in bf16 and whose residual stream exceeds 65504, the largest fp16 number; the
+         usual preparation keeps that stream in fp32
 Sources  peft ``prepare_model_for_kbit_training`` and ``cast_input_dtype_enabled`` (peft 0.21 source)
-Ours     two edits of the loaded model, in ``load/model.py``
+Ours     one edit of the loaded model left out and one added; both are in ``load/model.py``
 
-Shapes: embedding (V, D); adapter inputs (B, T, D).
+Shapes: embedding (V, D); an adapter's input (B, T, D_in).
 """
 
 from dataclasses import replace
@@ -54,7 +55,11 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill 16 bits for what is usually cast to fp32: weights beside the matrices, hidden states, adapters' inputs."""
+    """Bill 16 bits for what is usually fp32.
+
+    That is the weights beside the matrices, hidden states, adapters' inputs, and products of quantised matrices, which
+    come back in the dtype of their input.
+    """
     if not recipe.tricks.lean_preparation or recipe.tricks.precision == "fp32" or recipe.tricks.peft != "lora":
         return memory
     return replace(memory, other_weight_itemsize=2, hidden_itemsize=2, product_itemsize=2, adapter_input_itemsize=2)

@@ -6,7 +6,8 @@ Costs    a 16-bit copy of each trained weight, which waits for the backward pass
          bits, where fp16 has 11
 Claim    approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits
 Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says that it supports bf16, but emulates it slowly
-Breaks   training weights that are in fp16 ("Attempting to unscale FP16 gradients"), so adapters stay in fp32
+Breaks   trained weights that are stored in fp16, because torch's GradScaler refuses them ("Attempting to unscale FP16
+         gradients"); so adapters stay in fp32
 Sources  Micikevicius et al. 2018, arXiv:1710.03740, sec. 3.1 (master weights), 3.2 (loss scaling)
 Ours     a product in 16 bits, the dynamic loss scale, and a step on fp32 master weights. torch's autocast chooses the
          dtype operation by operation, and its GradScaler looks at all gradients in one kernel
@@ -129,11 +130,14 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill two bytes for what products take and give, for frozen weights, and for the hidden states between them."""
+    """Bill two bytes an element for what products take and give.
+
+    If the loaded weights are frozen, they and the hidden states take two bytes, too.
+    """
     if recipe.tricks.precision == "fp32":
         return memory
-    # The bill must know in two places whether it is bf16: int8 products cast bf16 to fp16, and only for bf16 torch has
-    # a kernel that multiplies all experts at once.
+    # The bill must know in two places whether it is bf16: int8 products cast bf16 to fp16, and the dry run can multiply
+    # all experts at once in bf16 only.
     memory = replace(memory, compute_itemsize=2, product_itemsize=2, bf16=recipe.tricks.precision == "bf16")
     if recipe.tricks.peft == "none":  # what trains stays in fp32, and so do hidden states
         return memory

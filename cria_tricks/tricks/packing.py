@@ -3,7 +3,8 @@ r"""Packing: several documents in one row, and attention only inside each of the
 Saves    padding: a batch of B rows costs B x the tokens of its longest row -> its real tokens      [bytes, FLOPs]
 Costs    fewer optimizer steps an epoch, because rows are fuller; with attention = eager a T x T mask per packed row
 Claim    exact per document: its logits are the same bits, whatever its neighbours are
-Needs    nothing, no flash-attn; position ids that start again at 0, and no attention mask at all
+Needs    position ids that start again at 0 in each document, and no attention mask at all; no package, not even
+         flash-attn
 Breaks   a mask of ones or a KV cache beside the position ids: with either, documents see each other, without an error;
          models without position ids; flash_attention_2 with more than one row a batch, because transformers (5.23)
          tells documents apart in a single row only
@@ -54,7 +55,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         capacity: tokens that a packed row holds.
 
     Returns:
-        For each packed row the indices of its documents. At most 11/9 of the fewest possible rows, and one more.
+        For each packed row the indices of its documents. At most 11/9 of the fewest possible rows, and four more
+        (Johnson et al. 1974).
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first that is large enough is the best fit
@@ -125,7 +127,8 @@ def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
 
     Args:
         begins_BT: True on the first token of each document and of each row, shape (B, T), bool. Neighbours that are
-            documents of one token each, which is what padding looks like, count as one document.
+            documents of one token each count as one. Only padding looks like this, because real documents have two
+            tokens or more. So the padding of a row costs one call of the kernel, and not one for each token.
 
     Returns:
         Lengths, row after row, shape (N,), int64; their sum is B T.
@@ -133,7 +136,8 @@ def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
     true_B1 = torch.ones_like(begins_BT[:, :1])
     alone_BT = begins_BT & torch.cat([begins_BT[:, 1:], true_B1], dim=1)
     after_alone_BT = torch.cat([~true_B1, alone_BT[:, :-1]], dim=1)
-    # A token alone begins a document, and so does the next token. Of several such neighbours only the first one counts.
+    # alone: the next token begins another document, too, so this one has a single token. If the token before is alone
+    # as well, both belong to the same padding, and this one does not begin a document.
     begins = (begins_BT & ~(alone_BT & after_alone_BT)).flatten().nonzero().flatten()
     return begins.diff(append=begins.new_tensor([begins_BT.numel()]))
 
@@ -181,16 +185,23 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are)."""
+    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are).
+
+    If the model has a sliding window shorter than a row, its mask remains.
+    """
     if not recipe.tricks.packing:
         return memory
-    if recipe.tricks.attention == "sdpa":
+    windowed = 0 < shape.window < memory.tokens
+    if recipe.tricks.attention == "sdpa" and not windowed:
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count attention without a mask but that of a window. A row is taken as one document, the most expensive case."""
+    """Count attention without a mask, unless the model has a sliding window shorter than a row: then its mask remains.
+
+    A packed row is counted as a single document, which is the most expensive case.
+    """
     tricks = recipe.tricks
     if not tricks.packing or tricks.attention == "flash_attention_2":
         return work

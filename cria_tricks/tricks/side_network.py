@@ -4,7 +4,8 @@ Saves    gradients and optimizer states of all other blocks                     
 Costs    the copied blocks once more: their weights in fp32, their products and their activations
 Claim    reparametrised: identical to the base at step 0, bit for bit; the frozen blocks stay what they are
 Needs    nothing; copies of quantised blocks are unpacked to fp32, since codes cannot be trained
-Breaks   small cards: one copied block of Llama-3.2-1B trains 65 million weights, about six LoRA adapters of rank 16
+Breaks   small cards: one copied block of Llama-3.2-1B, with its joining matrix, trains 65 million weights, about six
+         times as many as LoRA of rank 16 on all matrices of all blocks
 Sources  Zhang et al. 2023, arXiv:2302.05543, sec. 3.1, eq. 2 (ControlNet). A language model has no second input, so of
          ControlNet's two zero layers only the one behind the copy is left
 Ours     all of it; no library has it for language models
@@ -58,8 +59,9 @@ for block in model.model.layers[-2:]:
 class SideBlock(nn.Module):
     """A frozen block, and beside it a copy that learns: ``block(x) + join(copy(x))``.
 
-    The join begins as zeros, so nothing is added at first, and no noise reaches the frozen blocks behind it. It learns
-    from the first step on, because its own gradient is not zero; the copy learns from the second step on.
+    The join begins as zeros, so nothing is added at first, and no noise reaches the frozen blocks behind it. The join
+    has a gradient from the first step on. The copy's gradient goes back through the join, so it is zero until an
+    optimizer step has changed the join.
 
     Args:
         block: from (B, T, D) to (B, T, D); it is frozen here.
@@ -90,7 +92,10 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill an fp32 copy and a joining matrix for each of the last blocks; the gradient stops below the first copy."""
+    """Bill an fp32 copy and a joining matrix for each of the last blocks.
+
+    Without gradient checkpointing the gradient stops at the first copy.
+    """
     if recipe.tricks.peft != "side_network":
         return memory
     blocks = recipe.side.blocks
@@ -100,7 +105,8 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         )
     a_block = [(blocks * shape.copies(name), d_in * d_out) for name, (d_in, d_out) in shape.linears.items()]
     added = (*a_block, (blocks, shape.block_other_weights), (blocks, shape.width**2))
-    # bill/moments.py needs the flag: frozen blocks have moments of their own, and the gradient stops at the first copy.
+    # bill/moments.py needs ``learns_beside``: it adds points of the step at which a frozen block runs backward beside
+    # its copy, and it knows that the gradient stops at the first copy.
     return replace(
         memory,
         trains_all=False,
@@ -116,7 +122,7 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
     """List the operations of the trained copy beside a frozen block, and of the matrix that joins the two."""
     width = memory.shape.width
     a = memory.compute_itemsize
-    # The copy's weights are fp32, and so is what its norms give.
+    # The copy's weights are fp32. So the results of its norms are fp32, too, because a norm multiplies by its weight.
     beside = replace(
         memory,
         trains_all=True,
@@ -139,11 +145,13 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
     # Autocast's copy of the joining matrix, if products compute in 16 bits.
     in_16_bits = width * width * a * (a < FP32)
     join = dict(zip(JOINED, (joined, in_16_bits), strict=True))
-    return [*copied, Operation("join", join, {}, joined, 3 * joined, learns=width * width * FP32)]
+    # Backward, at most three tensors of this size: the sum's gradient, its cast to the compute dtype, and the gradient
+    # of the join's input.
+    return [*copied, Operation("join", join, forward=joined, backward=3 * joined, learns=width * width * FP32)]
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run each of the last blocks and its trained copy; the gradient goes no further down."""
+    """Run each of the last blocks and its trained copy; without checkpointing the gradient goes no further down."""
     if recipe.tricks.peft != "side_network":
         return work
     blocks = recipe.side.blocks

@@ -124,18 +124,18 @@ def test_what_the_lesson_and_the_readme_say_of_the_rows_is_so(rows, real_data, m
     )
     lesson = (notebooks.LESSONS / "17_kwanzaa.py").read_text(encoding="utf-8").replace("\n# ", " ")
     pages = {name: " ".join((notebooks.ROOT / name).read_text(encoding="utf-8").split())
-             for name in ("README.md", "docs/guide/colab.md", "docs/glossary.md")}  # fmt: skip
+             for name in ("docs/guide/evaluate.md", "docs/guide/colab.md", "docs/glossary.md")}  # fmt: skip
     assert all(of_training in text for text in (lesson, *pages.values()))
     assert f"rows are {of_evaluation}" in lesson
-    assert of_evaluation in pages["README.md"]
+    assert of_evaluation in pages["docs/guide/evaluate.md"]
     assert of_evaluation in pages["docs/guide/colab.md"]
     near = f"{len(names['near'])} training rows ask nearly the same as"
-    assert all(near in text for text in (lesson, pages["README.md"], pages["docs/guide/colab.md"]))
+    assert all(near in text for text in (lesson, pages["docs/guide/evaluate.md"], pages["docs/guide/colab.md"]))
     assert not any("never trained on" in text for text in (lesson, *pages.values()))
 
 
 def test_no_prompt_shows_the_contracts_fields(rows):
-    """So a base scores 0 for format by construction, as lesson, README and guide say."""
+    """So a base scores 0 for format by construction, as lesson and guides say."""
     asked = ["\n".join(message["content"] for message in row.messages) for row in rows.values()]
     assert all("answer_json contract" in text for text in asked)
     assert not any(name in text for text in asked for name in ("retrieval_summary", "unknowns", "kwanzaa.answer"))

@@ -150,8 +150,9 @@ def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
     case = {"model": "mistral-7b", "device": T4, "num_hidden_layers": 2, "sliding_window": 512}
     assert bill("lora fp16 sdpa", 1, 512, **case).facts.maskless
     assert not bill("lora fp16 sdpa", 1, 2048, **case).facts.maskless
-    by_hand = bill("lora fp16 sdpa chunked checkpoint", 1, 2048, **case).peak_bytes
-    assert not outside([by_hand / counted("lora fp16 sdpa chunked checkpoint", 1, 2048, **case) - 1])
+    for toggles in ("lora fp16 sdpa chunked checkpoint", "lora fp16 sdpa packing chunked"):
+        by_hand = bill(toggles, 1, 2048, **case).peak_bytes
+        assert not outside([by_hand / counted(toggles, 1, 2048, **case) - 1])
 
 
 # What each trick changes, by numbers that can be checked on paper. B 1, T 2048, D 2048, L 16, V 128,256.

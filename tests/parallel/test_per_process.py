@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cria_tricks.bill import fsdp_bytes
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
@@ -19,6 +20,7 @@ from cria_tricks.predict.per_process import STRATEGIES as ESTIMATED
 from cria_tricks.predict.per_process import Bill, local, per_process
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks import folds
 from cria_tricks.tricks.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
@@ -297,3 +299,21 @@ def test_each_process_has_its_part_of_the_window():
 def test_what_cannot_be_divided_is_refused(strategy, processes, says):
     with pytest.raises(BadInput, match=says):
         bill(strategy, processes)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "mixtral-8x7b", "llama-2-7b", "olmo2", "qwen3"])
+def test_the_tensors_that_fsdp_shards_are_all_of_the_models(name):
+    shape = shape_of(WIDTHS | {"model_type": name}, name) if name in ("olmo2", "qwen3") else find_shape(name)
+    groups = fsdp_bytes._tensors(folds.facts(Recipe(), shape, T4))[:3]
+    assert sum(fsdp_bytes._elements(group) for group in groups) == shape.weights
+
+
+def test_under_fsdp_a_block_with_a_copy_has_the_whole_copy():
+    shape = find_shape("llama-3.2-1b")
+    recipe = with_settings(Recipe(), ["tricks.peft=side_network", "side.blocks=2"])
+    sizes = fsdp_bytes._sizes(folds.facts(recipe, shape, T4), 2)
+    a_copy = 4 * (shape.block_linear_weights + shape.block_other_weights + shape.width**2)
+    assert sizes.block_gradients == a_copy
+    frozen = fsdp_bytes._sizes(folds.facts(with_settings(Recipe(), ["tricks.peft=lora"]), shape, T4), 2)
+    assert sizes.block > a_copy
+    assert frozen.block < a_copy

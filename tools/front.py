@@ -1,0 +1,118 @@
+"""The parts of README and home that are made of something: the lessons and the addresses: ``python -m tools.front``.
+
+A part stands between ``<!-- made: NAME -->`` and ``<!-- end of NAME -->``. Addresses come from ``pyproject.toml``.
+"""
+
+import re
+from pathlib import Path
+
+from cria_tricks.bench.tables import table
+from tools import ladder, notebooks
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+CAPSTONE = "17_kwanzaa"
+
+SURPRISES = {
+    "00": "a weight is said to cost 16 bytes; on long rows 4 of them cost nothing",
+    "01": "with eager attention, 16 bits take more memory than 32",
+    "02": "with one row at a time it saves nothing, and adds a gradient",
+    "03": "the loss is right but the gradients are wrong, until the random state is replayed",
+    "04": "the rank hardly changes the memory; freezing does",
+    "05": "half the bytes of the weights, and a larger bill",
+    "06": "the weights shrink by 1,377 MiB, the peak by 239",
+    "07": "it saves 5,539 MiB of full fine-tuning, 64 of our job",
+    "08": "with room for 79 pages of 80, all 80 travel in every step",
+    "09": "on a T4 the flag alone makes it worse; repeated K/V heads mend it",
+    "10": "each new token moves the whole KV cache 3 times, or 11",
+    "11": "documents that leak into each other make the training loss better",
+    "12": "the logits of a token take 12 times what its 16 blocks save",
+    "13": "one line of nearly every QLoRA script costs 1,155 MiB",
+    "14": "the first loss after a resume is right to the bit, and yet it is another run",
+    "15": "of ten rules of thumb, three hold",
+    "16": "added up, the techniques save 43,866 MiB of 32,046; together, 30,530",
+    "17": "the whole run: plan, train, resume, evaluate",
+    "18": "a dead run logs a falling loss, then 0.0",
+    "20": "two cards wait for the longest row more than for each other",
+    "21": "on two cards the peak of our job grows",
+    "22": "the loss is right, and the gradients are wrong",
+    "23": "two cards with a device map are as fast as one",
+    "24": "the order of the grid decides what crosses the slow link",
+    "25": "where one more card stops helping",
+    "26": "a character takes 12 bytes in Python lists, 0.6 in an array, next to none in a mapped file",
+    "27": "utilisation hides it: a public T4 run reached 11 % of the card's peak FLOP/s",
+    "28": "a short job costs over four times as much on an A100",
+}
+"""The surprise of each lesson, by its number."""
+
+
+def lessons(page: Path) -> str:
+    """The table of all lessons, each with its surprise, its page and its notebook."""
+    rows = []
+    for path in notebooks.lessons():
+        heading = re.search(r"^# # (.+?)(?::.*)?$", path.read_text(encoding="utf-8"), re.M)
+        assert heading, path
+        if page.name == "README.md":  # a repository has notebooks, and the site has pages
+            read, run = f"{notebooks.SITE}lessons/{path.stem}.html", f"notebooks/{path.stem}.ipynb"
+        else:
+            read, run = f"lessons/{path.stem}.md", notebooks.colab_address(path.stem)
+        rows.append((f"[{heading[1]}]({read})", SURPRISES[path.stem[:2]], f"[run]({run})"))
+    return table(("lesson", "the surprise", ""), rows)
+
+
+def links(page: Path) -> str:
+    """The three ways in; on the site they are buttons."""
+    colab = notebooks.colab_address(CAPSTONE)
+    if page.name == "README.md":
+        site = notebooks.SITE
+        return f"**[Will it fit?]({site}fit.html) · [The course]({site}) · [Train free in Colab]({colab})**"
+    return (
+        "[Will it fit my card?](fit.md){ .md-button .md-button--primary }\n"
+        "[Start the course](lessons/00_the_bill.md){ .md-button }\n"
+        f"[Train free in Colab]({colab}){{ .md-button }}"
+    )
+
+
+def picture(page: Path) -> str:
+    """The ladder, in the mode of the page."""
+    folder = (ladder.FOLDER.relative_to(page.parent) / "ladder").as_posix()
+    kind = "" if page.name == "README.md" else ' class="ladder"'
+    return (
+        f'<picture{kind}><source media="(prefers-color-scheme: dark)" srcset="{folder}-dark.svg">'
+        f'<img width="520" alt="{ladder.says()}" src="{folder}-light.svg"></picture>'
+    )
+
+
+def clone(_: Path) -> str:
+    """How the repository comes to a machine."""
+    folder = notebooks.REPOSITORY.rpartition("/")[2]
+    return (
+        f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
+        "make train                    # trains a real adapter, without a GPU or a model hub\n"
+        ". .venv/bin/activate          # from here on: cria, python\n"
+        "cria plan kwanzaa --gpu t4    # the bill of the real job\n"
+        "python lessons/00_the_bill.py # a lesson, without its figures\n```"
+    )
+
+
+MADE = {"lessons": lessons, "links": links, "picture": picture, "clone": clone}
+
+
+def filled(page: Path) -> str:
+    """The text of a page with its parts as they should be."""
+    return re.sub(
+        r"(<!-- made: (\w+) -->\n).*?(<!-- end of \2 -->)",
+        lambda match: f"{match[1]}\n{MADE[match[2]](page)}\n\n{match[3]}",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+
+
+def write() -> None:
+    """Write both pages."""
+    for page in PAGES:
+        page.write_text(filled(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
