@@ -40,7 +40,7 @@ builtins.__import__ = load
 """
 COMMAND = """
 from cria_tricks.cli import entry, main as cli
-def command(arguments, standalone_mode):
+def command(arguments, prog_name, standalone_mode):
 {body}
 cli.app = command
 entry.main()
