@@ -155,7 +155,9 @@ class Train(_Frozen):
     max_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps; 0 means: epochs decide", examples=[20]
     )
-    learning_rate: float = Field(2e-4, gt=0, le=1, description="the largest, after the warmup", examples=["1e-4"])
+    learning_rate: float = Field(
+        2e-4, gt=0, le=1, description="the largest learning rate, after the warmup", examples=["1e-4"]
+    )
     warmup_ratio: float = Field(
         0.03, ge=0, lt=1, description="share of the steps in which the learning rate rises", examples=[0.1]
     )
@@ -179,9 +181,7 @@ class Train(_Frozen):
     time_budget: Duration = Field(
         0.0, ge=0, description="stop cleanly within this time [s, or 90s, 20m, 1h30m]; 0: no limit", examples=["80m"]
     )
-    seed: int = Field(
-        42, ge=0, lt=2**32, description="of new weights, of the order of rows and of dropout", examples=[7]
-    )
+    seed: int = Field(42, ge=0, lt=2**32, description="seed of new weights, order of rows and dropout", examples=[7])
     monitor_seconds: float = Field(
         1.0, ge=0, le=86_400, description="seconds between two samples of card and process; 0: none", examples=[10]
     )
@@ -212,7 +212,7 @@ class Recipe(_Frozen):
     """All settings of one training run."""
 
     name: str = Field(
-        "custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run's folder", examples=["mine"]
+        "custom", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run and its folder", examples=["mine"]
     )
     model: Annotated[str, AfterValidator(short_name)] = Field(
         "smollm2", min_length=1, description="a short name, a hub id, or a folder", examples=["qwen2.5-0.5b"]

@@ -32,13 +32,13 @@ def test_the_commands_are_those_of_the_command_line():
 
 
 def test_every_setting_is_there_with_words_and_an_example_that_works():
-    rows = re.findall(r"^\| `([a-z_.]+)` \| (.+?) \| `(.+?)` \| (.+?) \| `(.+?)` \|$", SETTINGS, re.M)
+    pattern = r"^\| `([a-z_.]+)` \| (.+?)\. (\S.+?)\. Default: `(.+?)`\. Example: `(.+?)`\."
+    rows = re.findall(pattern, SETTINGS, re.M)
     assert [name for name, *_ in rows] == field_names()
-    for name, values, default, says, example in rows:
-        assert values
+    for name, says, values, default, example in rows:
         assert len(says) > 5, f"{name}: no description"
-        changed = with_settings(Recipe(), [example])
-        assert changed != Recipe(), f"{example} is the default"
+        assert values
+        assert with_settings(Recipe(), [example]) != Recipe(), f"{example} is the default"
         if default not in ('""', "none"):
             assert with_settings(Recipe(), [f"{name}={default}"]) == Recipe()
 

@@ -22,7 +22,7 @@ from cria_tricks.recipe import Recipe
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
 EXAMPLES = {
-    "train": "cria train kwanzaa --set data.train=my.jsonl --set train.max_steps=20",
+    "train": "cria train smoke --set data.train=my.jsonl --set data.eval=held_out.jsonl",
     "launch": "cria launch smoke --on torchrun --nproc 2",
     "plan": "cria plan kwanzaa --model llama-3.2-3b --gpu t4",
     "hardware": "cria hardware --model llama-3.1-8b --budget 5",
@@ -78,22 +78,29 @@ def _fields(group: str, fields: dict[str, FieldInfo]) -> str:
     for name, field in fields.items():
         full = group + name
         others = ", ".join(f"`{alias}`" for alias, of in ALIASES.items() if of == full)
-        says = field.description or ""
+        parts = [
+            _sentence(field.description or ""),
+            f"{_sentence(_values(field))} Default: `{_written(field.default)}`.",
+            f"Example: `{full}={example(field)}`.",
+        ]
         if others:
-            says += f"; also {others}"
-        rows.append(
-            (f"`{full}`", _values(field), f"`{_written(field.default)}`", cell(says), f"`{full}={example(field)}`")
-        )
-    return table(("setting", "values", "default", "what it is", "example"), rows)
+            parts.append(f"Also called {others}.")
+        says = cell(" ".join(parts))
+        rows.append((f"`{full}`", says))
+    return table(("setting", "what it is"), rows)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _values(field: FieldInfo) -> str:
     """The type of a field with its range, or its choices."""
     annotation: Any = field.annotation
     if annotation is bool:
-        return "`true`, `false`"
+        return "`true` or `false`"
     if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
+        return "one of " + ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         inside, _ = typing.get_args(annotation)
         choices = ", ".join(f"`{choice}`" for choice in typing.get_args(inside))
