@@ -21,22 +21,6 @@ from cria_tricks.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
-EXAMPLES = {
-    "train": "cria train smoke --set data.train=my.jsonl --set data.eval=held_out.jsonl",
-    "launch": "cria launch smoke --on torchrun --nproc 2",
-    "plan": "cria plan kwanzaa --model llama-3.2-3b --gpu t4",
-    "hardware": "cria hardware --model llama-3.1-8b --budget 5",
-    "report": "cria report mine.json",
-    "tricks": "cria tricks",
-    "explain": "cria explain nf4",
-    "doctor": "cria doctor --selftest",
-    "chat": "cria chat runs/smoke/adapter",
-    "eval": "cria eval runs/mine/adapter --with-base --data held_out.jsonl",
-    "verify": "cria verify runs/smoke/adapter",
-    "merge": "cria merge runs/smoke/adapter --out merged",
-    "publish": "cria publish runs/smoke/adapter me/my-adapter --tag v0.1.0",
-}
-"""A command line for each command whose own help ends without one."""
 
 
 def commands() -> str:
@@ -51,7 +35,7 @@ def commands() -> str:
         first = says.strip().split("\n\n")[0]
         rows.append((f"[`cria {name}`](#cria-{name})", cell(" ".join(first.split()))))
         rest, _, line = rest.partition("\nExample: ")  # the last line of a command's help
-        example = f"**Example**:\n\n```console\n$ {line.strip() or EXAMPLES[name]}\n```"
+        example = f"**Example**:\n\n```console\n$ {line.strip()}\n```"
         sections.append(f"## `cria {name}`\n\n{says.strip()}\n\n{example}\n\n{usage}{rest.rstrip()}")
     return "\n\n".join([table(("command", "what it does"), rows), *sections])
 
