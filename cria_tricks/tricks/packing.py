@@ -184,17 +184,22 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are)."""
     if not recipe.tricks.packing:
         return memory
-    if recipe.tricks.attention == "sdpa":
+    if recipe.tricks.attention == "sdpa" and shape.window:  # blocks with a window get a mask, however long it is
+        memory = with_kernel(memory, masked=True, repeats=True)
+    elif recipe.tricks.attention == "sdpa":
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count attention without a mask but that of a window. A row is taken as one document, the most expensive case."""
+    """Count attention without a mask, but with one in a model with a window.
+
+    A row is taken as one document, the most expensive case.
+    """
     tricks = recipe.tricks
     if not tricks.packing or tricks.attention == "flash_attention_2":
         return work
-    masked = 0 < shape.window < work.row_positions
+    masked = shape.window > 0
     if tricks.attention == "eager":
         return replace(work, masked=masked)
     return in_kernel(work, masked=masked, repeats=True)

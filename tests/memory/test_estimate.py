@@ -146,7 +146,8 @@ def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, de
 
 def test_a_window_shorter_than_a_row_needs_a_mask_as_the_dry_run_counts():
     case = {"model": "mistral-7b", "device": T4, "num_hidden_layers": 2, "sliding_window": 512}
-    assert bill("lora fp16 sdpa", 1, 512, **case).facts.maskless
+    assert bill("lora fp16 sdpa", 1, 511, **case).facts.maskless, "transformers makes one from 512 on"
+    assert not bill("lora fp16 sdpa", 1, 512, **case).facts.maskless
     assert not bill("lora fp16 sdpa", 1, 2048, **case).facts.maskless
     by_hand = bill("lora fp16 sdpa chunked checkpoint", 1, 2048, **case).peak_bytes
     assert not outside([by_hand / counted("lora fp16 sdpa chunked checkpoint", 1, 2048, **case) - 1])
