@@ -2,6 +2,7 @@
 
     python -m benchmarks.estimate_error --settings 3000 --seed 7     # an hour on one core
     python -m benchmarks.estimate_error --seed 7 --one 1234          # one of them again, moment by moment
+    python -m benchmarks.estimate_error --settings 1200 --seed 7 --later    # of the models that came later
 
 A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
 with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
@@ -33,6 +34,7 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.hardware.device import Device
+from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
@@ -41,12 +43,18 @@ from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
 
 RESULTS = HERE / "results" / "dry-run" / "estimate_error.json"
+RESULTS_LATER = RESULTS.with_name("estimate_error_later.json")
 BOUNDS = -0.005, 0.02
 """What is promised of the error: at most half a per cent too small, at most two per cent too large."""
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 DEVICES = {"cpu": CPU, **{name: card.device for name, card in CARDS.items()}}
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+FIRST = (
+    *("smollm2", "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b", "llama-3.1-8b"),
+    *("llama-3.1-70b", "mistral-7b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
+)
+"""The models that settings are drawn from; with one more in it, the settings of a seed would be others."""
+LATER = tuple(name for name in CATALOGUE if name not in FIRST)
+"""The models that have come since. ``--later`` draws from them, and its results have a file of their own."""
 PEFT = ("none", "none", "none", "lora", "lora", "lora", "lora", "head", "prompt_tuning", "side_network")
 TOGGLES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp16", "bf16"),
@@ -88,10 +96,10 @@ class Setting:
         return with_settings(Recipe(), self.sets)
 
 
-def setting(seed: int | str, number: int) -> Setting:
+def setting(seed: int | str, number: int, models: Sequence[str] = FIRST) -> Setting:
     """Draw setting number ``number`` of a seed: of the toggles the first draw in which they go together."""
     draw = random.Random(f"{seed} {number}")
-    model, device, peft = draw.choice(tuple(CATALOGUE)), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
+    model, device, peft = draw.choice(models), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
     blocks = CONFIGS[model]["num_hidden_layers"] if number % 50 == 49 else draw.randint(2, 4)
     batch, tokens = draw.randint(1, 4), round(2 ** draw.uniform(3, 13))
     trained = draw.randint(1, batch * (tokens - 1)) if draw.random() < 0.25 else None
@@ -102,7 +110,7 @@ def setting(seed: int | str, number: int) -> Setting:
         sets += [f"tricks.{name}={value}" for name, value in toggles.items() if value != getattr(Tricks(), name)]
         found = Setting(model, blocks, device, trained, tuple(sets))
         with contextlib.suppress(BadInput):
-            resolve(found.recipe, DEVICES[device])
+            refuse(resolve(found.recipe, DEVICES[device]), facts_of(shape_of(found.config, model)), 1)
             return found
 
 
@@ -114,9 +122,10 @@ def _sizes(draw: random.Random, peft: str, model: str, blocks: int) -> list[str]
         return [f"side.blocks={draw.randint(1, blocks)}"]
     if peft != "lora":
         return []
-    targets = list(ATTENTION if "num_local_experts" in CONFIGS[model] else ALL)  # an expert is no linear
+    all_targets = list(shape_of(CONFIGS[model], model).packable)  # an expert is no linear
+    targets = all_targets
     if draw.random() < 0.3:
-        targets = sorted(draw.sample(targets, draw.randint(1, len(targets))), key=ALL.index)
+        targets = sorted(draw.sample(targets, draw.randint(1, len(targets))), key=all_targets.index)
     rank, dropout, dora = draw.choice((1, 4, 8, 16, 16, 16, 64, 256)), draw.choice((0, 0, 0.1)), draw.random() < 0.3
     return [
         f"lora.r={rank}",
@@ -178,10 +187,10 @@ def bill(one: Setting) -> str:
     return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
 
 
-def cases(seed: int, settings: int, known: dict[str, int]) -> Iterator[tuple[Setting, int]]:
+def cases(seed: int, settings: int, known: dict[str, int], models: Sequence[str]) -> Iterator[tuple[Setting, int]]:
     """Go through the settings of a seed, each with its counted bytes; what is known is not counted again."""
     for number in range(settings):
-        one = setting(seed, number)
+        one = setting(seed, number, models)
         peak = known.get(mark(str(one))) or count(one).peak_bytes
         yield one, peak
 
@@ -215,11 +224,11 @@ def explain(one: Setting, console: Console) -> None:
         console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
 
 
-def sweep(seed: int, settings: int, out: Path) -> None:
+def sweep(seed: int, settings: int, out: Path, models: Sequence[str] = FIRST) -> None:
     """Count what is missing, print what is outside, and write all."""
     counted: dict[Setting, int] = {}
     console, known = Console(highlight=False, soft_wrap=True), read(out, seed)
-    for one, peak in cases(seed, max(settings, len(known)), known):
+    for one, peak in cases(seed, max(settings, len(known)), known, models):
         counted[one] = peak
         if outside([error(one, peak)]):
             console.print(f"{len(counted) - 1} {error(one, peak):+.2%} {one}")
@@ -237,13 +246,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--one", type=int, help="the number of a setting: explain it, and write nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--later", action="store_true", help="draw from the models that came later")
+    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
+    models = LATER if chosen.later else FIRST
     if chosen.one is not None:
-        explain(setting(chosen.seed, chosen.one), Console(highlight=False, soft_wrap=True))
+        explain(setting(chosen.seed, chosen.one, models), Console(highlight=False, soft_wrap=True))
         return
     try:
-        sweep(chosen.seed, chosen.settings, chosen.out)
+        sweep(chosen.seed, chosen.settings, chosen.out or (RESULTS_LATER if chosen.later else RESULTS), models)
     except BadInput as problem:
         parser.error(str(problem))
 

@@ -118,22 +118,28 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     again = memory.checkpointed and not memory.keeps_nothing
     # The backward pass of a quantised matrix without an adapter needs no saved activation. So if down_proj, the last
     # product, is such a matrix, its backward pass runs first. Then the block is repeated up to the operation before it,
-    # while the gradient of down_proj's input waits.
+    # while the gradient of down_proj's input waits. If a norm follows down_proj, that norm's backward pass comes first,
+    # and it needs the whole block repeated. The same holds for DoRA's down_proj below.
+    last = not memory.shape.ends_with_norm
     frozen_down = any(operation.name == "down_proj" and not operation.learns for operation in operations)
-    late = memory.checkpointed and memory.quantised and frozen_down
-    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted
+    late = memory.checkpointed and memory.quantised and frozen_down and last
+    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted and last
     # How many tensors as large as the hidden states are alive beside an operation. In a forward pass there are three:
     # the embedding's result, the block's input, and the residual stream after attention. Norms save fp32 ones as they
     # are, so those are counted already; only below the first adapters no norm saves the embedding's result. In a
     # repetition there are: the residual stream after attention, the gradient of the block's result, and the same
     # gradient once more on its way through the last operation.
     if again:
-        many = (memory.hidden_itemsize < FP32) + 2 - (late or magnitudes)
+        # Granite multiplies what a block adds, so there the gradient on its way is another tensor in any case.
+        many = (memory.hidden_itemsize < FP32) + 2 - ((late or magnitudes) and not memory.shape.scales_hidden)
     elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
         many = 3
     else:
         many = int(bool(memory.adapted))
-    found = many * n * width * memory.hidden_itemsize + n * memory.shape.inner * memory.product_itemsize * late
+    # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
+    raises = again and not last and memory.product_itemsize < FP32
+    a_hidden_state = many * memory.hidden_itemsize + raises * (FP32 - memory.product_itemsize)
+    found = n * width * a_hidden_state + n * memory.shape.inner * memory.product_itemsize * late
     if magnitudes:
         # The backward pass of DoRA's down_proj begins before the block is repeated. The gradient of its result is fp32.
         # If products give 16 bits, an fp32 gradient of B A x is alive, too, and the base's gradient in 16 bits.
@@ -173,7 +179,7 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         if operation.name in ("first norm", "second norm"):
             normed = f"{operation.name}'s output"  # alive until the next norm has run
         opened = operation.forward + beside
-        if normed not in held:
+        if normed and normed not in held:
             opened += hidden
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
         if operation.name == "weighted values" and memory.keeps_nothing:

@@ -25,7 +25,7 @@ def walk(memory: StepFacts) -> list[Operation]:
     # Most models have a norm before attention and one before the MLP. OLMo 2 has them behind instead, and models with
     # four norms have them on both sides.
     in_front = not shape.norms_behind
-    behind = shape.norms_behind or shape.norms == 4
+    behind = shape.ends_with_norm
     attention_input = INPUT
     mlp_input = "attention's sum"
     found = []
@@ -37,7 +37,7 @@ def walk(memory: StepFacts) -> list[Operation]:
     found += _query_and_key_norms(memory)
     found += _attend(memory, residual)
     if behind:
-        found.append(_norm(memory, "norm of what was attended"))
+        found.append(_norm_behind(memory, "norm of what was attended"))
     if in_front:
         found.append(_norm(memory, "second norm"))
     if shape.experts > 1:
@@ -48,7 +48,7 @@ def walk(memory: StepFacts) -> list[Operation]:
         found += _gate_and_up(memory, mlp_input, residual)
     found.append(linear(memory, "down_proj", GATED, memory.product_itemsize, residual))
     if behind:
-        found.append(_norm(memory, "norm of the MLP's output"))
+        found.append(_norm_behind(memory, "norm of the MLP's output"))
     return found
 
 
@@ -152,6 +152,16 @@ def _norm(memory: StepFacts, name: str) -> Operation:
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * x
     return Operation(name, keeps=keeps, forward=elements * (FP32 + x), backward=elements * (4 * FP32 + x))
+
+
+def _norm_behind(memory: StepFacts, name: str) -> Operation:
+    """Bill a norm at the end of attention or of the MLP.
+
+    There all five fp32 tensors of its backward pass count: the gradient of its input has two parts, and the gradient of
+    the mean, the input, and their product are alive beside them. Of a norm in front the input may be counted already.
+    """
+    found = _norm(memory, name)
+    return replace(found, backward=found.backward + memory.all_tokens * memory.shape.width * FP32)
 
 
 def _query_and_key_norms(memory: StepFacts) -> list[Operation]:

@@ -29,8 +29,21 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
         copied = memory.learning_blocks * (matrices + memory.shape.width**2)
     size = 0
     if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
-        size = copied * memory.compute_itemsize
+        size = copied * memory.compute_itemsize + _input_copy(memory)
     return Line("16-bit copies of weights", size, "by autocast, until the forward pass ends")
+
+
+def _input_copy(memory: StepFacts) -> int:
+    """Return the bytes of autocast's copy of the embedding's result, which it keeps like those of weights; else 0.
+
+    Checkpointing asks for the gradient of the embedding's result, so autocast takes it for a trained weight. It is cast
+    as it is only in a model without a norm in front, by an adapter on what the first block multiplies it with.
+    """
+    asked = memory.checkpointed and memory.shape.norms_behind and memory.hidden_itemsize == FP32
+    first = set(memory.shape.input_groups[0]) & set(memory.adapted)
+    if not asked or not first or memory.dropout:
+        return 0
+    return memory.all_tokens * memory.shape.width * memory.compute_itemsize
 
 
 def normalised(memory: StepFacts) -> int:

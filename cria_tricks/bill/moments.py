@@ -227,7 +227,7 @@ def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
     below = frozen.below
     # If nothing else trains, it is prompt tuning. The prompt and the embedded tokens are joined into a new tensor.
     prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
-    if memory.checkpointed and (prompted or (memory.offloaded and not memory.trains_all)):
+    if memory.checkpointed and not memory.trains_all and (prompted or memory.offloaded or memory.shape.scales_hidden):
         below += _block_input(memory)  # checkpointing asks for the gradient of the embedding's result, so that stays
     through = below + frozen.between
     if memory.adapted and not memory.checkpointed:
@@ -286,8 +286,11 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
         return _Frozen(each=pinned, pinned=pinned, below=below * one, why=f", {below} x frozen blocks")
     each = pinned
     if not memory.offloaded:
-        each = sum(block.kept(operations).values())
-        if memory.hidden_itemsize == FP32:  # the copy saves the same fp32 input, so count it once
+        saved = block.kept(operations)
+        each = sum(saved.values())
+        if (
+            memory.hidden_itemsize == FP32 and FIRST_NORM in saved
+        ):  # the copy saves the same fp32 input, so count it once
             each -= _block_input(memory)
     between = memory.learning_blocks - 1
     why = f", {between} x frozen blocks"

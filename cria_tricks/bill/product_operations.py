@@ -113,17 +113,21 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     # beside the adapter's input in fp32; and both of these, B A x in the result's dtype, and the sum. When
     # checkpointing repeats a block, it stops where nothing more is saved. In down_proj that is before B A x.
     # ``block.py`` adds the saved tensors at every moment, so those that do not exist yet are subtracted here.
-    ends = name == "down_proj" and memory.checkpointed and memory.shape.norms == 2
+    ends = name == "down_proj" and memory.checkpointed and not memory.shape.ends_with_norm
     beside = 2 * size.made * max(a, o) * (not ends)
     copied = size.given * a * (x != a or bool(raised))
     # If blocks keep nothing on the device, tensors that only autograd holds leave it at once.
     masked_away = masked * memory.keeps_nothing
     sent = copied * memory.keeps_nothing + masked_away
     product = base.forward - masked - size.given * a * (not shared)
-    forward = largest(product, size.made * o + raised - masked_away, size.made * o + raised + beside - sent)
+    dropped = 0
+    if memory.dropout:  # after A x the input after dropout is gone, in the dtype that the adapter takes
+        dropped = raised // 2 if x < memory.adapter_input_itemsize else raised
+    forward = largest(product, size.made * o + raised - masked_away, size.made * o + raised - dropped + beside - sent)
     # The backward pass has three, too: through the adapter; through the base, when what the adapter saved is freed; and
     # the sum of their two gradients for the input.
-    gone = size.given * a * (not shared or source == GATED)  # the saved input of A, if nothing else holds it
+    # The saved input of A, if nothing else holds it, and dropout's mask.
+    gone = size.given * a * (not shared or source == GATED) + masked
     of_input = size.given * x
     backward = largest(size.made * o + of_input + raised, base.backward + of_input - gone, 3 * of_input - gone)
     found = replace(base, keeps=keeps, forward=forward, backward=backward, learns=thin * FP32)

@@ -43,6 +43,7 @@ class Shape:
         beside_head: the config field because of which logits are more than one matrix product; empty if none is set.
         norms_whole_queries: whether one norm covers the queries of all heads at once, and another all keys.
         norms_behind: whether a block normalises the outputs of attention and MLP instead of their inputs.
+        scales_hidden: whether numbers multiply the embedding's result, and what a block adds to it (Granite).
         joined: whether one matrix makes queries, keys and values together, and another one gate and up.
         context: the context length, the longest row that the model was made for [tokens]; 0 if it is not known.
     """
@@ -68,6 +69,7 @@ class Shape:
     beside_head: str = ""
     norms_whole_queries: bool = False
     norms_behind: bool = False
+    scales_hidden: bool = False
     joined: bool = False
     context: int = 0
 
@@ -80,6 +82,11 @@ class Shape:
     def kv_width(self) -> int:
         """K C, the width of the keys of all heads; the values are as wide."""
         return self.kv_heads * self.head_width
+
+    @property
+    def ends_with_norm(self) -> bool:
+        """Whether a norm follows down_proj: it does where the norms of a block stand behind, or on both sides."""
+        return self.norms_behind or self.norms == 4
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -233,6 +240,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         qk_norm=kind in ("qwen3", "gemma3_text", "olmo2"),
         norms_whole_queries=kind == "olmo2",
         norms_behind=kind == "olmo2",
+        scales_hidden=kind == "granite",
         joined=kind == "phi3",
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=number("num_local_experts", 1),

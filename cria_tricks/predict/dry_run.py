@@ -176,7 +176,9 @@ def _known_values(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     needs_no_mask = masking_utils._ignore_causal_mask_sdpa
 
     def without_values(padding_mask: torch.Tensor, *sizes: Any) -> bool:
-        if rows == 1 or _flash_attention_2(plan):
+        if _flash_attention_2(plan):  # it has no mask for a window, either, which is the last of the sizes
+            return needs_no_mask(None, *sizes[:4])
+        if rows == 1:
             return needs_no_mask(None, *sizes)  # None: there is no padding
         return needs_no_mask(padding_mask, *sizes)
 

@@ -187,25 +187,26 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are).
 
-    If the model has a sliding window shorter than a row, its mask remains.
+    If the model has a sliding window, its mask remains.
     """
     if not recipe.tricks.packing:
         return memory
-    windowed = 0 < shape.window < memory.tokens
-    if recipe.tricks.attention == "sdpa" and not windowed:
+    if recipe.tricks.attention == "sdpa" and shape.window:  # blocks with a window get a mask, however long it is
+        memory = with_kernel(memory, masked=True, repeats=True)
+    elif recipe.tricks.attention == "sdpa":
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count attention without a mask, unless the model has a sliding window shorter than a row: then its mask remains.
+    """Count attention without a mask, but with one in a model with a window.
 
-    A packed row is counted as a single document, which is the most expensive case.
+    A row is taken as one document, the most expensive case.
     """
     tricks = recipe.tricks
     if not tricks.packing or tricks.attention == "flash_attention_2":
         return work
-    masked = 0 < shape.window < work.row_positions
+    masked = shape.window > 0
     if tricks.attention == "eager":
         return replace(work, masked=masked)
     return in_kernel(work, masked=masked, repeats=True)

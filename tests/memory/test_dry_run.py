@@ -144,19 +144,19 @@ def test_every_family_goes_through(name):
     skip_experts_shaped_by_numbers(name)
     raw = {**FAMILIES[name], "num_hidden_layers": 1}
     config, shape = AutoConfig.for_model(**raw), shape_of(raw, name)
-    targets = "lora.target_modules=q_proj,k_proj,v_proj,o_proj"  # an expert is no linear
+    names = ("qkv_proj", "o_proj") if shape.joined else ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets = f"lora.target_modules={','.join(names)}"  # an expert is no linear
 
     def run(*settings: str) -> DryRun:
         return dry_run(resolve(with_settings(Recipe(), settings), T4), config, 1, 64)
 
     full, lora = run(), run("tricks.peft=lora", targets)
-    softcaps = name == "gemma2"
-    qlora = run("tricks.peft=lora", targets, *QLORA, f"tricks.chunked_loss={not softcaps}")
+    qlora = run("tricks.peft=lora", targets, *QLORA, f"tricks.chunked_loss={not shape.beside_head}")
     assert full.weights_bytes - 4 * shape.weights <= 4 * 2 * 2 * shape.head_width, "but for the rotary frequencies"
     assert full.peak_bytes > 4 * 4 * shape.weights, "weights, gradients and two moments"
     assert lora.peak_bytes < full.peak_bytes
     assert qlora.weights_bytes < lora.weights_bytes
-    adapter = 4 * 16 * sum(sum(shape.linears[t]) for t in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    adapter = 4 * 16 * sum(sum(shape.linears[t]) for t in names)
     assert lora.weights_bytes - full.weights_bytes == adapter
 
 

@@ -1,0 +1,46 @@
+"""Find the settings without which a recipe does not fit another model, so that any known model can be planned.
+
+The recipes were written for models like Llama. Phi-3 has joined matrices with other names, LoRA does not reach the
+experts of a mixture, and a head that does more than one product has no chunked loss.
+"""
+
+from collections.abc import Iterable
+
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Lora, Recipe
+
+
+def lora_targets(shape: Shape) -> list[str]:
+    """Return the setting that LoRA needs on a model that lacks some of the default matrices; empty if it has all."""
+    names = tuple(shape.packable)
+    return [] if set(names) == set(Lora().target_modules) else [f"lora.target_modules={','.join(names)}"]
+
+
+def needed(recipe: Recipe, shape: Shape, given: Iterable[str] = ()) -> list[str]:
+    """Return the settings that a recipe needs for a model, written as for ``--set``.
+
+    Args:
+        recipe: the recipe.
+        shape: the model's shape.
+        given: settings that the user chose. They are not changed, so a wrong one is refused later.
+    """
+    chosen = [setting.partition("=")[0] for setting in given]
+    found = []
+    if recipe.tricks.peft == "lora" and recipe.lora.target_modules == Lora().target_modules:
+        found += lora_targets(shape)
+    if recipe.tricks.chunked_loss and shape.beside_head:
+        found.append("tricks.chunked_loss=false")
+    return [setting for setting in found if not any(_same(setting.partition("=")[0], name) for name in chosen)]
+
+
+def warning(model: str, settings: Iterable[str]) -> list[str]:
+    """Say which settings were added for a model; an empty list if none was."""
+    options = " ".join(f"--set {setting}" for setting in settings)
+    if not options:
+        return []
+    return [f"{model} needs other settings than this recipe has; planned with {options}, which cria train needs, too"]
+
+
+def _same(field: str, name: str) -> bool:
+    """Whether a name that the user wrote means a field: its path, or the last part of it."""
+    return name.strip() == field or field.endswith(f".{name.strip()}")
