@@ -162,11 +162,12 @@ notebooks: $(READY)
 address: $(READY)
 	$(VENV)/bin/python -m tools.address $(URL)
 
-# The wheel and the source archive, into dist/.
-dist: $(READY)
-	$(PIP) build
+# The wheel and the source archive, into dist/. It needs none of the libraries.
+dist:
 	rm -rf dist
-	$(VENV)/bin/python -m build --outdir dist
+	$(PYTHON) -m venv build/packaging
+	build/packaging/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/packaging/bin/python -m build --outdir dist
 
 # Does a release say the same everywhere? TAG=v0.4.0, as pyproject.toml, CHANGELOG.md and the notebooks say.
 release-check: $(READY)

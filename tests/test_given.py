@@ -36,7 +36,7 @@ DAMAGED = "{folder}/damaged: manifest.json is damaged: it is not as it was writt
 CASES = {
     # names of commands and options
     "trian": "No such command 'trian'",
-    "train --rsume": "No such option: --rsume",
+    "train --rsume": "No such option",
     "train smoke --other-base": "--other-base: lets a resumed run go on over another base; give --resume too",
     "train smoke --set": "Option '--set' requires an argument",
     # recipes, fields and values
