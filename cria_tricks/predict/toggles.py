@@ -10,8 +10,9 @@ from typing import Any
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human, speed
-from cria_tricks.hardware.cards import CARDS, Card
+from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
+from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.strategies import traffic
@@ -120,10 +121,7 @@ class Target:
     @property
     def card(self) -> Card | None:
         """The card with its peak rates; ``None`` if these are not known."""
-        for card in CARDS.values():
-            if card.device == self.device:
-                return card
-        return None
+        return rates_of(self.device)
 
     def bill(self, recipe: Recipe, *changed: str) -> Setting:
         """Estimate the bytes and the seconds of a recipe; with several processes, the bytes of the one that needs most.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
-from cria_tricks.hardware import Device, this_device
-from cria_tricks.hardware.cards import find_card
+from cria_tricks.hardware import T4, Device, this_device
+from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.models.shape import Shape, find_shape
+from cria_tricks.predict import model_settings
 from cria_tricks.predict.answer import PlanAnswer
 from cria_tricks.recipe import Recipe, with_settings
 
@@ -95,8 +96,9 @@ def plan(
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
-        gpu: ``"t4"``, ``"l4"``, ``"a10g"``, ``"a100"``, or any ``Device``; when left out, this machine's card, and a T4
-            where there is none.
+        gpu: a short name such as ``"t4"``, ``"rtx3060"`` or ``"t4x2"`` (two of them, so two processes), an amount of
+            memory such as ``"8GiB"`` or ``"8GiB:7.5"`` (with the compute capability, which is 8.6 if it is left out),
+            or any ``Device``; when left out, this machine's card, and a T4 where there is none.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
         rows: the number of training rows, for ``prices``; when left out, the number that was read with the lengths, and
@@ -125,7 +127,10 @@ def plan(
     if nproc < 1:
         raise BadInput(f"nproc={nproc}: must be a whole number above 0")
     changes = [f"model={model}", *_several(settings)] if model else _several(settings)
-    wanted, shape, device = _wanted(recipe, changes, gpu)
+    device, nproc = _device(gpu, nproc)
+    wanted, shape, device = _wanted(recipe, changes, device)
+    needed = model_settings.needed(wanted, shape, changes) if model else []
+    wanted = with_settings(wanted, needed)
     if nproc > 1 and wanted.parallel.strategy == "none":
         wanted = with_settings(wanted, ["parallel.strategy=ddp"])
     # They import numpy and torch, which takes seconds; errors in names were raised above.
@@ -139,6 +144,7 @@ def plan(
     if rows is None:
         rows = found_lengths.rows or None
     found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
+    found["warnings"] = [*model_settings.warning(shape.name, needed), *found["warnings"]]
     return PlanAnswer.model_validate(found)
 
 
@@ -166,7 +172,7 @@ def estimate(
         >>> memory.fits, memory.needed_bytes == plan("kwanzaa", gpu="t4").needed_bytes
         (True, True)
     """
-    wanted, shape, device = _wanted(recipe, _several(settings), gpu)
+    wanted, shape, device = _wanted(recipe, _several(settings), _device(gpu, 1)[0])
     # They import torch, which takes seconds; errors in names were raised above.
     from cria_tricks.predict.toggles import Target
     from cria_tricks.tricks.folds import estimate as by_hand
@@ -175,7 +181,19 @@ def estimate(
     return by_hand(wanted, shape, device)
 
 
-def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device | None) -> tuple[Recipe, Shape, Device]:
+def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, int]:
+    """Find the card that was named, and the number of processes: one for each card, where several were named."""
+    if not isinstance(gpu, str):
+        return gpu, processes
+    found = find_gpu(gpu)
+    if found.count == 1:
+        return found.device, processes
+    if processes not in (1, found.count):
+        raise BadInput(f"--gpu {gpu} with --nproc {processes}: it has {found.count} cards; leave --nproc out")
+    return found.device, found.count
+
+
+def _wanted(recipe: Recipe | str | Path, changes: list[str], card: Device | None) -> tuple[Recipe, Shape, Device]:
     """Find the changed recipe, the shape of its model, and the card.
 
     All names are checked before this machine's card is looked up, because that imports torch.
@@ -183,13 +201,10 @@ def _wanted(recipe: Recipe | str | Path, changes: list[str], gpu: str | Device |
     # Its checks of rows import numpy, and importing this package should stay quick.
     from cria_tricks.run import given
 
-    card = gpu
-    if isinstance(card, str):
-        card = find_card(card).device
     shape = find_shape(given.recipe(recipe, changes, card).model)
     if card is None:
         here = this_device()
-        card = here if here.kind == "cuda" else find_card("t4").device
+        card = here if here.kind == "cuda" else T4
     return with_settings(recipes.get(recipe, card), changes), shape, card
 
 

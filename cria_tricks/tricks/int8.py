@@ -86,6 +86,12 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if recipe.tricks.quantization != "int8":
         return plan
     refuse_without_adapter(recipe)
+    if plan.device.kind == "cuda" and plan.device.capability < (7, 5):
+        major, minor = plan.device.capability
+        raise BadInput(
+            f"tricks.quantization=int8: bitsandbytes needs compute capability 7.5 for it, and {plan.device.name} has "
+            f"{major}.{minor}; set tricks.quantization=nf4"
+        )
     if recipe.tricks.peft == "lora" and recipe.lora.dora and plan.device.kind == "cpu":
         # DoRA unpacks the matrices in every step. On a CPU peft 0.21 then moves them, and the scales are gone.
         raise BadInput(

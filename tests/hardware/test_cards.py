@@ -8,6 +8,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
+from cria_tricks.hardware.gpus import GPUS, find_gpu, rates_of
 from cria_tricks.predict.selection_guide import MACHINES
 
 
@@ -55,13 +56,80 @@ def test_a_card_has_less_than_its_name_says():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("t5", "did you mean t4?"), ("a100-80", "did you mean a100?"), ("x", "there are t4, l4")]
+    ("name", "said"), [("t5", "did you mean t4?"), ("a10x", "did you mean a10g?"), ("x", "there are t4, l4")]
 )
 def test_an_unknown_card_is_one_line(name, said):
     with pytest.raises(BadInput, match=f"unknown card {name}: .*") as caught:
         find_card(name)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_gpu_has_its_memory_and_its_rates_from_a_named_source():
+    for name, gpu in GPUS.items():
+        assert gpu.memory_source, name
+        sold = {"a100": 40, "a100-80": 80, "h100": 80, "l40s": 48, "p100": 16, "rtx3060": 12, "rtx4060ti": 16}
+        assert (
+            0.88 < gpu.device.memory_bytes / (sold.get(name, 24 if name[:2] in ("rt", "l4", "a1") else 16) * 2**30) < 1
+        )
+        assert gpu.device.real_bf16 is (gpu.device.capability >= (8, 0))
+        if gpu.card:
+            card = gpu.card
+            assert card.source
+            assert rates_of(replace(card.device, memory_bytes=1)) is card, "drivers report the memory differently"
+            assert card.half_flops >= card.full_flops > card.memory_rate > card.link_rate
+    without = {name for name, gpu in GPUS.items() if not gpu.card}
+    assert without == {"rtx3060", "rtx4060ti"}
+    assert set(CARDS) < set(GPUS)
+    assert rates_of(Device("cpu", "Tesla T4", (0, 0), False, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [
+        ("T4", "Tesla T4", 1),
+        ("t4x2", "Tesla T4", 2),
+        ("rtx3090x4", "NVIDIA GeForce RTX 3090", 4),
+        ("RTX 3060", "NVIDIA GeForce RTX 3060", 1),
+        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090", 1),
+        ("4060 Ti", "NVIDIA GeForce RTX 4060 Ti", 1),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", 1),
+        ("A100 80", "NVIDIA A100-SXM4-80GB", 1),
+        ("Tesla P100", "Tesla P100-PCIE-16GB", 1),
+    ],
+)
+def test_a_gpu_is_found_by_any_spelling_of_its_name(text, name, count):
+    found = find_gpu(text)
+    assert (found.device.name, found.count) == (name, count)
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "capability", "says"),
+    [
+        ("8GiB", 8 * 2**30, (8, 6), "assumed"),
+        ("8gib:8.6", 8 * 2**30, (8, 6), "8.6)"),
+        ("6.5 GiB:7.5", 6.5 * 2**30, (7, 5), "7.5)"),
+        ("8GB:12.0", 8 * 10**9, (12, 0), "12.0)"),
+        ("8192MiB", 8 * 2**30, (8, 6), "assumed"),
+    ],
+)
+def test_a_free_amount_of_memory_is_a_card_whose_rates_are_not_known(text, memory, capability, says):
+    found = find_gpu(text)
+    assert (found.device.memory_bytes, found.device.capability) == (memory, capability)
+    assert found.device.real_bf16 is (capability >= (8, 0))
+    assert says in found.device.name
+    assert ("assumed" in found.device.name) is (says == "assumed")
+    assert found.card is None
+    assert rates_of(found.device) is None
+
+
+@pytest.mark.parametrize("text", ["t5", "x", "8", "8TiB", "GiB", "8GiB:", "8GiB:8", "-1GiB", "t4x0", "0GiB", ""])
+def test_what_names_no_gpu_is_refused_in_one_line_that_lists_what_there_is(text):
+    with pytest.raises(BadInput) as caught:
+        find_gpu(text)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert text == "0GiB" or all(name in said for name in (*GPUS, "8GiB:7.5")), said
 
 
 def test_names_are_found_however_they_are_written():

