@@ -27,7 +27,7 @@ def test_every_model_is_planned_on_every_card(model, recipe):
         if gpu.count > 1:  # each process needs a micro-batch of its own
             wanted = with_settings(wanted, ["parallel.strategy=ddp", "tricks.gradient_accumulation=8"])
         found = plan_data.bill(Target(shape, gpu.device, gpu.count), wanted)
-        assert found["peak_bytes"] == sum(row["bytes"] for row in found["rows"]) > shape.weights // 4, name
+        assert found["peak_bytes"] == sum(line["bytes"] for line in found["lines"]) > shape.weights // 4, name
         assert (found["seconds_per_step"] is None) is (gpu.card is None), name
 
 
