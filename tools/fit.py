@@ -12,6 +12,7 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
 from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
-from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
+from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Card
+from cria_tricks.hardware.gpus import GPUS
+from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models import catalogue
 from cria_tricks.models.configs import LONGER_THAN_CONTEXT
 from cria_tricks.models.shape import Shape, find_shape
+from cria_tricks.predict.model_settings import lora_targets
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate, facts, work
@@ -38,6 +42,8 @@ from tools import notebooks
 
 HERE = Path(__file__).resolve().parents[1] / "docs" / "assets" / "fit"
 MODELS = tuple(catalogue.CATALOGUE)
+ONE_CARD = {name: gpu for name, gpu in GPUS.items() if gpu.count == 1}
+"""The cards of the page, which plans one process."""
 OLD, NEW = CARDS["t4"], CARDS["a100"]
 """A card of each kind: what kernels a card has is all that a formula asks of it."""
 LEAST = {"B": 1, "T": 8}
@@ -53,6 +59,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 """Every switch but the number of micro-batches, and what it can be."""
 STORED = ("precision", "peft", "quantization", "lean_preparation")
 ATTENTION = ("precision", "attention", "expand_kv", "packing")
+WINDOWS = {False: 2**40, True: 1}
+"""A window that is longer than the sample of ``T``, and one that is not: comparisons are answered for the sample."""
 PACKING = (
     'packing saves time where rows are shorter than "Tokens of a row": it fills each packed row with several of them. '
     "This page takes every row as full, so here packing changes the attention mask at most"
@@ -68,7 +76,7 @@ def plain(shape: Shape, **tricks: Any) -> Recipe:
     k = Formula.letter("k", SAMPLE["k"]) if tricks.pop("accumulates", False) else 1
     rows = Formula.letter("B", 2 if tricks.pop("several", False) else 1)
     tokens = Formula.letter("T", SAMPLE["T"])
-    bare = with_settings(Recipe(), targets(shape))
+    bare = with_settings(Recipe(), lora_targets(shape))
     return bare.model_copy(
         update={
             "tricks": bare.tricks.model_copy(update={**tricks, "gradient_accumulation": k}),
@@ -78,10 +86,9 @@ def plain(shape: Shape, **tricks: Any) -> Recipe:
     )
 
 
-def targets(shape: Shape) -> list[str]:
-    """The setting that LoRA needs on a model whose matrices are not all called as a Llama's, such as a mixture."""
-    named = tuple(shape.packable)
-    return [] if set(named) == set(Recipe().lora.target_modules) else [f"lora.target_modules={','.join(named)}"]
+def windowed(shape: Shape, reached: bool) -> Shape:
+    """Return the shape with a window that the sample of ``T`` reaches, or does not; without a window as it is."""
+    return replace(shape, window=WINDOWS[reached]) if shape.window else shape
 
 
 def combinations(fields: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -173,20 +180,21 @@ MOMENTS = {
 def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Which attention runs: by switches, card and mask; and a choice that leads to each."""
     classes, of_kernel = dict[str, str](), dict[str, dict[str, Any]]()
-    by = (*ATTENTION, "several", "new")
+    by = (*ATTENTION, "several", "new", *(["windowed"] if shape.window else []))
     for chosen in combinations(by):
         card = NEW if chosen["new"] else OLD
-        switches = {name: value for name, value in chosen.items() if name != "new"}
-        recipe = plain(shape, **switches, peft="lora")
-        memory = facts(recipe, shape, card.device)
-        timed = work(recipe, shape, card.device)
+        switches = {name: value for name, value in chosen.items() if name not in ("new", "windowed")}
+        seen = windowed(shape, chosen.get("windowed", False))
+        recipe = plain(seen, **switches, peft="lora")
+        memory = facts(recipe, seen, card.device)
+        timed = work(recipe, seen, card.device)
         name = "/".join([memory.kernel, *(word for word, holds in (
             ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
             ("joined", memory.joins_documents), (timed.kernel, True), ("masked", timed.masked),
             ("new", shape.experts > 1 and chosen["new"]),
         ) if holds)])  # fmt: skip
         classes[key(chosen.values())] = name
-        of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card})
+        of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card, "shape": seen})
     return {"by": by, "is": classes}, of_kernel
 
 
@@ -199,11 +207,12 @@ def _blocks(shape: Shape, stored: dict[Any, dict[str, Any]], of_kernel: dict[str
             kernel, _, precision = name.partition(" ")
             if precision != chosen["precision"]:
                 continue
-            switches = {name: value for name, value in {**attention, **chosen}.items() if name != "card"}
+            switches = {**attention, **chosen}
+            card, seen = switches.pop("card"), switches.pop("shape")
             for checkpointed, offloaded, accumulates in itertools.product((False, True), repeat=3):
-                recipe = plain(shape, **switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
+                recipe = plain(seen, **switches, gradient_checkpointing=checkpointed, activation_offload=offloaded,
                                accumulates=accumulates)  # fmt: skip
-                memory = facts(recipe, shape, attention["card"].device)
+                memory = facts(recipe, seen, card.device)
                 where = (number, kernel, checkpointed, offloaded, accumulates)
                 found["batch: forward"][number, kernel] = _rows(memory, FIXED[4:], "forward")
                 found["batch"][number, kernel, checkpointed] = _rows(memory, FIXED[4:])
@@ -304,10 +313,11 @@ def times_of(shape: Shape) -> dict[str, Any]:
     table = {}
     for name, attention in of_kernel.items():
         kernel, _, precision = name.partition(" ")
-        switches = {field: value for field, value in attention.items() if field not in ("card", "precision")}
+        switches = {field: value for field, value in attention.items() if field != "precision"}
+        card, seen = switches.pop("card"), switches.pop("shape")
         for peft, checkpointed in itertools.product(VALUES["peft"], (False, True)):
             chosen = {"precision": precision, "peft": peft, "gradient_checkpointing": checkpointed}
-            part = _work(shape, "attention", attention["card"], **switches, **chosen)
+            part = _work(seen, "attention", card, **switches, **chosen)
             table[key((*chosen.values(), kernel))] = part
     return {**found, "attention": {"by": by, "is": table}}
 
@@ -326,25 +336,27 @@ def refusals() -> list[dict[str, Any]]:
     singles = [(name, value) for name, values in VALUES.items() for value in values if value != usual.get(name, False)]
     many = 65_535
     found: list[dict[str, Any]] = []
-    for number, (card, several) in itertools.product((1, 2), itertools.product(CARDS, (False, True))):
+    for number, (card, several) in itertools.product((1, 2), itertools.product(ONE_CARD, (False, True))):
         for chosen in itertools.combinations(singles, number):
             when = {"card": card, "several": several, **dict(chosen)}
-            if len(when) < number + 2 or any(one["when"].items() <= when.items() for one in found):
+            if len(when) < number + 2:
                 continue
             tricks = Recipe().tricks.model_copy(update={**usual, **dict(chosen)})
             recipe = Recipe(tricks=tricks).model_copy(
                 update={"train": Recipe().train.model_copy(update={"batch_size": many if several else 1})}
             )
             try:
-                resolve(recipe, CARDS[card].device)
+                resolve(recipe, ONE_CARD[card].device)
             except BadInput as error:
-                found.append({"when": when, "says": str(error).replace(str(many), "{B}")})
+                says = str(error).replace(str(many), "{B}")
+                if not any(one["says"] == says and one["when"].items() <= when.items() for one in found):
+                    found.append({"when": when, "says": says})
     return _merged(found)
 
 
 def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Say once what is said on every card, or for every batch."""
-    for field, values in (("several", (False, True)), ("card", tuple(CARDS))):
+    for field, values in (("several", (False, True)), ("card", tuple(ONE_CARD))):
         merged: list[dict[str, Any]] = []
         for one in found:
             rest = {name: value for name, value in one["when"].items() if name != field}
@@ -360,7 +372,6 @@ def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def model(name: str) -> dict[str, Any]:
     """Everything that depends on the model."""
     shape = find_shape(name)
-    assert not shape.window, "whether a row is longer than the window is a switch that the page does not have"
     found = {**bytes_of(shape), "times": times_of(shape)}
     names: dict[str, int] = {}
     formulas: dict[str, int] = {}
@@ -394,15 +405,13 @@ def index() -> dict[str, Any]:
         "notebook": notebooks.colab_address("17_kwanzaa"),
         "cards": {
             name: {
-                "name": card.device.name,
-                "bytes": card.device.memory_bytes,
-                "new": card.device.capability >= (8, 0),
-                "flops": {precision: card.flops(precision) for precision in VALUES["precision"]},
-                "memory": card.memory_rate,
-                "link": card.link_rate,
-                "capstone": recipes.kwanzaa(card.device).tricks.model_dump(),
+                "name": gpu.device.name,
+                "bytes": gpu.device.memory_bytes,
+                "new": gpu.device.capability >= (8, 0),
+                "rates": _rates(gpu.card),
+                "capstone": recipes.kwanzaa(gpu.device).tricks.model_dump(),
             }
-            for name, card in CARDS.items()
+            for name, gpu in ONE_CARD.items()
         },
         "machines": machines(),
         "prices": PRICES_DATE,
@@ -412,11 +421,20 @@ def index() -> dict[str, Any]:
         "around": [[line.name, line.bytes] for line in around],
         "efficiency": EFFICIENCY,
         "chunk": TOKENS_PER_CHUNK,
+        "prompt": Recipe().prompt.tokens,
         "rules": RULES,
         "refused": refusals(),
         "always": ALWAYS,
         "moments": MOMENTS,
     }  # fmt: skip
+
+
+def _rates(card: Card | None) -> dict[str, Any] | None:
+    """Return the rates of a card by the letters of the page; ``None`` if they are not known."""
+    if card is None:
+        return None
+    flops = {precision: card.flops(precision) for precision in VALUES["precision"]}
+    return {"flops": flops, "memory": card.memory_rate, "link": card.link_rate}
 
 
 def machines() -> list[dict[str, Any]]:
@@ -425,11 +443,35 @@ def machines() -> list[dict[str, Any]]:
 
 
 def _about(shape: Shape) -> dict[str, Any]:
-    """Say what the page shows of a model: parameters, context, and which share of "all others" are experts."""
+    """Say what the page shows of a model: its size, context and window, what it refuses, how many weights are experts.
+
+    ``experts`` is their share of "all others".
+    """
     dense = sum(d_in * d_out for d_in, d_out in shape.packable.values())
     others = shape.weights - shape.layers * dense
     experts = shape.layers * (shape.block_linear_weights - dense) / others
-    return {"weights": shape.weights, "context": shape.context, "experts": experts, "lora": targets(shape)}
+    return {
+        "weights": shape.weights,
+        "context": shape.context,
+        "window": shape.window,
+        "experts": experts,
+        "lora": lora_targets(shape),
+        "refused": _refused(shape),
+    }
+
+
+def _refused(shape: Shape) -> list[dict[str, Any]]:
+    """List the switches that a model refuses, with what is said of them."""
+    found = []
+    for name, value in (("chunked_loss", True), ("attention", "sdpa"), ("attention", "flash_attention_2")):
+        recipe = with_settings(
+            Recipe(), ["tricks.peft=lora", "tricks.precision=fp16", f"tricks.{name}={value}", *lora_targets(shape)]
+        )
+        try:
+            refuse(resolve(recipe, NEW.device), facts_of(shape), 1)
+        except BadInput as error:
+            found.append({"when": {name: value}, "says": str(error)})
+    return found
 
 
 def write(folder: Path = HERE) -> None:

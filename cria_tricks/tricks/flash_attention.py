@@ -190,7 +190,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
         return replace(memory, kernel="flash", repeats_keys=False, maskless=True)
     # Several rows have a mask, because their lengths differ, and so has a window not longer than a row. With a mask
     # transformers repeats keys and values; without, it leaves that to torch.
-    masked = memory.batch > 1 or 0 < shape.window <= memory.tokens
+    masked = memory.batch > 1 or 0 < shape.window < memory.tokens + 1
     return with_kernel(memory, masked=masked, repeats=masked or shape.heads == shape.kv_heads)
 
 
@@ -215,7 +215,7 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     if attention == "flash_attention_2":
         return replace(work, kernel="flash", masked=False)
     # Several rows have a mask, because their lengths differ, and so has a window not longer than a row.
-    masked = work.batch > 1 or 0 < shape.window <= work.row_positions
+    masked = work.batch > 1 or 0 < shape.window < work.row_positions + 1
     if attention == "eager":
         return replace(work, masked=masked)
     return in_kernel(work, masked=masked, repeats=masked or shape.heads == shape.kv_heads)

@@ -71,8 +71,10 @@
 
   function evaluate(s, model) {
     const card = index.cards[s.card], letters = lettersOf(s), known = new Map();
-    const of = { ...s, new: card.new, several: s.batch > 1, accumulates: s.gradient_accumulation > 1 };
-    const refused = index.refused.filter(({ when }) => Object.keys(when).every((field) => of[field] === when[field]));
+    const about = index.models[s.model], positions = s.tokens + (s.peft === "prompt_tuning" ? index.prompt : 0);
+    const of = { ...s, new: card.new, several: s.batch > 1, accumulates: s.gradient_accumulation > 1,
+      windowed: about.window > 0 && about.window <= positions };
+    const refused = [...index.refused, ...about.refused].filter(({ when }) => Object.keys(when).every((field) => of[field] === when[field]));
     if (refused.length) return { refused: refused.map(({ says }) => says.replace("{B}", s.batch)) };
     Object.entries(model.classes).forEach(([name, table]) => { of[name] = table.is[key(table.by, of)]; });
     const value = (number) => {
@@ -98,16 +100,17 @@
     const peak = moments.reduce((best, one) => (one.bytes > best.bytes ? one : best));
     const around = index.around.map(([name, bytes]) => ({ name, bytes }));
     const needed = around.reduce((sum, { bytes }) => sum + bytes, peak.bytes);
-    const seconds = Object.values(model.times).map(({ by, is }) => is[key(by, of)].map(value))
+    const { rates } = card; // null: not known, so no time is predicted
+    const seconds = rates && Object.values(model.times).map(({ by, is }) => is[key(by, of)].map(value))
       .reduce((sum, [flops, bytes, link]) =>
-        sum + Math.max(flops / card.flops[s.precision], bytes / card.memory) + link / card.link, 0) / index.efficiency;
-    const perToken = seconds / (s.batch * s.tokens * s.gradient_accumulation);
-    const hours = (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
+        sum + Math.max(flops / rates.flops[s.precision], bytes / rates.memory) + link / rates.link, 0) / index.efficiency;
+    const perToken = rates && seconds / (s.batch * s.tokens * s.gradient_accumulation);
+    const hours = rates && (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
     const fits = needed <= card.bytes; // what does not fit has no price
     const prices = index.machines.filter((machine) => fits && machine.card === s.card)
       .map(({ name, price }) => ({ name, cost: hours * price }));
     return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed,
-      capacity: card.bytes, fits, tight: fits && needed > index.tight * card.bytes, seconds, minutes: hours * 60, prices,
+      capacity: card.bytes, fits, tight: fits && needed > index.tight * card.bytes, seconds, minutes: rates && hours * 60, prices,
       beyond: beyond(s), doubts: doubts(s) };
   }
   const beyond = (s) => !s.packing && s.tokens > (index.models[s.model].context || Infinity);
@@ -279,11 +282,12 @@
       el("td", {}, bytes.toLocaleString("en")), el("td", {}, gib(bytes)))),
       el("tr", { class: "sum" }, el("th", { scope: "row" }, "needed"), el("td", {}, found.needed.toLocaleString("en")), el("td", {}, gib(found.needed))));
     const prices = found.prices.map(({ name, cost }) => `${money(cost)} on ${name}`).join(", ");
-    const run = found.fits ? `, the run about ${duration(60 * found.minutes)}: ${prices}` : "";
-    shown.facts.replaceChildren(
-      el("li", {}, `Most is alive at the moment "${found.moment}".`),
-      el("li", {}, `An optimizer step takes about ${duration(found.seconds)}${run}.`),
-      el("li", {}, `Times are ${index.says.time}. Prices are those of Hugging Face Jobs' list of ${index.prices}.`));
+    const run = found.fits ? `, the run about ${duration(60 * found.minutes)}${prices ? `: ${prices}` : ""}` : "";
+    const times = found.seconds === null
+      ? [el("li", {}, "How long a step takes is not predicted: we know no rates of this card.")]
+      : [el("li", {}, `An optimizer step takes about ${duration(found.seconds)}${run}.`),
+        el("li", {}, `Times are ${index.says.time}. Prices are those of Hugging Face Jobs' list of ${index.prices}.`)];
+    shown.facts.replaceChildren(el("li", {}, `Most is alive at the moment "${found.moment}".`), ...times);
     const set = settings(state);
     shown.command.textContent = ["cria train kwanzaa", ...set].join(" \\\n  ");
     shown.get.href = `data:application/x-ipynb+json;charset=utf-8,${encodeURIComponent(notebook(state))}`;
