@@ -191,7 +191,7 @@ CONFIG = {
     ("arguments", "said"),
     [
         (["--gpu", "t5"], "unknown card t5: did you mean t4?"),
-        (["--gpu", "abacus"], "unknown card abacus: there are t4, t4x2, p100, l4, a10g"),
+        (["--gpu", "abacus"], "unknown card abacus: there are t4, t4x2, p100, l4, a10g, "),
         (["--set", "data.max_length=-1"], "data.max_length = '-1': must be greater than or equal to 8"),
         (["--set", "train.batch_size=0"], "train.batch_size = '0': must be greater than or equal to 1"),
         (["--set", "tricks.attention=flash_attention_2"], "flash_attention_2"),

@@ -126,6 +126,7 @@ def test_scorers_read_text_and_import_nothing_heavy(name: str):
 
 SAYS = "it says in words what a recipe asked for"
 TOGGLES_ARE_READ = {
+    "predict/model_settings.py": (2, "what a recipe needs for another model is said before a plan is made"),
     "adapter/chat.py": (2, "it rounds a base as it was rounded when the adapter learnt"),
     "adapter/model_card.py": (7, SAYS),
     "data/lengths.py": (2, "packed rows are full; data/ lies below the plan's tricks and is read without a plan"),

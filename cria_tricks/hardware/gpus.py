@@ -94,7 +94,7 @@ GPUS: dict[str, Gpu] = {
         25_414_860_800,
         "deviceQuery (CUDA 12.2): 24238 MBytes",
         (71e12, 35.6e12, 936e9, 32e9),
-        "NVIDIA Ampere GA102 whitepaper, appendix A: 16-bit tensor products with fp32 accumulate, dense",
+        "NVIDIA Ampere GA102 whitepaper, as public code quotes it: dense 16-bit products with fp32 accumulate",
     ),
     "rtx4060ti": _gpu(
         "NVIDIA GeForce RTX 4060 Ti",
@@ -108,7 +108,7 @@ GPUS: dict[str, Gpu] = {
         25_250_627_584,
         "deviceQuery (CUDA 13.0): 24081 MBytes",
         (165.2e12, 82.6e12, 1008e9, 32e9),
-        "NVIDIA Ada whitepaper, appendix A: 16-bit tensor products with fp32 accumulate, dense",
+        "NVIDIA Ada whitepaper, as public code quotes it, appendix A: dense 16-bit products with fp32 accumulate",
     ),
     "a100": _rented("a100", "deviceQuery in bottlerocket pull request 3873"),
     "a100-80": _gpu(

@@ -197,7 +197,7 @@ CATALOGUE: dict[str, Entry] = {
     "qwen3-14b": Entry(
         "Qwen/Qwen3-14B",
         _shape("qwen3", 5120, 40, 40, 8, 17408, 151936, 40960, 1e6, head_dim=128),
-        f"{LITGPT}; not tied: the table of qwenlm.github.io/blog/qwen3",
+        f"{LITGPT}; not tied: the table of qwenlm.github.io/blog/qwen3, as public copies quote it",
     ),
     "gemma-3-1b": Entry(
         "google/gemma-3-1b-it",

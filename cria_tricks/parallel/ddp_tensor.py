@@ -114,7 +114,11 @@ def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
     """
     whole = folds.work(recipe, shape, T4)  # the same on any card
     if whole.trains_blocks:
-        cut = shape.layers * sum(d_in * d_out for d_in, d_out in shape.linears.values())
+        cut = 0
+        for name, (d_in, d_out) in shape.linears.items():
+            # A matrix that is cut along its result has its bias cut, too; the others add theirs after the sum, whole.
+            cut += d_in * d_out + d_out * (name in shape.biased and name not in tensor.ROWS)
+        cut *= shape.layers
         return whole.trained_weights - cut + cut // size
     total = 0
     for name in whole.adapted:

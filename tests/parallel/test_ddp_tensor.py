@@ -3,7 +3,9 @@
 import pytest
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import shape_of
 from cria_tricks.parallel import ddp_tensor
+from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
 from tests.parallel.strategies import alone, formula, spread, worst
@@ -50,3 +52,21 @@ def test_switch():
             resolve(steps.recipe_of("parallel.strategy=ddp_tensor"), processes=processes)
     with pytest.raises(BadInput, match="quantization=nf4"):
         resolve(steps.recipe_of("parallel.strategy=ddp_tensor", "tricks.quantization=nf4"), processes=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "cut_biases"),
+    [
+        ({"model_type": "qwen2", "attention_bias": None}, 64 + 2 * 32),
+        ({"model_type": "llama", "attention_bias": True, "mlp_bias": True}, 64 + 2 * 32 + 2 * 96),
+        ({"model_type": "llama"}, 0),
+    ],
+)
+def test_biases_are_cut_with_the_results_that_they_are_added_to(config, cut_biases):
+    """o_proj's and down_proj's stay whole: they are added after the sum over the processes."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
+    shape = shape_of({**sizes, "num_hidden_layers": 3, "vocab_size": 160, **config}, "made-up")
+    matrices = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
+    whole = ddp_tensor.own_weights(Recipe(), shape, 1)
+    assert whole == shape.weights
+    assert ddp_tensor.own_weights(Recipe(), shape, 2) == whole - 3 * (matrices + cut_biases) // 2
