@@ -133,7 +133,6 @@ TOGGLES_ARE_READ = {
     "data/rules.py": (1, "it refuses a recipe"),
     "launch/job.py": (1, "it names the folder of a run on another machine, for which there is no plan"),
     "predict/links.py": (2, "it doubles the processes that share a window of micro-batches"),
-    "predict/model_settings.py": (2, "it changes a recipe for a model that the recipe does not fit"),
     "predict/per_process.py": (7, "it shares a window of micro-batches out among the processes of a strategy"),
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
