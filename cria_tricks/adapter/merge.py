@@ -63,10 +63,9 @@ def merge(
         say: called with each warning.
 
     Returns:
-        ``merged`` (the folder), ``dtype`` and ``base`` (names), and the result of the check: ``positions`` (the number
-        compared), ``largest_difference`` of a logit, merged against unmerged, its limit ``bound``,
-        ``adapter_effect`` (the largest difference that the adapter makes), ``same_argmax`` (the share of positions with
-        the same most likely token), and ``other_base`` if the base was another one.
+        ``merged`` (the folder), ``dtype``, ``base``, and the result of the check: ``positions`` compared,
+        ``largest_difference`` of a logit, its limit ``bound``, ``adapter_effect`` (the largest difference that the
+        adapter makes), ``same_argmax`` (the share of equal most likely tokens), and ``other_base`` if it was another.
 
     Raises:
         BadInput: if the folder is damaged or not safe, holds nothing that can be merged, or the merged model's logits

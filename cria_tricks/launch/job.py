@@ -117,19 +117,16 @@ def prepare(
     budget: float | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> HubJob:
-    """Choose a machine, and return the job for it; nothing is sent.
-
-    The config of a model that is not in the catalogue is read, because the estimates need it.
+    """Choose a machine, and return the job for it; nothing is sent, but the config of an unknown model is read.
 
     Args:
         recipe: a name, or a TOML file, whose text travels with the job.
         repo: the repository on the hub for the result, OWNER/NAME.
         settings: changes of the recipe, as for ``cria train``.
-        flavor: a machine of :data:`FLAVORS`, or ``auto``. ``auto`` takes, of the machines on which the recipe fits, the
-            one on which the job costs least. It prefers machines on which the recipe fits with some room, and after
-            that machines on which it finishes in time.
-        timeout: the longest time of the job, such as ``90m``. When left out, it is twice the estimated training and
-            half an hour, or less if the recipe has a short ``train.time_budget``.
+        flavor: a machine of :data:`FLAVORS`, or ``auto``: of the machines on which the recipe fits, preferably with
+            some room and in time, the one on which the job costs least.
+        timeout: the longest time, such as ``90m``; when left out, twice the estimated training and half an hour, or
+            less if the recipe has a short ``train.time_budget``.
         budget: the highest cost that the job may have [USD].
         prices: the prices of the machines that are offered now [USD/h]; those of :data:`FLAVORS` when left out.
 

@@ -93,8 +93,7 @@ def command(
         recipe: a name or a TOML file.
         on: the launcher, of :data:`LAUNCHERS`.
         processes: number of processes on each machine. When left out, it is one per GPU, or two if there are no GPUs.
-        settings: changes of the recipe, as for ``cria train``. Without a ``parallel.strategy`` several processes use
-            ``ddp``: they share the rows.
+        settings: changes of the recipe, as for ``cria train``; several processes use ``ddp`` if none is named.
         out: folder to write.
         resume: whether to resume the run in that folder.
         elastic: how the run survives lost processes. Then the command always has ``--resume``, because a restarted

@@ -96,29 +96,22 @@ def plan(
 
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
-        gpu: a short name such as ``"t4"``, ``"rtx3060"`` or ``"t4x2"`` (two of them, so two processes), an amount of
-            memory such as ``"8GiB"`` or ``"8GiB:7.5"`` (with the compute capability, which is 8.6 if it is left out),
-            or any ``Device``; when left out, this machine's card, and a T4 where there is none.
+        gpu: a short name such as ``"t4"`` or ``"t4x2"`` (two of them), an amount of memory such as ``"8GiB:7.5"`` (with
+            the compute capability, 8.6 if left out), or a ``Device``; when left out, this machine's card, or a T4.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
-        rows: the number of training rows, for ``prices``; when left out, the number that was read with the lengths, and
-            no prices if none were read.
-        nproc: the number of processes, with one card each; they share the run by ``ddp`` if the recipe names no
-            strategy.
-        dry_run: count the bytes in a step of the real modules on tensors without data, which takes seconds, instead of
-            with closed formulas.
+        rows: the number of training rows, for ``prices``; when left out, as many as were read with the lengths.
+        nproc: the number of processes, with one card each; ``ddp`` if the recipe names no strategy.
+        dry_run: count the bytes in a step of the real modules on tensors without data, not with closed formulas.
         advise: try all toggle sets; the answer then has ``front``.
         longest: find the longest row that fits; the answer then has ``longest``.
         rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
 
     Raises:
-        BadInput: for a name that is not known, a toggle that cannot work on the card, or a row that training would
-            refuse.
+        BadInput: for an unknown name, a toggle that cannot work on the card, or a row that training would refuse.
 
     Examples:
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
-        >>> answer.fits
-        True
         >>> answer.needed_bytes == sum(line.bytes for line in answer.lines + answer.around)
         True
         >>> answer.prices[0].flavor
@@ -130,9 +123,7 @@ def plan(
     device, nproc = _device(gpu, nproc)
     wanted, shape, device = _wanted(recipe, changes, device)
     needed = model_settings.needed(wanted, shape, changes) if model else []
-    wanted = with_settings(wanted, needed)
-    if nproc > 1 and wanted.parallel.strategy == "none":
-        wanted = with_settings(wanted, ["parallel.strategy=ddp"])
+    wanted = _shared(with_settings(wanted, needed), nproc)
     # They import numpy and torch, which takes seconds; errors in names were raised above.
     from cria_tricks.data import lengths
     from cria_tricks.predict import plan_data, toggles
@@ -141,11 +132,17 @@ def plan(
     target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
     found_lengths = lengths.full(wanted, "--rows-full") if rows_full else _read_lengths(wanted)
     wanted = lengths.as_long_as(found_lengths.longest, wanted)
-    if rows is None:
-        rows = found_lengths.rows or None
+    rows = (found_lengths.rows or None) if rows is None else rows
     found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
     found["warnings"] = [*model_settings.warning(shape.name, needed), *found["warnings"]]
     return PlanAnswer.model_validate(found)
+
+
+def _shared(recipe: Recipe, processes: int) -> Recipe:
+    """Return the recipe for so many processes: they share the rows (``ddp``) if it names no strategy."""
+    if processes > 1 and recipe.parallel.strategy == "none":
+        return with_settings(recipe, ["parallel.strategy=ddp"])
+    return recipe
 
 
 def estimate(
