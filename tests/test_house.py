@@ -222,6 +222,18 @@ def test_one_planted_import_breaks_the_contracts(file: str, line: str, said: lis
     assert all(words in done.stdout for words in said), done.stdout
 
 
+def test_no_file_and_no_function_is_too_long_to_read():
+    long = []
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > 350:
+            long.append(path.name)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60:
+                long.append(f"{path.name}: {node.name}")
+    assert long == [], "no file over 350 lines, no function over 60"
+
+
 def test_a_plan_is_made_without_the_heavy_libraries():
     code = (
         "import sys, cria_tricks; from cria_tricks.resolve import resolve; resolve(cria_tricks.recipes.smoke());"
