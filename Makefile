@@ -91,7 +91,7 @@ bench: $(READY)
 	$(VENV)/bin/python -m pytest --benchmark-only --results=benchmarks/results $(if $(PROFILE),--profile $(PROFILE))
 	$(VENV)/bin/python -m benchmarks.plot
 
-# Figures and tables of README and docs/benchmarks.md from the committed results; measures nothing.
+# Figures and tables of docs/benchmarks.md from the committed results; measures nothing.
 figures: $(READY)
 	$(VENV)/bin/python -m benchmarks.plot
 
