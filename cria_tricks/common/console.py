@@ -21,7 +21,10 @@ class Screen(Console):
     def size(self) -> ConsoleDimensions:
         """The width and the height in columns and lines; rich takes the width from here."""
         found = super().size
-        if self.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        columns = os.environ.get("COLUMNS", "")
+        if columns.isdigit():  # rich reads it once, when the console is made
+            return ConsoleDimensions(int(columns), found.height)
+        if self.is_terminal:
             return found
         return ConsoleDimensions(UNLIMITED, found.height)
 

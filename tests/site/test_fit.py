@@ -246,7 +246,7 @@ def test_without_its_index_the_page_says_so_and_can_try_again(host, browser, blo
 
 def test_what_a_link_says_and_the_page_does_not_know_is_named(page, host):
     for said, words in (
-        ("card=h100", "The link says card=h100, which is not possible here, so this answers for card=t4."),
+        ("card=h900", "The link says card=h900, which is not possible here, so this answers for card=t4."),
         ("model=llama-9&card=l4", "model=llama-9, which is not possible here, so this answers for model=llama-3.2-1b."),
         ("batch=9999", "batch=9999, which is not possible here, so this answers for batch=256."),
         ("epochs=", "epochs=, which is not possible here, so this answers for epochs=3."),
