@@ -37,6 +37,7 @@ def blocks(cases: list[Case]) -> dict[str, str]:
     """All tables, by name."""
     found = tables.of_cases(cases, counted_growth())
     found["published"] = tables.published(json.loads((HERE / "peers" / "published.json").read_text()))
+    found["public_runs"] = tables.public_runs(json.loads((HERE / "results" / "published_runs.json").read_text()))
     if ladder := study("ladder"):
         found["ladder"] = tables.ladder(ladder["cases"])
     if frontier := study("frontier"):

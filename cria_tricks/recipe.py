@@ -4,54 +4,20 @@
 """
 
 import json
-import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.field_errors import in_one_line, line_of
 from cria_tricks.common.fields import find_field, unknown_field
 from cria_tricks.common.names import same
+from cria_tricks.common.values import AllOrNumber, Duration, Trackers
 from cria_tricks.models.catalogue import short_name
-
-
-def seconds(value: Any) -> Any:
-    """Convert ``"1h30m"``, ``"20m"``, ``"90s"`` or ``"90"`` to seconds; leave a value that is no text to pydantic."""
-    if not isinstance(value, str):
-        return value
-    # Every part may be missing, but not all of them: (?=.) asks for one character at least.
-    parts = re.fullmatch(r"(?=.)(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", value.replace(" ", ""))
-    if parts:
-        return float(sum(int(number or 0) * unit for number, unit in zip(parts.groups(), (3600, 60, 1), strict=True)))
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("must be a time such as 90s, 20m or 1h30m") from None
-
-
-Duration = Annotated[float, BeforeValidator(seconds)]
-"""Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
-
-
-def _words(value: Any) -> Any:
-    """Convert ``"none"`` to (), ``"tensorboard"`` to ("tensorboard",), and a list to a tuple."""
-    words = value
-    if isinstance(words, str):
-        words = (words,)
-    if isinstance(words, list):
-        words = tuple(words)
-    if words == ("none",):
-        return ()
-    return words
-
-
-Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValidator(_words)]
-"""The trackers that get the history during the run: ``"none"``, one name, or a list of names."""
 
 
 class _Frozen(BaseModel):
@@ -97,7 +63,11 @@ class Tricks(_Frozen):
     """The toggles. A module in ``cria_tricks/tricks/`` implements each of them."""
 
     gradient_accumulation: int = Field(1, ge=1, le=1_000_000, description="micro-batches of a step", examples=[8])
-    gradient_checkpointing: bool = Field(False, description="recompute activations instead of saving them")
+    gradient_checkpointing: AllOrNumber = Field(
+        False,
+        description="recompute activations instead of saving them: in all blocks, or in the first k",
+        examples=[8],
+    )
     precision: Literal["fp32", "fp16", "bf16"] = Field(
         "fp32", description="compute dtype (autocast); trained weights stay in fp32"
     )
@@ -112,11 +82,20 @@ class Tricks(_Frozen):
     expand_kv: bool = Field(
         False, description="repeat shared K/V heads: the memory-efficient kernel on a T4 for rows without a mask"
     )
+    keep_attention: bool = Field(False, description="checkpointed blocks keep attention's output, so it runs once")
     packing: bool = Field(False, description="several documents in one packed row, kept apart")
     chunked_loss: bool = Field(False, description="compute the logits of 256 trained tokens at a time")
     lean_preparation: bool = Field(False, description="leave out the fp32 copies that the usual preparation makes")
     activation_offload: bool = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
+
+    def __eq__(self, other: object) -> bool:
+        """Compare all fields. In Python ``True == 1``, but all blocks checkpointed is not one block checkpointed."""
+        alike = super().__eq__(other)
+        if alike is not True:
+            return alike
+        assert isinstance(other, Tricks)
+        return type(self.gradient_checkpointing) is type(other.gradient_checkpointing)
 
 
 class Lora(_Frozen):
@@ -184,6 +163,12 @@ class Train(_Frozen):
     seed: int = Field(42, ge=0, lt=2**32, description="seed of new weights, order of rows and dropout", examples=[7])
     monitor_seconds: float = Field(
         1.0, ge=0, le=86_400, description="seconds between two samples of card and process; 0: none", examples=[10]
+    )
+    expandable_segments: bool = Field(
+        True, description="on CUDA, let PyTorch's allocator grow its segments, so that less memory is wasted"
+    )
+    on_oom: Literal["adapt", "stop"] = Field(
+        "stop", description="when memory runs out: stop, or go on with a smaller set of toggles and the same results"
     )
     profile: bool = Field(False, description="trace a few early steps, and on CUDA keep a snapshot of memory")
     report_to: Trackers = Field((), description="also write the history for these trackers", examples=["tensorboard"])

@@ -28,7 +28,8 @@ def smoke(device: Device | None = None) -> Recipe:
             attention="sdpa",
             chunked_loss=True,
         ),
-        train=Train(learning_rate=1e-3, eval_steps=4),
+        # 32 rows are 8 steps, so it evaluates twice.
+        train=Train(learning_rate=1e-3, eval_steps=4, on_oom=_on_oom(device)),
     )
 
 
@@ -36,7 +37,8 @@ def kwanzaa(device: Device | None = None) -> Recipe:
     """The course's main example: QLoRA of Llama-3.2-1B-Instruct on 107 chat rows, for a free T4.
 
     The LoRA rank and alpha, the seven target modules, the batch size, the accumulation, the epochs and the learning
-    rate are those of the original Kwanzaa run. Several of them are the defaults of ``Recipe``, so they are not
+    rate are those of the public notebook that this course
+    reproduces (github.com/AINative-Studio/kwanzaa). Several of them are the defaults of ``Recipe``, so they are not
     repeated here. The model name means the mirror ``unsloth/Llama-3.2-1B-Instruct``, which can be downloaded without
     accepting a licence. ``--set model=meta-llama/Llama-3.2-1B-Instruct`` takes the gated original.
     """
@@ -58,9 +60,10 @@ def kwanzaa(device: Device | None = None) -> Recipe:
             attention="sdpa",
             expand_kv=device.needs_expand_kv,
             chunked_loss=True,
-            lean_preparation=on_gpu,
+            lean_preparation=on_gpu,  # it saves memory, which a CPU has enough of, and rounds the norms to 16 bits
         ),
-        train=Train(epochs=3, save_steps=7),
+        # 107 rows, 8 a step: 14 steps an epoch, so it saves twice in each.
+        train=Train(epochs=3, save_steps=7, on_oom=_on_oom(device)),
     )
 
 
@@ -70,7 +73,9 @@ def kwanzaa_small(device: Device | None = None) -> Recipe:
     The model is about a tenth of the size and needs a larger learning rate: at the original 2e-4 it learns too slowly.
     """
     return with_settings(
-        kwanzaa(device), ["name=kwanzaa_small", "model=smollm2", "train.learning_rate=5e-4", "train.save_steps=5"]
+        # A step takes a minute on two cores, so it saves more often.
+        kwanzaa(device),
+        ["name=kwanzaa_small", "model=smollm2", "train.learning_rate=5e-4", "train.save_steps=5"],
     )
 
 
@@ -89,7 +94,8 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
     Args:
         recipe: a name (letter case does not matter), a path that ends with ``.toml``, or a ``Recipe``, which is
             returned unchanged.
-        device: the device for which a named recipe chooses its precision. None means this machine.
+        device: the device that will train; a named recipe chooses its precision and a few toggles for it. None means
+            this machine.
 
     Raises:
         BadInput: if no recipe has this name (the message suggests the nearest name), or if the file is not valid.
@@ -109,6 +115,16 @@ def get(recipe: Recipe | str | Path, device: Device | None = None) -> Recipe:
         return NAMED[name](device)
     there_are = f"there are {', '.join(NAMED)}, or name a .toml file"
     raise BadInput(f"unknown recipe {recipe}: {hint(nearest(recipe, NAMED), there_are)}")
+
+
+def _on_oom(device: Device | None) -> str:
+    """Return what a named recipe does when memory runs out: it goes on with a smaller set, but not on a GPU.
+
+    That a run which has gone on in this way learns the same is shown on a CPU only. Until a result of a GPU is
+    committed, ``--set train.on_oom=adapt`` asks for it there. (:func:`baseline` stops on every device, because its
+    toggles are off on purpose.)
+    """
+    return "stop" if (device or this_device()).kind == "cuda" else "adapt"
 
 
 def best_precision(device: Device | None) -> str:

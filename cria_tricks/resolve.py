@@ -9,7 +9,7 @@ from cria_tricks.hardware import Device, this_device
 from cria_tricks.parallel import strategies
 from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS, gradient_accumulation, trick_name
+from cria_tricks.tricks import TRICKS, gradient_accumulation, keep_attention, trick_name
 
 
 def resolve(recipe: Recipe, device: Device | None = None, processes: int = 1) -> Plan:
@@ -61,6 +61,8 @@ def still_off(recipe: Recipe, device: Device, processes: int = 1) -> list[str]:
             already_on = getattr(recipe.tricks, field) != getattr(defaults, field)
             if already_on:
                 continue
+            if trick is keep_attention:
+                continue  # it buys time with memory
             if trick is gradient_accumulation and recipe.train.batch_size == 1:
                 continue  # it saves memory by splitting a micro-batch, and a single row cannot be split
             with contextlib.suppress(BadInput):  # this toggle cannot work on the device or with the other toggles

@@ -18,7 +18,13 @@ from cria_tricks.hardware import Device
 
 NAMES: Mapping[str, tuple[Any, ...]] = {
     # Edits of the loaded model, implemented in load/model.py
-    "after_load": ("prepare_for_kbit_training", "add_adapter", "adapter_inputs_uncast", "compile_blocks"),
+    "after_load": (
+        "prepare_for_kbit_training",
+        "add_adapter",
+        "adapter_inputs_uncast",
+        "checkpoint_blocks",
+        "compile_blocks",
+    ),
     # Contexts around a forward pass: trainer/shared.py
     "step_context": ("activation_offload",),
     # Losses: load/losses.py
@@ -49,6 +55,8 @@ class Plan:
         peft: the ``kind`` of what trains over the frozen model, and its arguments, such as those of ``LoraConfig``;
             empty for full fine-tuning.
         collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
+        checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
+            ``keep_attention``, and then whether several rows have a mask (``masked``); empty if none is.
         training: arguments of ``TrainingArguments``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
@@ -66,6 +74,7 @@ class Plan:
     quantization: Mapping[str, Any] = field(default_factory=dict)
     peft: Mapping[str, Any] = field(default_factory=dict)
     collator: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
     loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})
@@ -157,7 +166,7 @@ class Plan:
 
 
 def diff(before: Plan, after: Plan) -> str:
-    """Return what differs between two plans, one line each: ``training.gradient_checkpointing: not set -> True``."""
+    """Return what differs between two plans, one line each: ``checkpointing.blocks: not set -> all``."""
     old = _flat(before)
     new = _flat(after)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -249,7 +249,7 @@ course.show(
 # ## 4. What it costs
 # **Full fine-tuning.** In the optimizer's step 9.2 GiB of states meet at most 5.1 GiB of room, so all of them travel,
 # both ways, in every step. The T4's link carries 16 GB/s one way; bitsandbytes' documentation expects half of that at
-# best. Beside it our estimate of a step's own time (right within a factor of two), for one and eight micro-batches:
+# best. Beside it our estimate of a step's own time (the middle of its range), for one and eight micro-batches:
 
 # %%
 link, shape = CARDS["t4"].link_rate / 2, find_shape(full.model)

@@ -14,7 +14,7 @@
 # > a save / exact, bit for bit, on a CPU / 30 minutes / after lesson 13
 #
 # The job is QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a free T4 with 14.74 GiB. Lesson 13 left
-# a bill of 1.9 GiB, and this lesson does not move it by a byte. It pays in another currency: bytes on a disk, and
+# a peak of 1.5 GiB, and this lesson does not move it by a byte. It pays in another currency: bytes on a disk, and
 # seconds. Colab's machines go away, and take what they know with them.
 
 # %% tags=["hide-input"]
@@ -447,8 +447,8 @@ durable({"adapter": adapter, "optimizer": optimizer.state_dict()}, new_place(), 
 print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
 
 # %% [markdown]
-# For scale: our run takes 5 minutes on a T4 by estimate, and its recipe saves every 7 of 42 steps. Its small sibling
-# took 109 minutes (two Xeon cores at 2.5 GHz, 2026-11-21); there a clock counts.
+# For scale: our run takes some 8 minutes on a T4 by estimate, and its recipe saves every 7 of 42 steps. Its small
+# sibling took 109 minutes (two Xeon cores at 2.5 GHz, 2026-11-21); there a clock counts.
 #
 # ## 5. The production switch
 # One cell, run again after every disconnect:

@@ -8,13 +8,13 @@
 # %% [markdown]
 # # 15. Choose your hardware: does it fit, how long, how much
 # > **Promise.** You compute the seconds of a training step from counted operations and bytes, on four cards, equal to
-# > the package's; and hold ten rules of a hardware guide against them. Three stand.
+# > the package's; and hold ten rules of a hardware guide against them. Two stand.
 #
-# > **Card.** saves money, or a wasted evening / costs some arithmetic / bytes as in lesson 0, seconds within a
-# > factor of two on two public runs / 35 minutes / after lesson 14
+# > **Card.** saves money, or a wasted evening / costs some arithmetic / bytes as in lesson 0, seconds as a
+# > range that eleven public runs fall into / 35 minutes / after lesson 14
 #
 # The job: QLoRA of Llama-3.2-1B on 107 rows, three times each, 2,048 tokens a row. On a T4, which has 14.74 GiB, the
-# bill stands at 1.9 with CUDA's own. So it fits. (The bill counts allocated bytes; PyTorch reserves 3 to 17 % more.)
+# bill stands at 2.0, with CUDA's own and what PyTorch's allocator may reserve beyond the tensors. So it fits.
 # Would another card be the better choice? The project began with a *Hardware Selection Guide* (its seed document 004,
 # without a date). We ask what it asks, in this order: does it fit, then how long, then how much.
 
@@ -33,7 +33,7 @@ import torch
 from cria_tricks import course, models, recipes
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.moved_bytes import one_by_one
-from cria_tricks.bill.step_time import EFFICIENCY, run_cost, run_tokens
+from cria_tricks.bill.step_time import counts, ends, run_cost, run_tokens
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS, FLAVORS
@@ -163,16 +163,18 @@ def parts(recipe, shape, T=2048):
     L, D, V, Q, K = shape.layers, shape.width, shape.vocabulary, shape.query_width, shape.kv_width
     W, S = sum(i * o for i, o in shape.linears.values()), sum(i + o for i, o in shape.linears.values())
     packed, unpacked = 0.5 + (1 + 4 / 256) / 64, 2  # bytes of a weight: lesson 6
-    frozen = 2 * T * L * W, L * (2 * T * S + (packed + unpacked + unpacked) * W)  # unpack, write, read
+    frozen = 2 * T * L * W, L * (2 * T * S + unpacked * W)
     forward, backward = one_by_one(work(recipe, shape, T4))
     micro_batch = {
+        "unpacking": (0, 3 * L * (packed + unpacked) * W),  # before each of the three passes
         "blocks forward": frozen,
         "blocks again": frozen,
         "blocks backward": frozen,
         "adapter": (T * L * (8 * r * S - 2 * r * D), 2 * T * L * (4 * S + 55 * r - D)),  # the last B x is not repeated
         "attention": (9 * L * T * Q * T, 16 * T * L * (Q + K)),  # 2 + 2 + 5 products, half of each is future
         "between products": (0, T * L * (2 * forward + backward)),
-        "head and loss": (4 * T * D * V, T * (4 * (D + V) + 52 * V) + 4 * -(-T // 256) * D * V),  # 52 a logit
+        "head": (4 * T * D * V, T * 4 * (D + V) + 4 * -(-T // 256) * D * V),
+        "loss": (0, T * 52 * V),  # 52 bytes a logit
     }
     fp16 = 8 * (recipe.tricks.precision == "fp16")  # unscaling
     states = 16 + 12 + fp16 + 12 * (k - 1)  # 8-bit AdamW, clipping, gradients added up: bytes a trained weight
@@ -182,16 +184,19 @@ def parts(recipe, shape, T=2048):
 
 # %% [markdown]
 # **Put a roof over it.** A part cannot be faster than its operations at the card's peak, nor than its bytes at its
-# memory's: it takes the longer of the two. This is the *roofline*. Nothing reaches those peaks, so divide by one
-# number for everything, 0.5; section 4 says what it is worth. Several cards share the rows, and add up their gradients
-# over PCIe.
+# memory's: it takes the longer of the two. This is the *roofline*. No step reaches those peaks, so divide by the share
+# that public runs reached on this card; section 4 says what it is worth. The host starts one kernel after the other,
+# so a step also takes at least as long as all its starts. Several cards share the rows, and add up their gradients over
+# PCIe.
 
 
 # %%
 def seconds(recipe, shape, card, cards=1):
     roof = [max(work / card.half_flops, moved / card.memory_rate) for work, moved in parts(recipe, shape).values()]
     sent = 2 * (cards - 1) / cards * 4 * shape.layers * recipe.lora.r * sum(map(sum, shape.linears.values()))
-    return (sum(roof) + sent / card.link_rate) / 0.5
+    starts = sum(part.launches for part in counts(work(recipe, shape, card.device)))
+    busy = sum(roof) / card.reached.half + sent / (card.link_rate * card.reached.link)
+    return max(busy, starts * card.reached.launch)
 
 
 class Offer(NamedTuple):
@@ -232,7 +237,7 @@ for model in ("tiny", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-70b"):
     for card in CARDS.values():
         recipe = recipes.kwanzaa(card.device)
         theirs = step(recipe, shape, card)
-        assert {part.name: (part.flops, part.bytes) for part in theirs.parts} == {
+        assert {part.name: (part.flops, part.bytes) for part in theirs.parts[:-1]} == {
             name: (work, round(moved)) for name, (work, moved) in parts(recipe, shape).items()
         }
         assert abs(seconds(recipe, shape, card) / theirs.seconds - 1) < 1e-9
@@ -285,7 +290,7 @@ def roofs(theme: Theme):
             grid, [min(card.half_flops, card.memory_rate * i) / 1e12 for i in grid], color=colour, label=name.upper()
         )
     job = parts(recipes.kwanzaa(T4), find_shape("llama-3.2-1b"))
-    shown = {"blocks forward": "blocks", "attention": "attention", "head and loss": "head, loss", "adapter": "adapter"}
+    shown = {"blocks forward": "blocks", "attention": "attention", "head": "head", "adapter": "adapter"}
     for part, says in shown.items():
         work, moved = job[part]
         reached = min(CARDS["t4"].half_flops, CARDS["t4"].memory_rate * work / moved) / 1e12
@@ -300,7 +305,7 @@ def roofs(theme: Theme):
 
 course.show(
     roofs,
-    "Figure 2. Four roofs from data sheets, and the parts of our step under the T4's. Adapter and head hang on the "
+    "Figure 2. Four roofs from data sheets, and the parts of our step under the T4's. The adapter hangs on the "
     "slope, where bytes decide; what lies between products has no operations at all, and is not on the picture.",
 )
 
@@ -313,52 +318,48 @@ course.show(
 groups = {
     "blocks' products, attention": ("blocks forward", "blocks again", "blocks backward", "attention"),
     "adapter": ("adapter",),
-    "head and loss": ("head and loss",),
-    "between products, optimizer": ("between products", "optimizer"),
+    "head": ("head",),
+    "no products": ("unpacking", "between products", "loss", "optimizer"),
 }
 spent = {}
 for name, card in CARDS.items():
     job = parts(recipes.kwanzaa(card.device), find_shape("llama-3.2-1b"))
-    roof = {part: max(work / card.half_flops, moved / card.memory_rate) / 0.5 for part, (work, moved) in job.items()}
+    share = card.reached.half
+    roof = {part: max(ops / card.half_flops, moved / card.memory_rate) / share for part, (ops, moved) in job.items()}
     spent[name] = {group: sum(roof[part] for part in members) for group, members in groups.items()}
-    print(f"{name:5}{sum(roof.values()):6.2f} s a step;", *(f"{s:.2f} {group};" for group, s in spent[name].items()))
-idle = {name: one["between products, optimizer"] / sum(one.values()) for name, one in spent.items()}
-assert 0.39 < idle["t4"] < 0.4 < 0.48 < idle["l4"] < 0.5
-assert 1 / 8 < 1 - sum(spent["l4"].values()) / sum(spent["t4"].values()) < 1 / 6
+    low, high = ends(sum(roof.values()), card.reached.spread)
+    print(f"{name:5}{low:5.1f} to {high:4.1f} s a step;", *(f"{s:.1f} {group};" for group, s in spent[name].items()))
+idle = {name: one["no products"] / sum(one.values()) for name, one in spent.items()}
+print({name: round(share, 2) for name, share in idle.items()})
 
 # %% [markdown]
-# A seventh less time by this estimate, at twice the price. A seventh is less than the estimate's error, so it does not
-# say which card is faster. Four tenths of the T4's step multiply nothing, and half of the L4's. That is why fewer
-# passes over memory (lean preparation, compile) are worth as much as faster products.
+# The two ranges overlap, so the estimate does not say which card is faster. About half of either step multiplies
+# nothing. That is why fewer passes over memory (lean preparation, compile) are worth as much as faster products.
 #
-# **What is the 0.5 worth?** Peaks are a data sheet's: dense products, nothing else running, the card cool. The package
-# says where it assumes half of them: `EFFICIENCY` in `bill/step_time.py`. It is a round number, chosen between two
-# public runs and fitted to neither, on no measurement of ours. What did those runs reach?
+# **What is a share worth?** Peaks are a data sheet's: dense products, nothing else running, the card cool. What did
+# public runs reach?
 
 # %%
 usual = "tricks.expand_kv=false tricks.lean_preparation=false train.batch_size=4"
 of_a100 = "tricks.quantization=none tricks.double_quantization=false tricks.chunked_loss=false lora.r=8"
 of_a100 += " tricks.attention=flash_attention_2 lora.target_modules=q_proj,v_proj tricks.gradient_accumulation=2"
-reached = {}
 for model, name, tokens, measured, words in (
     ("llama-3.2-1b", "t4", 403, 1060, "tricks.gradient_accumulation=4"),
     ("llama-2-7b", "a100", 1024, 2954, of_a100),
 ):
     recipe = with_settings(recipes.kwanzaa(CARDS[name].device), f"{usual} {words}".split())
-    reckoned = step(recipe, find_shape(model), CARDS[name], tokens).tokens_per_second
-    reached[name] = EFFICIENCY * measured / reckoned
-    print(
-        f"{model} on {name}: reckoned {reckoned:,.0f} tokens/s, measured {measured:,}: {reached[name]:.2f} of its peaks"
-    )
-    assert 0.5 < reckoned / measured < 2
-assert EFFICIENCY == 0.5
-assert [round(share, 2) for share in reached.values()] == [0.31, 0.55]
+    reckoned, share = step(recipe, find_shape(model), CARDS[name], tokens), CARDS[name].reached.half
+    took = reckoned.tokens / measured
+    print(f"{model} on {name}: {reckoned.low:.1f} to {reckoned.high:.1f} s a step, measured {took:.1f}:", end=" ")
+    print(f"{share * reckoned.seconds / took:.2f} of its peaks, where we take {share}")
+    assert reckoned.low < took < reckoned.high
 
-# %% [markdown]
-# One constant cannot fit both: our minute was 1.6 minutes on that T4, and 0.9 on the A100. So do not rank cards by it
-# that are closer than a factor of two. What the reckoning leaves out: the launch of each kernel (small models, short
-# rows), and the 70 watts that hold a T4 under its peak in a long run. The slope of a roof can be seen on any machine.
-# This one, now, with one matrix of 2,048 x 2,048 in fp32:
+# Six such runs on a T4 reached 0.24 to 0.32 of its peaks, and five on an A100 0.46 to 0.56. A T4 is held to 70 watts,
+# and the A100's memory is five times as fast. So each card has its own share, the mean of its runs, and a range whose
+# high end is 1.5 times its low end. Predicted with itself left out, each of the eleven falls inside. For an L4 or an
+# A10G we found no run: their share lies between the two, and high over low is 2.8. Your own machine can be measured:
+# `cria doctor --calibrate`. The slope of a roof can be seen on any machine. This one, now, with one matrix of 2,048 x
+# 2,048 in fp32:
 
 # %%
 W = torch.randn(2048, 2048)
@@ -382,14 +383,13 @@ for n in (1, 16, 256):
 tokens = run_tokens(recipes.kwanzaa(T4), 107, 2048)
 ours = offers("llama-3.2-1b", tokens)
 today = {offer.flavor: offer.cost for offer in ours}
+span = {}
 for name, _, minutes, now, low, high in ours:
-    print(f"{name:13}{minutes:5.1f} min, by the guide ${low:.2f} to {high:.2f}, today ${now:.2f}")
-own = {
-    f"{card}-{size}": today[f"{card}-{size}"] * EFFICIENCY / reached[card]
-    for card, size in (("t4", "small"), ("a100", "large"))
-}
-print("at the share that its own run reached:", ", ".join(f"{name} ${price:.3f}" for name, price in own.items()))
-assert 1.2 < today["a100-large"] / today["t4-small"] < 1.3 < own["t4-small"] / own["a100-large"] < 1.5
+    spread = CARDS[FLAVORS[name].card].reached.spread
+    (first, last), span[name] = ends(minutes, spread), ends(now, spread)
+    print(f"{name:13}{first:5.1f} to {last:4.1f} min, today ${span[name][0]:.2f} to {span[name][1]:.2f};", end=" ")
+    print(f"by the guide ${low:.2f} to {high:.2f}")
+assert span["t4-small"][0] < span["a100-large"][1], "which is cheaper is not known"
 assert tokens == 657_408
 
 
@@ -400,6 +400,7 @@ def priced(theme: Theme):
     for place, offer in enumerate(ours):
         axes.plot((offer.low, offer.high), (place, place), color=theme.series[0], linewidth=5, solid_capstyle="butt")
         axes.scatter(today[offer.flavor], place, color=theme.series[1], zorder=3)
+        axes.plot(span[offer.flavor], (place, place), color=theme.series[1], linewidth=2)
         axes.text(offer.high * 1.06, place, f"{offer.minutes:.1f} min", va="center", color=theme.ink)
     axes.plot([], [], color=theme.series[0], linewidth=5, label="the guide's prices")
     axes.scatter([], [], color=theme.series[1], label="the hub's list of 2026-08-21")
@@ -412,15 +413,13 @@ def priced(theme: Theme):
 
 course.show(
     priced,
-    "Figure 3. The same run on nine machines: from 1 to 6 minutes, and cents everywhere. Loading and downloads come on "
-    "top.",
+    "Figure 3. The same run on nine machines, with the ranges of today's prices as lines: minutes, and cents "
+    "everywhere. Loading and downloads come on top.",
 )
 
 # %% [markdown]
-# An hour of A100 costs six times an hour of T4 today, and the run on it, with one constant for both, a quarter more.
-# With the share of its peaks that each card's public run reached, the A100 costs over a quarter less. So we cannot say
-# which is cheaper. But all of it is cents, and a few minutes of a failed start cost as much. Take the card that you
-# have.
+# An hour of A100 costs six times an hour of T4 today, and the run on it as much or less: the ranges touch. So take the
+# card that you have. All of it is cents, and a few minutes of a failed start cost as much.
 #
 # **The guide, rule by rule.** Ten rules, each beside what can be computed, with rows of 2,048 tokens, eight a step.
 # Rules 1 and 2: the bill over the rule, for 0.5B, 1B, 7B and 13B. Rule 7: our hours, and the guide's in brackets.
@@ -450,7 +449,7 @@ on_one = run("llama-3.2-1b", "full", "a100-large").minutes / run("llama-3.2-1b",
 cheaper = [getattr(run("llama-3.2-1b", "full", "a100-large"), p) / getattr(run("llama-3.2-1b", "lora", "t4-small"), p)
            for p in ("low", "high")]  # fmt: skip
 hours = [
-    (run(model, "lora", flavor, rows).minutes / 60, low, high)
+    (*ends(run(model, "lora", flavor, rows).minutes / 60, CARDS[FLAVORS[flavor].card].reached.spread), low, high)
     for model, flavor, rows, low, high in (
         ("qwen2.5-0.5b", "t4-small", 1_000, 1, 2),
         ("qwen2.5-1.5b", "t4-medium", 10_000, 2, 4),
@@ -469,7 +468,7 @@ verdicts = (
     ("four L4 are 96 GB", f"13B by LoRA: {gb('llama-2-13b', 'lora', 'l4'):.0f} GB on each, of 23.6", "no"),
     ("-medium, -large for larger models", "the same card in a larger machine, up to twice the price", "no"),
     ("LoRA is 4-5 times cheaper", f"same card {on_one:.1f}, cheaper card {cheaper[1]:.1f} to {cheaper[0]:.1f}", "no"),
-    ("hours by size", ", ".join(f"{h:.1f} ({a}-{b})" for h, a, b in hours), "within a factor of 2, but the first"),
+    ("hours by size", ", ".join(f"{h:.2g}-{i:.2g} ({a}-{b})" for h, i, a, b in hours), "no"),
     ("several cards: linear", "4 L4: " + ", ".join(f"{x:.2f}" for x in speed_up), "holds"),
     (
         "70B by LoRA on a100-large",
@@ -482,30 +481,31 @@ for number, (rule, found, verdict) in enumerate(verdicts, 1):
     print(f"{number:2} {rule:36}{found:64}{verdict}")
 assert full[0] > 1.25 > 1.05 > max(full[1:])
 assert max(lora) / min(lora) > 4
-assert all(a / 2 < h < 2 * b for h, a, b in hours[1:])
-assert 2 * hours[0][0] < hours[0][1]
+assert hours[0][1] < hours[0][2], "the first is sooner done than the guide says, at the end of its range"
+assert hours[1][0] > hours[1][3], "and the second takes longer"
 assert not any(needed("llama-3.1-70b", way, A100) <= A100.device.memory_bytes for way in METHODS)
 
 # %% [markdown]
-# Three stand: 1, 7 and 8. Rule 3 is right by luck: 28 GB are not under 24, and two errors cancel.
+# Two stand: 1 and 8. Rule 3 is right by luck: 28 GB are not under 24, and two errors cancel. Rule 7 misses by a factor
+# of two in both directions.
 #
 # *LoRA is cheaper* (6) deserves a second look: on one card it is not. It spares the matrices' gradients, and pays with
-# passes over memory for its adapters; with 16,384 tokens a step the optimizer hardly counts. With 512 it does: AdamW
-# goes over all weights each time, and full fine-tuning takes 2.2 times as long. (peft's own benchmark, 3B, at most
-# 3,072 tokens a step: 2.3 times, measured.) What LoRA buys is a smaller card. *Linear* (8) is of rows: four cards hold
-# four copies of one model, and no larger one.
+# passes over memory for its adapters; with 16,384 tokens a step the optimizer hardly counts. With 768 and a 3B model
+# it does: AdamW goes over all weights each time, and full fine-tuning takes twice as long. (peft's own benchmark, 3B,
+# at most 3,072 tokens a step: 2.3 times, measured.) What LoRA buys is a smaller card. *Linear* (8) is of rows: four
+# cards hold four copies of one model, and no larger one.
 
 # %%
-short = ["tricks.gradient_accumulation=1", "data.max_length=512"]
-times = [run("llama-3.2-1b", way, "a100-large", more=short).minutes for way in ("full", "lora")]
-print(f"512 tokens a step: full takes {times[0] / times[1]:.1f} times as long as LoRA")
-assert 2.15 < times[0] / times[1] < 2.25
+short = ["tricks.gradient_accumulation=1", "data.max_length=768"]
+times = [run("llama-3.2-3b", way, "a100-large", more=short).minutes for way in ("full", "lora")]
+print(f"768 tokens a step: full takes {times[0] / times[1]:.1f} times as long as LoRA")
+assert 1.9 < times[0] / times[1] < 2.1
 
 # %% [markdown]
 # ## 6. Where it breaks
 # **`is_bf16_supported()` says True, and the run crawls.** torch counts emulation. We answer its questions as a T4 does
 # (compute capability 7.5, and a tensor in bf16 can be made), and ask it twice. Cause: there are no bf16 units before
-# 8.0. The package reckons such products at fp32's rate, an eighth: 42 seconds a step instead of 8. Cure: ask without
+# 8.0. The package reckons such products at fp32's rate, an eighth: 76 seconds a step instead of 15. Cure: ask without
 # emulation, or take what the recipe takes.
 
 # %%
@@ -524,7 +524,7 @@ job, card = find_shape("llama-3.2-1b"), CARDS["t4"]
 emulated = with_settings(recipes.kwanzaa(T4), ["tricks.precision=bf16"])
 slow, fast = (step(recipe, job, card).seconds for recipe in (emulated, recipes.kwanzaa(T4)))
 print(f"bf16 {slow:.0f} s a step, fp16 {fast:.0f}, by estimate")
-assert (round(slow), round(fast)) == (42, 8)
+assert slow > 3 * fast
 try:
     resolve(emulated, T4)
 except BadInput as refused:
@@ -551,7 +551,8 @@ assert cria(tight.replace("=false", "=true")) == 0  # the cure
 # 2. **Build.** Fill in `choose(found, minutes)`: from `offers(...)`, the name of the cheapest machine (its `cost`) on
 #    which the run fits and is done within so many minutes; `"none"` if there is none.
 # 3. **Reach.** Loading and downloads take 10 minutes on either machine, and are billed. At which price of an hour is
-#    the A100, by this estimate, as cheap for our job as a T4 at $0.40? Your answer is USD an hour.
+#    the A100, by the middles of both ranges (`minutes` in `ours`), as cheap for our job as a T4 at $0.40? Your answer
+#    is USD an hour.
 
 # %% tags=["exercise"]
 tokens_at_the_ridge = None
@@ -615,15 +616,15 @@ course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job),
 #     return min(possible, key=lambda offer: offer.cost).flavor if possible else "none"
 #
 #
-# usd_an_hour = 0.40 * (10 + 5.48) / (10 + 1.13)
+# usd_an_hour = 0.40 * (10 + 10.19) / (10 + 1.14)
 # ```
 #
 # </details>
 #
 # ## In one breath
 # - **Saves** a wrong choice: fit first, then minutes, then money; most rules of thumb know neither rows nor vocabulary.
-# - **Costs** arithmetic. Bytes are as good as the bill, seconds right within a factor of two: do not rank
-#   cards by them that are closer than that.
+# - **Costs** arithmetic. Bytes are as good as the bill; seconds are a range, and cards whose ranges overlap are not
+#   ranked.
 # - **A step** is products, which wait for the peak, and all that lies between, which waits for the memory.
 # - **When**: a run of hours, or a model near the edge of a card.
 # - **When not**: a run of minutes. Take the card you have; what costs is the failed attempt.
@@ -632,7 +633,8 @@ course.check(3, usd_an_hour, course.about(0.4 * (10 + t4_job) / (10 + a100_job),
 # - Williams et al. 2009, *Roofline*, doi:10.1145/1498765.1498785.
 # - The project's Hardware Selection Guide (seed document 004): `cria_tricks/predict/selection_guide.py`.
 # - Data sheets: NVIDIA T4, L4, A10G for AWS (17 February 2022), A100 40GB; a T4's 320 GB/s: Turing whitepaper.
-# - The two public runs: a workshop's notes of 2026-09-20 (T4); LLaMA-Factory's wiki, *Performance comparison* (A100).
+# - The public runs: `benchmarks/published_runs.toml`, with their sources; the two above are a workshop's notes of
+#   2026-09-20 (T4), and LLaMA-Factory's wiki, *Performance comparison* (A100).
 #   peft's `method_comparison/MetaMathQA` (2,147 s and 942 s, L40S). Prices: huggingface/hub-docs,
 #   `docs/hub/jobs-pricing.md` at commit a9fef576 (2026-08-21).
 # - torch 2.13: `is_bf16_supported` in `torch/cuda/__init__.py`, `torch/utils/flop_counter.py`.

@@ -15,7 +15,7 @@
 # > compilation / the rule is exact, compile exact within rounding / 35 minutes / after lesson 15
 #
 # The job: QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. The course began at a
-# peak of 31.3 GiB, 31.7 with CUDA's own, and every lesson flipped a switch. This one flips them together.
+# peak of 31.3 GiB, and every lesson flipped a switch. This one flips them together.
 
 # %% tags=["hide-input"]
 import itertools
@@ -123,7 +123,7 @@ def three_answers(theme: Theme):
 course.show(three_answers, "Figure 1. What does a switch save? Three questions, three answers.")
 
 # %%
-course.show(course.staircase("16_together"), "Figure 2. The whole course: what a step needs, switch after switch.")
+course.show(course.staircase("16_together"), "Figure 2. The whole course: the peak of a step, switch after switch.")
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
@@ -312,7 +312,7 @@ course.show(
 
 # %% [markdown]
 # ## 4. What it costs
-# Bytes were the easy half. By lesson 15's reckoning, within a factor of two, a token takes so much of its first time:
+# Bytes were the easy half. By lesson 15's reckoning, on one card, a token takes so much of its first time:
 
 # %%
 print(", ".join(f"{rung.set[0].partition('=')[0]} {rung.seconds / rungs[0].seconds:.2f}" for rung in rungs))
@@ -441,7 +441,7 @@ course.show_bill(plain, whole)
 # *Logits*: of 256 tokens. On top came the adapter, its gradient that waits (lesson 2), its 16-bit copy, and hidden
 # states.
 #
-# **Now switch something off.** The step needs 1.9 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
+# **Now switch something off.** The step needs 2.0 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
 # `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights, and keeps those of which none is
 # both smaller and faster:
 

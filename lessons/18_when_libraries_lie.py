@@ -85,8 +85,9 @@ def plain_trainer(model, rows, *callbacks, **settings):
 before, after = course.so_far("17_kwanzaa"), course.so_far("18_when_libraries_lie")
 assert course.bill(after) == course.bill(before)
 print(f"the bill: {course.bill(after).needed_bytes / 2**30:.2f} GiB, as before")
-minutes = prices(Target(find_shape(after.model), T4), after, rows=107)[0]["minutes"]
-print(f"the job: {minutes:.1f} minutes of a T4 by estimate, right within a factor of two")
+price = prices(Target(find_shape(after.model), T4), after, rows=107)[0]
+minutes = price["minutes"]
+print(f"the job: {price['minutes_low']:.0f} to {price['minutes_high']:.0f} minutes of a T4 by estimate")
 print(f"42 of it: {42 * minutes / 60:.1f} hours, for nothing if all of them have failed in silence")
 print(f"failure 6: {1 - (2.534 - 2.365) / (2.534 - 1.258):.0%} of the learning is missing")
 

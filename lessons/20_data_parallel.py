@@ -67,7 +67,7 @@ LENGTHS = row_lengths("train")
 # A step of our recipe is a *window* of eight micro-batches of one row (lesson 2). They do not know of each other until
 # their gradients are added up. So card 0 could take four of them and card 1 the other four. Then the two must agree on
 # one gradient: that of 11,272,192 trained numbers, in fp32. A T4 sits on PCIe 3.0 x16, 16 GB a second one way. Write
-# down how many milliseconds the second card costs in a step of eight seconds. Then run lesson 15's reckoning.
+# down how many milliseconds the second card costs in a step of fourteen seconds. Then run lesson 15's reckoning.
 
 # %%
 whole = course.CAPSTONE
@@ -89,8 +89,8 @@ print(f"at the peak of a step: alone {bytes_of[0] / MIB:,.0f} MiB, each of two {
 assert bytes_of[0] == bytes_of[1]
 
 # %% [markdown]
-# Six milliseconds in four seconds, at half of the link's rate. LoRA makes this cheap: full fine-tuning would send 110
-# times as much. And the bill in bytes does not move at all: each card holds the whole model.
+# Four milliseconds in some seven seconds, at three quarters of the link's rate. LoRA makes this cheap: full fine-tuning
+# would send 110 times as much. And the bill in bytes does not move at all: each card holds the whole model.
 #
 # The usual advice for two cards is another one: `device_map="auto"`. It puts the first blocks on card 0 and the last
 # ones on card 1. But a block needs its predecessor's result, so one card computes while the other waits. It is a

@@ -54,6 +54,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.run.run import train
 from cria_tricks.step_plan import diff
+from cria_tricks.tricks import folds
 
 ranks = Ranks(2)  # two processes, joined by gloo as in lesson 20; they end with this notebook
 ranks.run(logging.getLogger("bitsandbytes").setLevel, logging.ERROR)
@@ -390,7 +391,7 @@ assert 215 < sums / gradients < 217
 
 # %% [markdown]
 # Hardly a call can hide behind other work: the next product needs its result. By lesson 15's reckoning one A100
-# computes for 1.70 seconds. Each of $N$ computes 1/N of heads and MLP, and norms, residual sums and the head whole.
+# computes for some 1.7 seconds. Each of $N$ computes 1/N of heads and MLP, and norms, residual sums and the head whole.
 # Then the calls: each has a fixed start, hops around the ring, and bytes at the rate that NCCL really gets from a link,
 # 24 GB a second of PCIe 4.0. Guess the best number of A100s on PCIe.
 
@@ -404,15 +405,15 @@ def seconds_of(card, recipe, N, link, way="tensor", sums_back=5):
 
 
 one = seconds_of("a100", whole, 1, "pcie4")
-assert round(one, 2) == 1.70
+single = folds.step(whole, shape, CARDS["a100"])
+print(f"alone {single.low:.1f} to {single.high:.1f} s; in the middle:")
 for N in (1, 2, 4, 8):
     times = {LINKS[link].name: seconds_of("a100", whole, N, link) for link in ("pcie4", "nvlink_a100", "10gbe")}
     print(f"{N} A100:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.items()), end="")
     two_back = seconds_of("a100", whole, N, "pcie4", sums_back=2)
     print(f"; PCIe with 2 sums {two_back:.2f}; data parallel {seconds_of('a100', whole, N, 'pcie4', 'ddp'):.2f} s")
-    assert N == 1 or times["NVLink of an A100"] < 0.75 * one
-    assert 0.9 * one < times["PCIe 4.0 x16"] <= one
-    assert N == 1 or 0.78 * one < two_back < 0.87 * one
+    assert N == 1 or times["10 Gbit Ethernet"] > 2 * one > 2 * times["NVLink of an A100"]
+    assert single.low < times["PCIe 4.0 x16"] < single.high  # the estimate knows of no gain
 assert seconds_of("a100", whole, 2, "pcie4", "ddp") < times["NVLink of an A100"]  # of two cards, and of eight
 
 
@@ -443,8 +444,8 @@ course.show(
 )
 
 # %% [markdown]
-# A few per cent, with any number: over PCIe our plan's sums take nearly all that is gained. (The estimate is right
-# within a factor of two, so that is no gain.) This holds for our plan only: with two sums back four A100s would take a
+# A few per cent, with any number: over PCIe our plan's sums take nearly all that is gained. (The estimate is a
+# range, so that is no gain.) This holds for our plan only: with two sums back four A100s would take a
 # fifth less. Over Ethernet a step takes more than five times as long. NVLink gains, but two cards on PCIe that share
 # rows are about as fast as eight on NVLink that share matrices. So share rows if you can. Cut matrices when a single
 # row does not fit. On slower cards, such as L4s, talking weighs less. But a T4 has no bf16, and our switch takes no

@@ -373,7 +373,7 @@ best, best_ours = (min(GRIDS, key=lambda g, r=r: (not bill(r, g).fits, seconds(r
 assert (name(best), name(best_ours)) == ("2 x 2 x 2", "8 x 1 x 1")
 
 # %% [markdown]
-# The cube, and for our model a line of eight. Seconds are right within a factor of two, so take the order of close ones
+# The cube, and for our model a line of eight. Seconds are middles of wide ranges, so take the order of close ones
 # for nothing. But a rule comes out. Take as much *data* as memory allows: it speaks least. Keep *tensor* inside a
 # machine: 1 x 1 x 8 crosses the border, and is slowest by far. Let *stage* cross it if something must: it sends little,
 # and pays by idling. With 8 stages and 8 micro-batches that is nearly half of the time. (And the cube is tight: it

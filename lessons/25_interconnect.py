@@ -11,8 +11,8 @@
 # > have not measured. Then you say for three strategies and four links when another card stops helping, before you rent
 # > it.
 #
-# > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step within a
-# > factor of two, as in lesson 15 / 35 minutes / after lesson 24
+# > **Card.** saves the rent of cards that wait / costs some arithmetic / bytes as counted; seconds of a step as a
+# > range, as in lesson 15 / 35 minutes / after lesson 24
 #
 # The job: QLoRA of Llama-3.2-1B on 107 training rows, eight rows a step. Lessons 20 to 24 shared the step in every way,
 # and counted what processes send. Here we ask what a byte costs, and a call with next to no bytes in it.
@@ -583,7 +583,7 @@ course.check(3, break_even_bytes, of_break_even, "a number of bytes")
 # ## In one breath
 # - **Saves** cards that would only wait.
 # - **Costs** ten seconds of measuring, or a data sheet: a call takes its latency, and what is sent over the rate.
-# - **As good as** its two numbers: tens of per cent on gloo, a factor of two for a step.
+# - **As good as** its two numbers: tens of per cent on gloo, a range for a step.
 # - **When**: before a second card is rented. Few, large calls go over anything; many small ones need NVLink.
 # - **When not**: with LoRA and `ddp` on cards of one machine. There the rows end first, and the wire does not matter.
 #

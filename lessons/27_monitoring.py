@@ -446,11 +446,11 @@ assert live.peak >= 256 * MIB > 4 * (max(sampled) - sampled[0])
 # %% [markdown]
 # Cure: the allocator's own peak, `max_memory_allocated`, which the report holds beside the bill. Samples show trends.
 #
-# **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed. Cure:
-# compare *reserved* with *allocated*. When they are far apart, a peak has passed (`torch.cuda.empty_cache()` gives its
-# pieces back), or rows of many lengths have cut memory into pieces too small for the next (set
-# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the start). A *leak* is when *allocated* itself rises from
-# epoch to epoch.
+# **`nvidia-smi` shows 14 GiB for a job of 2, and another run does not fit.** The allocator keeps what was freed
+# (lesson 19). Cure: compare *reserved* with *allocated*. When they are far apart, a peak has passed
+# (`torch.cuda.empty_cache()` gives its segments back), or rows of many lengths have cut memory into pieces too small
+# for the next (set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before the start). A *leak* is when *allocated*
+# itself rises from epoch to epoch.
 #
 # **A curve on a server that you never chose.** Libraries that report have defaults: trackio (0.43) asks the hub for
 # your name, and sends to the Space that `TRACKIO_SPACE_ID` names. Cure: read what `report_to` switches on, and unset

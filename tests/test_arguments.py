@@ -1,6 +1,6 @@
 """What the trainer is told: every argument, counted by hand, and nothing is trained."""
 
-from dataclasses import fields, make_dataclass, replace
+from dataclasses import fields, replace
 from typing import ClassVar
 
 import pytest
@@ -48,7 +48,6 @@ def asked(tmp_path, monkeypatch):
         return found.named
 
     monkeypatch.setattr(arguments, "TrainingArguments", Asked)
-    ask.known = Asked.__dataclass_fields__
     return ask
 
 
@@ -82,16 +81,6 @@ def test_five_rows_with_nothing_set(asked):
 )  # fmt: skip
 def test_what_a_setting_changes_and_nothing_else(settings, options, differs, asked):
     assert asked(*settings, **options) == PLAIN | differs
-
-
-@pytest.mark.parametrize("newer", [False, True])
-def test_checkpointing_has_the_name_that_the_installed_version_knows(newer, asked):
-    asked.known.pop("activation_checkpointing", None)
-    name = "activation_checkpointing" if newer else "gradient_checkpointing"
-    if newer:
-        (asked.known["activation_checkpointing"],) = fields(make_dataclass("New", ["activation_checkpointing"]))
-    found = asked("tricks.gradient_checkpointing=true")
-    assert found == PLAIN | {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
 def entries(*steps: int) -> list[dict]:

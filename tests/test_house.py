@@ -108,7 +108,8 @@ def test_a_reference_of_a_strategy_is_short(strategy: ModuleType):
 def test_every_value_of_every_toggle_is_some_tricks_business():
     offered = set()
     for field, info in Tricks.model_fields.items():
-        values = (False, True) if info.annotation is bool else get_args(info.annotation) or (info.default, 8)
+        on_off = info.annotation is bool or bool in get_args(info.annotation)
+        values = (False, True) if on_off else get_args(info.annotation) or (info.default, 8)
         offered |= {f"{field}={str(value).lower()}" for value in values if value != info.default}
     assert offered == {switch for trick in TRICKS for switch in trick.SWITCHES}
 
@@ -141,6 +142,8 @@ TOGGLES_ARE_READ = {
     "trainer/what_ran.py": (7, SAYS),
     # The strategy is chosen where processes start.
     "launch/torchrun.py": (3, "it starts as many processes as the strategy needs"),
+    "run/search.py": (3, "it tries toggles"),
+    "run/recovery.py": (2, "a run in the middle cannot change all of them"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/steps.py": (1, "it estimates one of several processes"),
 }

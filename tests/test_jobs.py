@@ -11,6 +11,7 @@ from cria_tricks.adapter.folder import verify
 from cria_tricks.common.errors import BadInput, OutOfMemory
 from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
+from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.launch import hub as jobs_hub
 from cria_tricks.launch import job as jobs
@@ -63,12 +64,12 @@ def test_a_machine_that_does_not_finish_in_time_is_passed_over():
 def test_a_machine_on_which_it_fits_narrowly_comes_last():
     narrow = ["data.max_length=8192", "train.batch_size=7"]  # 13.9 of a T4's 14.7 GiB
     on_a_t4 = prepare("kwanzaa", *narrow, flavor="t4-small")
-    assert on_a_t4.narrow
-    assert "may not fit in practice" in "\n".join(jobs_hub.shown(on_a_t4))
+    assert on_a_t4.tight
+    assert trust.TIGHT in "\n".join(jobs_hub.shown(on_a_t4))
     job = prepare("kwanzaa", *narrow)
-    assert (job.flavor.name, job.narrow) == ("l4x1", False)
+    assert (job.flavor.name, job.tight) == ("l4x1", False)
     assert job.most > on_a_t4.most, "though it costs more"
-    assert "may not fit in practice" not in "\n".join(jobs_hub.shown(job))
+    assert trust.TIGHT not in "\n".join(jobs_hub.shown(job))
 
 
 def test_several_cards_are_processes_of_a_launcher():
@@ -106,7 +107,7 @@ def test_the_list_of_prices_is_that_of_the_page():
         (["train.mirror=/mnt/drive"], {}, "a job's disk goes with it"),
         ([], {"timeout": "soon"}, "--timeout soon: must be a time of a minute or more"),
         ([], {"timeout": "1e999"}, "--timeout 1e999: must be"),
-        ([], {"budget": 0.1}, r"--budget 0.1: t4-small for up to 41 min may cost \$0.27; give more"),
+        ([], {"budget": 0.1}, r"--budget 0.1: t4-small for up to 51 min may cost \$0.34; give more"),
         ([], {"budget": float("nan")}, "--budget nan: must be an amount"),
         ([], {"flavor": "t4"}, "unknown flavor t4: "),
         ([], {"flavor": "l4x1", "prices": {"t4-small": 1}}, "--flavor l4x1: the hub does not offer it now"),
@@ -258,8 +259,8 @@ def test_a_result_that_was_damaged_on_the_way_is_said(hub, launch, published):
     [
         ({"stage": "ERROR", "message": "exit code 2"}, ["error: no row"], "job 6a failed: exit code 2; no row"),
         ({"stage": "ERROR"}, [], "job 6a failed: its log says why"),
-        ({"stage": "ERROR", "message": "Job timeout"}, [], "job 6a ran out of its 2460 s and was ended; give a longer"),
-        ({"stage": "ERROR", "ran": 2460}, [], "job 6a ran out of its 2460 s and was ended; give a longer --timeout"),
+        ({"stage": "ERROR", "message": "Job timeout"}, [], "job 6a ran out of its 3060 s and was ended; give a longer"),
+        ({"stage": "ERROR", "ran": 3060}, [], "job 6a ran out of its 3060 s and was ended; give a longer --timeout"),
         ({"stage": "ERROR", "message": "Runtime error"}, ["error: no row"], "job 6a failed: Runtime error; no row"),
         ({"stage": "CANCELED"}, [], "job 6a was canceled"),
     ],

@@ -19,6 +19,7 @@ def test_no_toggle_is_on_by_default():
     assert Tricks() == Tricks(
         gradient_accumulation=1,
         gradient_checkpointing=False,
+        keep_attention=False,
         precision="fp32",
         quantization="none",
         double_quantization=False,
@@ -62,6 +63,7 @@ optimizer = "adamw"
 paged_optimizer = false
 attention = "eager"
 expand_kv = false
+keep_attention = false
 packing = false
 chunked_loss = false
 lean_preparation = false
@@ -92,9 +94,11 @@ save_steps = 0
 save_minutes = 10.0
 mirror = ""
 time_budget = 0.0
+on_oom = "stop"
 seed = 42
 monitor_seconds = 1.0
 profile = false
+expandable_segments = true
 report_to = []
 [parallel]
 strategy = "none"
@@ -256,6 +260,10 @@ def test_set_changes_one_field_of_a_copy():
         ("train.learning_rate=nan", "train.learning_rate"),
         ("train.learning_rate=inf", "train.learning_rate"),
         ("tricks.chunked_loss=maybe", "valid boolean"),
+        ("gradient_checkpointing=-1", "= '-1': must be true, false, or the number of blocks, 0 or more"),
+        ("gradient_checkpointing=yes", "must be true, false, or the number of blocks, 0 or more"),
+        ("gradient_checkpointing=1.5", "must be true, false, or the number of blocks, 0 or more"),
+        ("gradient_checkpointing=9999999999", "must be true, false, or the number of blocks, 0 or more"),
         ("data.train=", "must not be empty"),
         ("lora.target_modules=", "lora.target_modules = []: must not be empty"),
         ("train.time_budget=20x", "must be a time such as 90s, 20m or 1h30m"),
@@ -271,6 +279,35 @@ def test_a_wrong_setting_is_said_in_one_line(setting, said):
     assert said in str(caught.value)
     assert setting in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("written", "means"), [("true", True), ("false", False), ("8", 8), ("1", 1), ("0", False)])
+def test_checkpointing_is_all_none_or_a_number_of_blocks(written, means, tmp_path):
+    """Only true and false are bool. 1 is one block, although ``True == 1`` in Python; 0 blocks are none."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"[tricks]\ngradient_checkpointing = {written}\n")
+    typed = with_settings(Recipe(), [f"gradient_checkpointing={written.upper()}"])
+    for found in (from_toml(file), typed):
+        assert found.tricks.gradient_checkpointing is means or found.tricks.gradient_checkpointing == means != 1
+        assert type(found.tricks.gradient_checkpointing) is type(means)
+        file.write_text(found.to_toml())
+        assert from_toml(file) == found == with_settings(found, [])
+
+
+def test_one_block_is_not_all_blocks():
+    one, all_blocks = (Recipe(tricks=Tricks(gradient_checkpointing=value)) for value in (1, True))
+    assert one != all_blocks
+    assert one == one.model_copy()
+    assert len({one, all_blocks}) == 2
+    assert hash(one.tricks) == hash(one.tricks.model_copy()) != hash(Tricks()), "as other recipes, it is a key"
+
+
+@pytest.mark.parametrize("written", ["-1", "1.0", '"true"', '"8"'])
+def test_a_file_has_types_so_checkpointing_takes_no_text(written, tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"[tricks]\ngradient_checkpointing = {written}\n")
+    with pytest.raises(BadInput, match="recipe.toml:2: .*must be true, false, or the number of blocks, 0 or more$"):
+        from_toml(file)
 
 
 @pytest.mark.parametrize(
@@ -472,14 +509,15 @@ KWANZAA = {
 )
 def test_what_each_named_recipe_sets(device, precision, on_the_card):
     at_1024 = {"max_length": 1024}
+    on_oom = {"on_oom": "adapt"} if device.kind == "cpu" else {}
     kwanzaa = {
         "data": {"train": "kwanzaa", "eval": "kwanzaa"},
         "tricks": {**KWANZAA, **precision, **on_the_card},
-        "train": {"epochs": 3, "save_steps": 7},
+        "train": {"epochs": 3, "save_steps": 7, **on_oom},
     }
-    small = {**kwanzaa, "name": "kwanzaa_small", "train": {"epochs": 3, "save_steps": 5, "learning_rate": 5e-4}}
+    small = {**kwanzaa, "name": "kwanzaa_small", "train": {**kwanzaa["train"], "save_steps": 5, "learning_rate": 5e-4}}
     assert set_in(recipes.smoke(device)) == {
-        "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4},
+        "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4, **on_oom},
         "tricks": {**FOUR_BITS, **precision, "attention": "sdpa", "gradient_accumulation": 4},
     }  # fmt: skip
     assert set_in(recipes.kwanzaa(device)) == {**kwanzaa, "name": "kwanzaa", "model": "llama-3.2-1b"}

@@ -10,11 +10,17 @@ from cria_tricks.bill.bill import WORKSPACES
 from cria_tricks.data.rows import read_jsonl
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.load.model import load_tokenizer
+from cria_tricks.measure.memory import Meter
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.report.summary import compare
+from cria_tricks.report.summary import compare, compare_seconds
 from cria_tricks.run.run import train
 from cria_tricks.trainer.fit import Run
 from tests.memory.cases import CPU, EVERYTHING, T4, bill
+
+METER = Meter("cpu")
+"""It has measured nothing."""
 
 
 def run(*peaks: int | None) -> Run:
@@ -26,7 +32,7 @@ def run(*peaks: int | None) -> Run:
 @pytest.mark.parametrize("device", [T4, CPU])
 def test_rows_sum_to_the_estimate_and_the_rest_is_unexplained(device):
     memory = bill("lora sdpa", 1, 512, device=device)
-    report = compare(memory, run(2_000_000_000, 3_000_000_000, 1_000_000_000))
+    report = compare(memory, run(2_000_000_000, 3_000_000_000, 1_000_000_000), METER)
     found = report["estimate"]
     assert sum(row["bytes"] for row in found["lines"]) == report["estimated_peak_bytes"]
     assert found["measured_bytes"] == 3_000_000_000, "the largest step's"
@@ -36,15 +42,46 @@ def test_rows_sum_to_the_estimate_and_the_rest_is_unexplained(device):
 
 def test_on_a_card_the_workspaces_are_billed_and_the_context_is_not():
     memory = bill(EVERYTHING)
-    assert compare(memory, run(1))["estimated_peak_bytes"] == memory.peak_bytes + WORKSPACES
+    assert compare(memory, run(1), METER)["estimated_peak_bytes"] == memory.peak_bytes + WORKSPACES
     on_cpu = bill("lora", device=CPU)
-    assert compare(on_cpu, run(1))["estimated_peak_bytes"] == on_cpu.peak_bytes
+    assert compare(on_cpu, run(1), METER)["estimated_peak_bytes"] == on_cpu.peak_bytes
 
 
 def test_nothing_is_compared_with_nothing():
-    assert compare(None, run(1)) == {"estimated_peak_bytes": None, "estimate": None}
-    found = compare(bill("lora", device=CPU), run(None))["estimate"]
+    assert compare(None, run(1), METER) == {"estimated_peak_bytes": None, "estimate": None}
+    found = compare(bill("lora", device=CPU), run(None), METER)["estimate"]
     assert (found["measured_bytes"], found["unexplained_bytes"], found["ratio"]) == (None, None, None)
+    assert found["reserved"] is None, "a CPU has no such allocator"
+
+
+def test_on_a_card_the_reserved_bytes_stand_beside_their_estimate():
+    memory, meter = bill(EVERYTHING), Meter("cpu")
+    meter.phases = {"load": {"allocated_bytes": 1, "reserved_bytes": 5}, "train": {"reserved_bytes": 7}}
+    found = compare(memory, run(1), meter)["estimate"]["reserved"]
+    assert found == {"estimated_bytes": memory.reserved_bytes, "measured_bytes": 7, "expandable_segments": True}
+    assert memory.reserved_bytes > memory.allocated_bytes
+
+
+def timed(*steps: tuple[float, int]) -> Run:
+    """Of one step for each pair of seconds and tokens."""
+    history = [{"step": 1, "loss": 1.0, "step_seconds": seconds, "tokens": tokens} for seconds, tokens in steps]
+    return Run(history, len(steps), 0, len(steps), 1, "math")
+
+
+def test_predicted_seconds_stand_beside_the_measured_ones():
+    recipe = with_settings(Recipe(), ["tricks.peft=lora", "data.max_length=64"])
+    predicted = Target(find_shape("smollm2"), T4).bill(recipe)
+    found = compare_seconds(predicted, timed((3.0, 100), (5.0, 300)))["step_seconds"]
+    assert (found["measured"], found["by"]) == (4.0, "no run")
+    assert found["predicted"] == pytest.approx(200 * predicted.seconds)
+    assert found["high"] / found["low"] == pytest.approx(predicted.spread)
+    assert found["ratio"] == pytest.approx(found["predicted"] / 4.0)
+
+
+def test_the_first_steps_whose_bytes_are_counted_are_left_out_where_others_follow():
+    slow = timed((9.0, 100), (9.0, 100), (1.0, 100), (2.0, 100), (3.0, 100))
+    found = compare_seconds(None, slow)["step_seconds"]
+    assert (found["measured"], found["predicted"], found["ratio"]) == (2.0, None, None)
 
 
 @pytest.fixture(scope="module")

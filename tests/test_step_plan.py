@@ -59,9 +59,9 @@ def test_the_capstone_on_a_t4():
         "bnb_4bit_compute_dtype": "float16",
     }
     assert capstone.training["fp16"] is True
-    assert capstone.training["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert capstone.checkpointing == {"blocks": "all"}
     assert capstone.optimizer == {"bits": 8, "paged": True}
-    assert capstone.after_load == ("add_adapter", "adapter_inputs_uncast")
+    assert capstone.after_load == ("add_adapter", "adapter_inputs_uncast", "checkpoint_blocks")
     assert capstone.warnings == ()
     json.dumps(capstone.to_dict())
 
@@ -77,7 +77,7 @@ def test_the_capstone_repeats_keys_only_where_a_card_needs_it():
 
 OFF = {
     "model": {"dtype": "float32", "attn_implementation": "eager"},
-    "quantization": {}, "peft": {}, "collator": {}, "training": {"gradient_accumulation_steps": 1},
+    "quantization": {}, "peft": {}, "collator": {}, "checkpointing": {}, "training": {"gradient_accumulation_steps": 1},
     "optimizer": {"bits": 32, "paged": False}, "loss": {"kind": "full"}, "parallel": {"strategy": "none", "data": 1},
     "after_load": (), "step_context": (), "warnings": (),
 }  # fmt: skip
@@ -160,8 +160,15 @@ PLANS = [
         "expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are",)}),
     (T4, "expand_kv=true", {"warnings": ("expand_kv has no effect: attention=eager needs no equal heads from outside; "
      "it acts on tricks.attention=sdpa",)}),
-    (T4, "gradient_checkpointing=true",
-     training(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})),
+    (T4, "gradient_checkpointing=true", {"checkpointing": {"blocks": "all"}, "after_load": ("checkpoint_blocks",)}),
+    (T4, "gradient_checkpointing=1", {"checkpointing": {"blocks": 1}, "after_load": ("checkpoint_blocks",)}),
+    (T4, "gradient_checkpointing=0", {}),
+    (CPU, "gradient_checkpointing=true attention=sdpa keep_attention=true", model(attention="sdpa") | {
+     "checkpointing": {"blocks": "all", "keep_attention": True, "masked": False},
+     "after_load": ("checkpoint_blocks",)}),
+    (CPU, "peft=head gradient_checkpointing=true keep_attention=true", {"peft": {"kind": "head"},
+     "after_load": ("add_adapter",), "warnings": (
+        "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations",)}),
     (T4, "gradient_checkpointing=true peft=head", {"peft": {"kind": "head"}, "after_load": ("add_adapter",),
      "warnings": (
         "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations",)}),
@@ -201,6 +208,20 @@ def test_the_whole_plan_of_some_toggles(device, settings, differs):
         (card(7, 9), "precision=bf16",
          "tricks.precision=bf16: a card (compute capability 7.9) has no bf16 units and only "
          "emulates it; use tricks.precision=fp16"),
+        (CPU, "gradient_checkpointing=3 peft=side_network",
+         "tricks.gradient_checkpointing=3: side_network has its copies beside the last blocks, which the first blocks "
+         "are not; set tricks.gradient_checkpointing=true"),
+        (CPU, "keep_attention=true attention=sdpa",
+         "tricks.keep_attention=true: blocks keep everything without checkpointing; set "
+         "tricks.gradient_checkpointing=true"),
+        (CPU, "keep_attention=true gradient_checkpointing=true",
+         "tricks.keep_attention=true: eager attention is many operations, not one that can be kept; set "
+         "tricks.attention=sdpa"),
+        (card(8, 0), "keep_attention=true gradient_checkpointing=true attention=flash_attention_2 precision=bf16",
+         "tricks.keep_attention=true: it keeps what torch's own kernels return; set tricks.attention=sdpa, the same "
+         "algorithm"),
+        (T4, "keep_attention=true gradient_checkpointing=true attention=sdpa compile=true",
+         "tricks.keep_attention=true: a compiled block chooses itself what it keeps; set tricks.compile=false"),
         (CPU, "packing=true peft=prompt_tuning",
          "tricks.packing=true with tricks.peft=prompt_tuning: only a row's first "
          "document would see the prompt; set tricks.packing=false"),
@@ -311,6 +332,12 @@ def test_what_is_still_off_and_would_work():
     )
     behind = found.index("tricks.chunked_loss=true") + 1
     assert several == [*found[:behind], "tricks.gradient_accumulation=8", *found[behind:]]
+
+
+def test_what_takes_memory_is_no_advice():
+    """Kept attention would work here, but it buys time with memory."""
+    on = ["tricks.peft=lora", "tricks.attention=sdpa", "tricks.gradient_checkpointing=true"]
+    assert "keep_attention" not in " ".join(still_off(with_settings(Recipe(), on), CPU))
 
 
 def test_what_is_still_off_is_asked_of_as_many_processes():

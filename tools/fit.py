@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from cria_tricks import recipes
+from cria_tricks.bill.bill import EXPANDABLE
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import RULES, Formula, Polynomial
 from cria_tricks.bill.lines import Moment
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.step_time import EFFICIENCY, counts
+from cria_tricks.bill.step_time import counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
 from cria_tricks.course.kwanzaa_lengths import row_lengths
@@ -52,11 +53,11 @@ SAMPLE = {"T": 64, "k": 2}
 """Tokens and micro-batches for which comparisons are answered."""
 
 VALUES: dict[str, tuple[Any, ...]] = {
-    name: typing.get_args(field.annotation) or (False, True)
+    name: typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else (False, True)
     for name, field in Tricks.model_fields.items()
-    if name != "gradient_accumulation"
+    if name not in ("gradient_accumulation", "keep_attention")
 }
-"""Every switch but the number of micro-batches, and what it can be."""
+"""The switches of the page, and what each can be. Checkpointing is on or off here, never a number of blocks."""
 STORED = ("precision", "peft", "quantization", "lean_preparation")
 ATTENTION = ("precision", "attention", "expand_kv", "packing")
 WINDOWS = {False: 2**40, True: 1}
@@ -287,19 +288,23 @@ TIMES = {
     "blocks forward": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
     "blocks again": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
     "blocks backward": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
+    "unpacking": ("precision", "peft", "quantization", "double_quantization", "gradient_checkpointing"),
+    "casts of weights": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing"),
     "adapter": ("precision", "peft", "gradient_checkpointing"),
     "between products": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing", "compile"),
-    "head and loss": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing",
-                      "chunked_loss"),
+    "head": ("precision", "peft", "gradient_checkpointing", "chunked_loss"),
+    "loss": ("precision", "peft", "chunked_loss"),
     "offload": ("precision", "peft", "quantization", "lean_preparation", "gradient_checkpointing",
                 "activation_offload", "chunked_loss"),
     "optimizer": ("precision", "peft", "optimizer"),
+    "launches": ("precision", "peft", "quantization", "attention", "lean_preparation", "gradient_checkpointing",
+                 "compile"),
 }  # fmt: skip
 """The parts of a step's time, and the switches that each depends on."""
 
 
 def times_of(shape: Shape) -> dict[str, Any]:
-    """Operations, bytes and bytes over the link of each part of a step."""
+    """Operations, bytes, bytes over the link and launches of each part of a step."""
     found = {}
     for name, by in TIMES.items():
         table = {}
@@ -326,8 +331,8 @@ def _work(shape: Shape, name: str, card: Any, **tricks: Any) -> list[Formula]:
     recipe = plain(shape, **tricks, accumulates=True)
     for part in counts(work(recipe, shape, card.device)):
         if part.name == name:
-            return [_formula(part.flops), _formula(part.bytes), _formula(part.link)]
-    return [_formula(0)] * 3
+            return [_formula(part.flops), _formula(part.bytes), _formula(part.link), _formula(part.launches)]
+    return [_formula(0)] * 4
 
 
 def refusals() -> list[dict[str, Any]]:
@@ -393,7 +398,8 @@ def model(name: str) -> dict[str, Any]:
 def index() -> dict[str, Any]:
     """Everything that does not: switches, cards, machines, rules."""
     capstone = recipes.kwanzaa(OLD.device)
-    around = estimate(capstone, find_shape(capstone.model), OLD.device).around
+    found = estimate(capstone, find_shape(capstone.model), OLD.device)
+    around = [line for line in found.around if line != found.unused]  # the page computes that one itself
     return {
         "models": {name: _about(find_shape(name)) for name in MODELS},
         "values": VALUES,
@@ -415,11 +421,11 @@ def index() -> dict[str, Any]:
         },
         "machines": machines(),
         "prices": PRICES_DATE,
-        "tight": trust.TIGHT,
-        "says": {"time": trust.TIME, "fits": trust.FITS, "host": trust.HOST, "context": LONGER_THAN_CONTEXT,
-                 "packing": PACKING},
+        "margin": trust.MARGIN,
+        "reserved": EXPANDABLE._asdict(),
+        "says": {"time": trust.TIME, "fits": trust.FITS, "tight": trust.TIGHT, "host": trust.HOST,
+                 "context": LONGER_THAN_CONTEXT, "packing": PACKING},
         "around": [[line.name, line.bytes] for line in around],
-        "efficiency": EFFICIENCY,
         "chunk": TOKENS_PER_CHUNK,
         "prompt": Recipe().prompt.tokens,
         "rules": RULES,
@@ -430,11 +436,16 @@ def index() -> dict[str, Any]:
 
 
 def _rates(card: Card | None) -> dict[str, Any] | None:
-    """Return the rates of a card by the letters of the page; ``None`` if they are not known."""
+    """Return the rates that a card reaches by the letters of the page; ``None`` if they are not known."""
     if card is None:
         return None
-    flops = {precision: card.flops(precision) for precision in VALUES["precision"]}
-    return {"flops": flops, "memory": card.memory_rate, "link": card.link_rate}
+    return {
+        "flops": {precision: card.product_rate("products", precision) for precision in VALUES["precision"]},
+        "spread": {precision: card.spread(precision) for precision in VALUES["precision"]},
+        "memory": card.traffic_rate("between products", "fp16"),
+        "link": card.link_rate * card.reached.link,
+        "launch": card.reached.launch,
+    }
 
 
 def machines() -> list[dict[str, Any]]:

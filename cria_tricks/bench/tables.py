@@ -266,6 +266,26 @@ def published(entries: Iterable[Mapping[str, str]]) -> str:
     return table(columns, [tuple(entry[key] for key in keys) for entry in entries])
 
 
+def public_runs(found: Mapping[str, Any]) -> str:
+    """Lay out the seconds of public runs beside what is predicted for them."""
+    columns = (
+        "run",
+        "card",
+        "seconds of a step",
+        "predicted",
+        "share of the peaks",
+        "in the fit of its card",
+        "inside",
+    )
+    rows = []
+    for run in found["predictions"]:
+        fit = "left out here" if run["left_out"] else "for launches" if run["waits"] else "never"
+        span = f"{run['low']:.2f} to {run['high']:.2f}"
+        inside = "yes" if run["inside"] else "no"
+        rows.append((run["id"], run["card"], f"{run['measured']:.2f}", span, f"{run['share']:.2f}", fit, inside))
+    return table(columns, rows)
+
+
 def _bytes(count: float | None) -> str:
     return human(count) if count is not None else ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.operation import ATTENDED, Operation
+from cria_tricks.bill.operation import ATTENDED, ATTENTION, LOG_SUM_EXP, Operation
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _fused(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
     kept = operands.by_name
     if not memory.maskless:
         kept["mask"] = n * memory.tokens * memory.compute_itemsize  # T x T for each row, for all heads
-    kept |= {ATTENDED: queries, "log-sum-exp": n * memory.shape.heads * FP32}
+    kept |= {ATTENDED: queries, LOG_SUM_EXP: n * memory.shape.heads * FP32}
     # The flash kernel lays its result out in memory like the queries. In Phi-3 these lie head by head, so o_proj needs
     # a copy, and both are saved.
     if memory.shape.joined and memory.kernel == "flash":
         kept["attention's output, by heads"] = queries
-    return Operation("attention", kept, {}, queries, residual + 2 * queries + 2 * operands.keys)
+    return Operation(ATTENTION, kept, {}, queries, residual + 2 * queries + 2 * operands.keys)

@@ -1,9 +1,11 @@
 """Compute what one process needs: the moments of its step, the largest of them, and the overhead of a GPU."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.bill.lines import STATE, Line, Moment
+from cria_tricks.hardware.trust import verdict
 
 CONTEXT = 400_000_000
 """Bytes of a CUDA context with the kernels of a step ("around 400MB": ptrblck, pytorch issue 109888)."""
@@ -17,8 +19,57 @@ WORKSPACES = 2 * 1024 * (4096 * 2 + 16 * 8)
 """Bytes of the workspaces of a step, which needs them twice: the backward pass runs in a thread of its own, and each
 thread has its own cuBLAS handle."""
 
-STATE = ("weights: blocks", "weights: all others", "weights: adapter", "gradients", "optimizer states")
-"""Names of the lines for weights, gradients and optimizer states, whose bytes do not depend on the batch."""
+
+class Shares(NamedTuple):
+    """What PyTorch's allocator reserves beyond the bytes of tensors, as shares of what is there at the peak.
+
+    The allocator takes memory from a card in segments and keeps it. When rows of different lengths follow each other,
+    some free parts of these segments are too small for the next tensors, so it takes more. ``predict/allocator.py``
+    models that event by event, which takes seconds. These shares are a rule for the closed form. It is an upper
+    estimate, because how tensors happen to lie cannot be told from sizes. A run can work with less, because a full
+    allocator first gives unused segments back to the card.
+
+    The shares are fitted on the replays of 204 drawn settings (``benchmarks/reserved.py``): whole models, a window of
+    shorter rows before one of full rows, and no figure from a card. They are the smallest shares by which no replay is
+    underestimated by more than 2 %.
+
+    Attributes:
+        activations: of all lines that depend on the batch.
+        gradients: of the gradients.
+        states: of the optimizer states.
+        weights: of the weights.
+    """
+
+    activations: float
+    gradients: float
+    states: float
+    weights: float
+
+
+EXPANDABLE = Shares(0.294, 0.08, 0.41, 0.0)
+"""With ``expandable_segments:True``, where each pool is one segment that grows by pages of 20 MiB."""
+SEGMENTS = Shares(1.248, 0.242, 0.414, 0.16)
+"""Without: a segment for each large allocation, which only tensors that are no larger can use again."""
+
+
+def unused_bytes(peak: Moment, *, expandable: bool) -> int:
+    """Return how many bytes more the allocator has reserved than tensors use, at most [bytes].
+
+    Args:
+        peak: the fullest moment of the step.
+        expandable: whether its segments are expandable.
+    """
+    shares = EXPANDABLE if expandable else SEGMENTS
+    return int(sum(share * size for share, size in zip(shares, parts(peak.lines), strict=True)))
+
+
+def parts(lines: tuple[Line, ...]) -> tuple[int, int, int, int]:
+    """Return the bytes of activations, gradients, optimizer states and weights."""
+    weights = sum(line.bytes for line in lines if line.name.startswith("weights"))
+    gradients = sum(line.bytes for line in lines if line.name == "gradients")
+    states = sum(line.bytes for line in lines if line.name == "optimizer states")
+    everything = sum(line.bytes for line in lines)
+    return everything - weights - gradients - states, gradients, states, weights
 
 
 @dataclass(frozen=True)
@@ -74,18 +125,41 @@ class Bill:
         return self.peak_bytes + self.workspaces.bytes
 
     @property
+    def unused(self) -> Line:
+        """The memory that torch's allocator has reserved and no tensor uses, at most; none on a CPU."""
+        expandable = self.facts.expandable_segments
+        found = unused_bytes(self.peak, expandable=expandable) * (self.facts.device.kind == "cuda")
+        ways = "expandable segments" if expandable else "a segment for each large tensor"
+        return Line("reserved, not used", found, f"at most, with {ways}")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_reserved`` reports, at most."""
+        return self.allocated_bytes + self.unused.bytes
+
+    @property
     def around(self) -> tuple[Line, ...]:
         """The lines of what a GPU holds besides the step's tensors; none on a CPU."""
         if self.facts.device.kind != "cuda":
             return ()
-        return (Line("CUDA context", CONTEXT, "driver and kernels"), self.workspaces)
+        return (Line("CUDA context", CONTEXT, "driver and kernels"), self.workspaces, self.unused)
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that the device must have: the peak, and the lines of :attr:`around`."""
+        """The memory that the device should have: the peak, and the lines of :attr:`around`."""
         return self.peak_bytes + sum(line.bytes for line in self.around)
 
     @property
+    def least_bytes(self) -> int:
+        """The memory without which the run cannot work, even if no byte that the allocator reserves stays unused."""
+        return self.needed_bytes - self.unused.bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the device has that much memory."""
-        return self.needed_bytes <= self.facts.device.memory_bytes
+        """Whether the run can work on the device: its verdict is ``fits`` or ``tight``."""
+        return self.verdict != "does not fit"
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``tight`` or ``does not fit``."""
+        return verdict(self.needed_bytes, self.facts.device.memory_bytes, self.least_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.operation import Operation
+from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP, Operation
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,17 @@ def _pinned(operations: list[Operation]) -> dict[str, int]:
 def pinned_bytes(operations: list[Operation]) -> int:
     """Return the bytes of the saved tensors that checkpointing and offloading cannot remove."""
     return sum(_pinned(operations).values())
+
+
+def attended_bytes(operations: list[Operation]) -> int:
+    """Return the bytes of what a fused attention kernel has returned; 0 for another kernel.
+
+    If an int8 product pins attention's output, checkpointing could not drop that anyway, so it is not counted here.
+    """
+    tensors = kept(operations)
+    if LOG_SUM_EXP not in tensors:
+        return 0
+    return tensors[ATTENDED] + tensors[LOG_SUM_EXP] - _pinned(operations).get(ATTENDED, 0)
 
 
 def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
@@ -160,6 +171,7 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
     beside = around.bytes
     hidden = memory.all_tokens * memory.shape.width * memory.hidden_itemsize
     pinned = _pinned(operations)
+    attended = attended_bytes(operations) * (memory.checkpointed and memory.keeps_attention)
     learnt = learns * sum(operation.learns for operation in operations)
     found: list[Point] = []
     tensors: dict[str, int] = {}
@@ -181,6 +193,8 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         opened = operation.forward + beside
         if normed and normed not in held:
             opened += hidden
+        if ATTENDED not in held:
+            opened += attended  # kept since the block's first forward pass
         found.append(Point(f"forward pass of {operation.name}", sum(held.values()), opened))
         if operation.name == "weighted values" and memory.keeps_nothing:
             # Eager attention also returns the probabilities, and the block drops them only at its end.

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.lines import Line
-from cria_tricks.bill.operation import Operation
-from cria_tricks.bill.product_bytes import Product, ProductBytes
-from cria_tricks.bill.saved_activations import BlockTensors, WaitingBytes
+from cria_tricks.bill.operation import BlockTensors, Operation, Product, ProductBytes, WaitingBytes
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 
@@ -58,9 +56,12 @@ class StepFacts:
         maskless: whether attention runs without a mask.
         joins_documents: whether each document of a packed row is attended alone, and the results are joined.
         checkpointed: whether blocks save only their input, and run forward again in the backward pass.
+        kept_blocks: how many of the last blocks save everything although the first ones are checkpointed.
+        keeps_attention: whether checkpointed blocks also keep what attention's kernel returned.
         offloaded: whether the saved activations of the blocks wait in the host's memory.
         waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which are alive in the whole step.
         optimizer_state_bits: bits of one number of the optimizer's two states.
+        expandable_segments: whether torch's allocator may grow its segments.
     """
 
     shape: Shape
@@ -97,9 +98,12 @@ class StepFacts:
     maskless: bool = False
     joins_documents: bool = False
     checkpointed: bool = False
+    kept_blocks: int = 0
+    keeps_attention: bool = False
     offloaded: bool = False
     waiting_gradient_bytes: int = 0
     optimizer_state_bits: int = 32
+    expandable_segments: bool = False
 
     @property
     def accumulates(self) -> bool:

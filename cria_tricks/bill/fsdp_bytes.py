@@ -8,12 +8,12 @@ On top of the shards come tensors that are unsharded for a while:
 
 - The root, from the beginning of the forward pass to the end of the backward pass. The root is what lies outside the
   blocks: embedding, last norm and head.
-- The weights of the open block, whose forward or backward pass is running. In the forward pass, the buffer into which
-  they were all-gathered is alive as well; and while they arrive, so is the buffer of the block that ran before. In the
-  backward pass, the buffer of the block that comes next is alive instead, because its weights are fetched ahead.
-- The gradients of the open block, and those of the block whose backward pass ran just before, which are being
-  reduce-scattered. With gradient accumulation nothing is reduced before the last micro-batch, so until then all
-  gradients stay unsharded.
+- The weights of the open block, whose forward or backward pass is running. FSDP2 gathers a block into one flat buffer,
+  copies each weight out of it, and frees the buffer only when the next block has arrived. So in the forward pass an
+  open block is there as weights and as buffer. In the backward pass, the buffer of the block that comes next is alive
+  instead, because its weights are fetched ahead.
+- The gradients of the open block, and those of the block that ran just before, which are being reduce-scattered. With
+  gradient accumulation nothing is reduced before the last micro-batch, so until then all gradients stay unsharded.
 
 Sources: Rajbhandari et al. 2020, arXiv:1910.02054, sec. 5.3; torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
@@ -22,10 +22,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from cria_tricks.bill.bill import STATE
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.bill.lines import STATE, Line, Moment
 from cria_tricks.bill.moments import moments
 
 
@@ -44,7 +43,7 @@ class _Unsharded(NamedTuple):
 
 
 _UNSHARDED = {
-    # Between the two passes of the blocks: the buffer of the last block.
+    # The last block's buffer: freed when the root's forward pass ends, and fetched again when its backward pass begins.
     "loss": _Unsharded(blocks=1, reduced=0, gradients=0),
     "log-softmax": _Unsharded(blocks=1, reduced=0, gradients=0),
     "head": _Unsharded(blocks=1, reduced=0, gradients=0),
@@ -54,19 +53,22 @@ _UNSHARDED = {
     # The backward pass comes to the last block first, so no other block has gradients yet.
     "last block": _Unsharded(blocks=2, reduced=0, gradients=1),
     # Blocks that it reaches later: their own gradients, and those of the block that ran just before, which are being
-    # reduced.
+    # reduced. (No block comes after the model's first one, so there one buffer too many is counted: an upper bound.)
+    "last checkpointed block": _Unsharded(blocks=2, reduced=1, gradients=2),
+    "first kept block": _Unsharded(blocks=2, reduced=1, gradients=2),
     "first block": _Unsharded(blocks=2, reduced=1, gradients=2),
     "frozen block": _Unsharded(blocks=2, reduced=1, gradients=2),
+    "last frozen block": _Unsharded(blocks=2, reduced=0, gradients=1),
     # All blocks are done. The gradients of the first one are still being reduced.
     "embedding": _Unsharded(blocks=0, reduced=1, gradients=1),
 }
 """The name of a moment of ``bill/moments.py`` -> what is unsharded. In the optimizer step nothing is."""
 
 _FIXED_LINES = 6
-"""How many lines of the first moment of ``bill/moments.py`` we take as alive at the arrivals; they come first.
+"""How many lines of the first moment of ``bill/moments.py`` are taken as alive when a block arrives: the first ones.
 
-They are the five lines of ``moments._fixed`` (three of weights, optimizer states, batch), and the gradients of earlier
-micro-batches.
+Five come from ``moments._fixed`` (three of weights, optimizer states, batch), the sixth is the gradients of earlier
+micro-batches. Unless blocks are checkpointed, this moment's "batch" has no attention mask, so the arrivals lack it.
 """
 
 
@@ -205,15 +207,17 @@ def sharded_moments(memory: StepFacts, processes: int) -> list[Moment]:
         limits = dict(state)
         blocks_with_gradients = here.gradients
         if memory.accumulates:
-            # Nothing is reduced before the last micro-batch. So the line "gradients" stays as it is, with all gradients
-            # unsharded. On top come the new gradients of one block and, where the head is not tied, those of the root.
+            # Nothing is reduced before the last micro-batch, and autograd adds new gradients to the old ones in place.
+            # So the line "gradients" stays, all unsharded. On top comes the buffer in which one block's gradients are
+            # reduce-scattered. Adding an untied root's gradients is an upper bound: they, too, are added in place.
             blocks_with_gradients = min(here.gradients, 1)
         else:
             limits["gradients"] = here.reduced * sizes.reduced_gradients
         # The gradients of the root are reduced last, so they are unsharded during the backward pass of all blocks.
         # (That of an untied embedding comes after all blocks; counting it here is an upper bound.)
         in_backward = moment.name.endswith("block") and not has_root_gradient
-        # At "embedding", without accumulation, the line "gradients" is limited to the blocks' shards.
+        # At "embedding", without accumulation, the limit above leaves only the blocks' shards in the line "gradients".
+        # So the root's gradients are added here.
         root_waits = in_backward or (moment.name == "embedding" and not memory.accumulates)
         gradients = blocks_with_gradients * sizes.block_gradients + root_waits * sizes.root_gradients
         lines = smaller(moment, limits).lines
@@ -239,7 +243,7 @@ def _arrivals(sizes: _Sizes, steps: list[Moment], state: dict[str, int]) -> list
         if step.name == "last block":
             # The saved activations of all blocks but the last.
             saved += [line for line in step.lines if line.name == "saved activations"]
-    # First block: of the root and of the block, the weights and the buffer that they came in.
+    # First block: weights and buffer of the root, which arrived just before, and those of the block.
     first = _unsharded_lines(sizes, roots=2, blocks=2, gradients=0)
     # Last block: its weights and its buffer, and the buffer of the block before.
     last = _unsharded_lines(sizes, roots=1, blocks=3, gradients=0)
@@ -330,7 +334,7 @@ def smaller(moment: Moment, bytes: dict[str, int]) -> Moment:
     Args:
         moment: the moment; it is not changed.
         bytes: the limits by the names of the lines [bytes]. All other lines stay as they are. A shard is never larger
-            than its tensor, so the limit replaces a line that is not empty.
+            than its tensor. So a line with bytes gets exactly its limit, and a line of 0 bytes stays 0.
     """
     lines = (replace(line, bytes=min(line.bytes, bytes.get(line.name, line.bytes))) for line in moment.lines)
     return Moment(moment.name, tuple(lines))

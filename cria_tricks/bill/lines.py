@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+STATE = ("weights: blocks", "weights: all others", "weights: adapter", "gradients", "optimizer states")
+"""Names of the lines for weights, gradients and optimizer states, whose bytes do not depend on the batch."""
+
 
 @dataclass(frozen=True)
 class Line:

@@ -27,6 +27,8 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
         copied = memory.shape.layers * matrices
     elif memory.learns_beside:
         copied = memory.learning_blocks * (matrices + memory.shape.width**2)
+    if memory.kept_blocks and not memory.offloaded:  # the last blocks save theirs
+        copied = copied * (memory.shape.layers - memory.kept_blocks) // memory.shape.layers
     size = 0
     if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
         size = copied * memory.compute_itemsize + _input_copy(memory)

@@ -8,6 +8,8 @@ moment of the step that may be the peak:
   logits are made;
 - the deepest point of the last block, while the saved activations of all other blocks wait;
 - the deepest point of the first block, when the gradients of all other blocks are there;
+- if only the first k blocks are checkpointed, also the deepest points of block k, which is recomputed while those below
+  it wait, and of the block behind it, which was not dropped;
 - the gradient of the embedding, at the end of the backward pass;
 - the optimizer step.
 
@@ -16,7 +18,6 @@ The peak is the largest of these moments, and the bill consists of its lines, wh
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from cria_tricks.bill import block
 from cria_tricks.bill.block_operations import walk
@@ -24,30 +25,10 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
-from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, Operation
-from cria_tricks.bill.saved_activations import BlockTensors
+from cria_tricks.bill.waiting import Waiting, block_input, last_blocks, waiting_at
 
 IDS = 8
 """Bytes of one token id, one label or one position: each is a 64-bit integer."""
-
-
-class _Waiting(NamedTuple):
-    """The bill's line for what blocks have saved for their backward pass, at four moments.
-
-    A block is open while its forward or backward pass runs. What an open block has alive is in lines of its own.
-
-    Attributes:
-        all: around the loss, when all blocks wait.
-        others: while the last block is open, and all others wait.
-        one: while the first block is open, and all others are done.
-        frozen: while a frozen block is open that has a trained copy beside it (side network).
-    """
-
-    all: Line
-    others: Line
-    one: Line
-    frozen: Line
-
 
 _Pick = Callable[[list[block.Point]], list[block.Point]]
 """A function that chooses which points of a block become moments of the step."""
@@ -61,10 +42,9 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
         every_point: whether to return all points of a block, and not only the deepest. Formulas need all of them,
             because the deepest point may depend on the numbers.
     """
-    operations = memory.learning_operations(memory)
     gradients = _gradients(memory)
     over = _fixed(memory, masked=memory.checkpointed)  # after the forward pass only repeated blocks need the mask
-    waiting = _waiting(memory, operations)
+    waiting = waiting_at(memory)
     # The gradients of earlier micro-batches are alive from the beginning of the step.
     before = replace(gradients, bytes=memory.waiting_gradient_bytes)
     at_the_end = memory.loss_moments(memory)
@@ -74,7 +54,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     found = [Moment(name, (*over, before, waiting.all, *lines)) for name, lines in at_the_end.items()]
     found += _forward(memory, waiting, before, pick)
     if memory.learning_blocks:
-        found += _backward(memory, operations, waiting, over, pick)
+        found += _backward(memory, waiting, over, pick)
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         found += _frozen_backward(memory, waiting, over, pick)
     if memory.trains_all:
@@ -82,7 +62,7 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     return [*found, Moment("optimizer step", (*over, gradients))]  # all optimizers update in place
 
 
-def _forward(memory: StepFacts, waiting: _Waiting, before: Line, pick: _Pick) -> list[Moment]:
+def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> list[Moment]:
     """Return moments of the forward pass: of the last block, and of a frozen block below all trained copies, if any."""
     fixed = _fixed(memory, masked=True)
     found: list[Moment] = []
@@ -91,44 +71,84 @@ def _forward(memory: StepFacts, waiting: _Waiting, before: Line, pick: _Pick) ->
         points = [point for point in block.points(below, walk(below)) if not point.backward]
         found += [Moment("forward", (*fixed, before, *_inside(point))) for point in pick(points)]
     # In its first forward pass a checkpointed block saves as little on the device as an offloaded one.
-    once = replace(memory, checkpointed=False, offloaded=memory.offloaded or memory.checkpointed)
-    copies = cast_copies(memory, kept=once.offloaded)
+    last = last_blocks(memory)
+    once = replace(last, checkpointed=False, offloaded=last.offloaded or last.checkpointed)
+    copies = cast_copies(memory, kept=memory.checkpointed or memory.offloaded)
     points = [point for point in block.points(once, memory.learning_operations(once)) if not point.backward]
     for point in pick(points):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     return found
 
 
-def _backward(
-    memory: StepFacts, operations: list[Operation], waiting: _Waiting, over: tuple[Line, ...], pick: _Pick
+def _backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
+    """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them.
+
+    If only the first blocks are checkpointed, also of the two blocks on both sides of the border.
+    """
+    if not memory.kept_blocks:
+        return _of_blocks(memory, ("last block", waiting.others), ("first block", waiting.one), over, pick)
+    kept = last_blocks(memory)
+    done = memory.kept_blocks
+    return [
+        *_of_blocks(kept, ("last block", waiting.others), ("first kept block", waiting.kept), over, pick, until=done),
+        *_of_blocks(
+            memory, ("last checkpointed block", waiting.checkpointed), ("first block", waiting.one), over, pick,
+            since=done,
+        ),
+    ]  # fmt: skip
+
+
+def _of_blocks(
+    memory: StepFacts,
+    highest: tuple[str, Line],
+    lowest: tuple[str, Line],
+    over: tuple[Line, ...],
+    pick: _Pick,
+    since: int = 0,
+    until: int | None = None,
 ) -> list[Moment]:
-    """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them."""
+    """Return moments of the backward pass of blocks that are alike: of the highest of them, and of the lowest.
+
+    Args:
+        memory: the facts of these blocks.
+        highest: the name of the moment, and what waits then.
+        lowest: the same for the lowest block.
+        over: the lines that are the same in the whole pass.
+        pick: which points of a block become moments.
+        since: how many blocks are above the highest, and done.
+        until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
+    """
+    operations = memory.learning_operations(memory)
     points = block.points(memory, operations, learns=not memory.accumulates)
     if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
     of_a_block = sum(operation.learns for operation in operations)
     found = []
     for point in pick(points):
-        behind, nearly = _gradients_at(memory, point, of_a_block)
-        lowest = point
+        behind = _gradients_behind(memory, point, since * of_a_block)
+        if until is None:
+            nearly = _gradients_before(memory, point, of_a_block)
+        else:
+            nearly = _gradients_behind(memory, point, (until - 1) * of_a_block)
+        below = point
         if memory.learns_beside and not memory.checkpointed:
             # Nothing learns below the first copy. So the frozen block beside it has no backward pass, and no gradient
             # waits for that.
-            lowest = replace(point, opened=point.opened - _block_input(memory))
-        last = point if memory.learning_blocks > 1 else lowest
-        found.append(Moment("last block", (*over, behind, waiting.others, *_inside(last))))
-        found.append(Moment("first block", (*over, nearly, waiting.one, *_inside(lowest))))
+            below = replace(point, opened=point.opened - block_input(memory))
+        above = point if memory.learning_blocks > 1 else below
+        found.append(Moment(highest[0], (*over, behind, highest[1], *_inside(above))))
+        found.append(Moment(lowest[0], (*over, nearly, lowest[1], *_inside(below))))
     return found
 
 
-def _frozen_backward(memory: StepFacts, waiting: _Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
+def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass of a frozen block that has a trained copy beside it.
 
     Only one of these blocks can be the peak. If blocks save only their input, or the host has what they save, it is the
     lowest block, because by then all copies above it have their gradients. Else it is the highest, because most saved
     activations still wait; then only its own copy has gradients.
     """
-    waits = _block_input(memory)  # the gradient of the input, which the copy has given already
+    waits = block_input(memory)  # the gradient of the input, which the copy has given already
     frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in walk(memory)]
     blocks = memory.learning_blocks
     learnt = 1
@@ -138,10 +158,14 @@ def _frozen_backward(memory: StepFacts, waiting: _Waiting, over: tuple[Line, ...
         learnt = blocks - 1
     gradients = _gradients(memory)
     of_copies = replace(gradients, bytes=gradients.bytes * learnt // blocks)
-    return [
-        Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point)))
-        for point in pick(block.points(memory, frozen))
-    ]
+    of_one = of_copies if memory.accumulates else replace(gradients, bytes=gradients.bytes // blocks)
+    found = []
+    for point in pick(block.points(memory, frozen)):
+        found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
+        if memory.keeps_attention:
+            # Then blocks wait with more than their inputs, and the highest may be the peak, too.
+            found.append(Moment("last frozen block", (*over, of_one, waiting.kept, *_inside(point))))
+    return found
 
 
 def _deepest(points: list[block.Point]) -> list[block.Point]:
@@ -152,25 +176,36 @@ def _all_of(points: list[block.Point]) -> list[block.Point]:
     return points
 
 
-def _gradients_at(memory: StepFacts, point: block.Point, of_a_block: int) -> tuple[Line, Line]:
-    """Return the line of gradients for a point of the last block's backward pass, and for that point of the first's.
+def _gradients_behind(memory: StepFacts, point: block.Point, done: int) -> Line:
+    """Return the line of gradients for a point of a block's backward pass.
 
     Args:
         memory: the facts of the step.
-        point: a point of a block.
-        of_a_block: bytes of the gradients of all weights of a block.
+        point: a point of the block.
+        done: bytes of the gradients of the blocks above it.
     """
     gradients = _gradients(memory)
     embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
     if memory.accumulates:
         # If the embedding is also the head, its new gradient has two parts. The head's comes first, and waits here.
-        with_head = replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
-        return with_head, with_head
+        return replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
+    return replace(gradients, bytes=embedding + done + point.learnt, why="fp32: the head, the last block so far")
+
+
+def _gradients_before(memory: StepFacts, point: block.Point, of_a_block: int) -> Line:
+    """Return the line of gradients for a point of the first block's backward pass.
+
+    Args:
+        memory: the facts of the step.
+        point: a point of the block.
+        of_a_block: bytes of the gradients of all weights of a block.
+    """
+    if memory.accumulates:
+        return _gradients_behind(memory, point, 0)
+    gradients = _gradients(memory)
+    embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
     to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
-    return (
-        replace(gradients, bytes=embedding + point.learnt, why="fp32: the head, the last block so far"),
-        replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come"),
-    )
+    return replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come")
 
 
 def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
@@ -206,99 +241,6 @@ def _inside(point: block.Point) -> tuple[Line, Line]:
         Line("open block: saved", point.kept, f"up to the {point.operation}"),
         Line("open block: temporary", point.opened, f"at the {point.operation}"),
     )
-
-
-def _waiting(memory: StepFacts, operations: list[Operation]) -> _Waiting:
-    """Compute what waits in the blocks at the four moments of :class:`_Waiting`."""
-    tensors = block.kept(operations)
-    pinned = block.pinned_bytes(operations)
-    a_block = BlockTensors(
-        input=_block_input(memory),
-        kept=sum(tensors.values()),
-        pinned=pinned,
-        joined=sum(tensors.get(name, 0) for name in JOINED),
-        # A matrix saves the block's input itself. A norm saves an fp32 copy, which is the input only if that is fp32.
-        keeps_input=INPUT in tensors or (memory.hidden_itemsize == FP32 and FIRST_NORM in tensors),
-    )
-    waits = memory.block_waits(a_block)
-    frozen = _frozen_beside(memory)
-    blocks = memory.learning_blocks
-    each = waits.each + frozen.each
-    below = frozen.below
-    # If nothing else trains, it is prompt tuning. The prompt and the embedded tokens are joined into a new tensor.
-    prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
-    if memory.checkpointed and not memory.trains_all and (prompted or memory.offloaded or memory.shape.scales_hidden):
-        below += _block_input(memory)  # checkpointing asks for the gradient of the embedding's result, so that stays
-    through = below + frozen.between
-    if memory.adapted and not memory.checkpointed:
-        through -= block.below_adapters(memory, operations)  # the first block saves less
-    if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
-        through -= tensors.get(FIRST_NORM, 0)  # and so does the first copy
-    why = waits.why + frozen.why
-    open_too = waits.open_too
-    everything = Line("saved activations", blocks * each + through, f"{blocks} blocks x {why}")
-    others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
-    # Pinned tensors are freed only when the whole backward pass has run.
-    one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
-    beside = one if memory.checkpointed else others - frozen.open
-    return _Waiting(
-        everything,
-        replace(everything, bytes=others, why=f"{blocks - 1} blocks x {why}"),
-        replace(everything, bytes=one, why=f"1 block x {why}"),
-        replace(everything, bytes=beside, why=f"1 block x {why}"),
-    )
-
-
-class _Frozen(NamedTuple):
-    """What the frozen blocks of a side network save [bytes].
-
-    Attributes:
-        each: comes on top for each block with a copy beside it.
-        between: of the frozen blocks beside copies, but the lowest, which the gradient does not reach.
-        open: the share of one of these blocks, which does not wait while that block is open.
-        stays: the part of ``between`` that stays until the whole backward pass has run.
-        below: of the frozen blocks below all copies.
-        pinned: the part of ``each`` that stays until the whole backward pass has run.
-        why: the words that the bill adds.
-    """
-
-    each: int = 0
-    between: int = 0
-    open: int = 0
-    stays: int = 0
-    below: int = 0
-    pinned: int = 0
-    why: str = ""
-
-
-def _frozen_beside(memory: StepFacts) -> _Frozen:
-    """Compute what frozen blocks save. The gradient goes only through those that have something to train below."""
-    if not memory.learns_beside:
-        return _Frozen()
-    operations = walk(memory)
-    pinned = block.pinned_bytes(operations)
-    if memory.checkpointed:
-        # Checkpointing asks for the gradient of the embedding's result, so it goes down through all frozen blocks.
-        below = memory.shape.layers - memory.learning_blocks
-        one = pinned
-        if not memory.offloaded:
-            one += _block_input(memory)
-        return _Frozen(each=pinned, pinned=pinned, below=below * one, why=f", {below} x frozen blocks")
-    each = pinned
-    if not memory.offloaded:
-        saved = block.kept(operations)
-        each = sum(saved.values())
-        if (
-            memory.hidden_itemsize == FP32 and FIRST_NORM in saved
-        ):  # the copy saves the same fp32 input, so count it once
-            each -= _block_input(memory)
-    between = memory.learning_blocks - 1
-    why = f", {between} x frozen blocks"
-    return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
-
-
-def _block_input(memory: StepFacts) -> int:
-    return memory.all_tokens * memory.shape.width * memory.hidden_itemsize
 
 
 def _gradients(memory: StepFacts) -> Line:

@@ -60,11 +60,7 @@ CLIP = 12
 
 
 def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
-    """Count the traffic of the blocks' weights in one micro-batch.
-
-    A product reads weights in the compute dtype. Weights in another format are unpacked or cast to it first, which
-    reads and writes them once. Autocast keeps its copy for the backward pass; 4-bit and int8 weights are unpacked
-    again.
+    """Count what products read and write of the blocks' weights in one micro-batch, all in the compute dtype.
 
     Args:
         work: what the step has to do.
@@ -74,27 +70,40 @@ def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
         Bytes of the forward pass, of the forward pass that checkpointing repeats, and of the backward pass.
     """
     wide = work.compute_itemsize
-    unpack = _cast(work.stored_itemsize, wide)
-    # For one weight: a forward pass, and a backward pass.
-    one_forward = unpack + wide
-    one_backward = wide + work.backward_unpacks * unpack
-    if work.trains_blocks:  # the product writes the weight's gradient, which is then cast to fp32
-        one_backward += wide + _cast(wide, 4)
     in_a_block = work.shape.block_linear_weights
+    backward = wide + work.trains_blocks * wide  # the product writes the weight's gradient
     return (
-        round(one_forward * (blocks.passes["forward"] * in_a_block)),
-        round(one_forward * (blocks.passes["again"] * in_a_block)),
-        round(one_backward * (blocks.passes["backward"] * in_a_block)),
+        round(wide * (blocks.passes["forward"] * in_a_block)),
+        round(wide * (blocks.passes["again"] * in_a_block)),
+        round(backward * (blocks.passes["backward"] * in_a_block)),
     )
 
 
-def head_weights(work: Work) -> float:
-    """Count the traffic of the head's weights in one micro-batch [bytes].
+def unpacking(work: Work, blocks: Blocks) -> tuple[int, int]:
+    """Count the traffic of unpacking and of casting weights in one micro-batch.
 
-    They are cast once, if they are stored in another dtype than products compute in, and each product reads them.
+    Weights in another format than products compute in are unpacked or cast to it first, by kernels of their own, which
+    read and write them once. Autocast keeps its copy for the backward pass; 4-bit and int8 weights are unpacked again.
+    The head's weights are cast once. Where blocks train, their gradients are cast to fp32.
+
+    Returns:
+        Bytes of unpacking 4-bit and int8 weights, and bytes of casts.
     """
     wide = work.compute_itemsize
-    return work.shape.embedding_weights * (_cast(work.head_itemsize, wide) + wide * work.head_reads)
+    in_a_block = work.shape.block_linear_weights
+    runs = blocks.passes
+    passes = runs["forward"] + runs["again"] + work.backward_unpacks * runs["backward"]
+    stored = _cast(work.stored_itemsize, wide) * passes * in_a_block
+    casts = _cast(work.head_itemsize, wide) * work.shape.embedding_weights
+    casts += work.trains_blocks * _cast(wide, 4) * runs["backward"] * in_a_block
+    if work.stored_itemsize >= 2:
+        return 0, round(casts + stored)
+    return round(stored), round(casts)
+
+
+def head_weights(work: Work) -> float:
+    """Count what the head's products read of its weights in one micro-batch [bytes]."""
+    return work.shape.embedding_weights * work.compute_itemsize * work.head_reads
 
 
 def _cast(stored: float, wide: int) -> float:

@@ -1,4 +1,4 @@
-"""Describe one operation of a block for the memory bill, and name the tensors that several operations share."""
+"""Describe one operation of a block for the memory bill, one product in it, and what a block saves as a whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,10 @@ INPUT = "block's input"
 """Names of the saved block input: the first if a block begins with a norm, the second if it begins with matrices."""
 GATED = "gated product"
 """The input of down_proj: activation(gate) * up."""
+ATTENTION = "attention"
+"""The name of the operation of a fused attention kernel; the next two are what it returns."""
 ATTENDED = "attention's output"
+LOG_SUM_EXP = "log-sum-exp"
 JOINED_DOCUMENTS = "documents' outputs, joined"
 JOINED = ("join's input", "join in 16 bits")
 """What the joining matrix of a side network saves; it adds a trained copy's output to that of the frozen block."""
@@ -42,3 +45,93 @@ class Operation:
     learns: int = 0
     reads: Mapping[str, int] = field(default_factory=dict)
     fetched: int | None = None
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product ``x W``.
+
+    Attributes:
+        given: elements of its input.
+        made: elements of its result.
+        weight: elements of the matrix.
+        input_itemsize: bytes of an element of the input.
+        compute_itemsize: bytes of an element of what is multiplied.
+        made_itemsize: bytes of an element of the result.
+        bf16: whether products are computed in bf16.
+    """
+
+    given: int
+    made: int
+    weight: int
+    input_itemsize: int
+    compute_itemsize: int
+    made_itemsize: int
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class ProductBytes:
+    """What a product needs [bytes].
+
+    Attributes:
+        forward: open while it runs: the input in the dtype it is multiplied in, the unpacked weight, the result.
+        unpacked: of the weight that its backward pass unpacks again.
+        pinned: kept for the backward pass out of autograd's sight, where checkpointing cannot drop it.
+    """
+
+    forward: int
+    unpacked: int = 0
+    pinned: int = 0
+
+
+def stored_as_multiplied(product: Product) -> ProductBytes:
+    """The weight is read as it is stored, or autocast's copy of it, which has a line of its own."""
+    forward = product.made * product.made_itemsize
+    if product.input_itemsize != product.compute_itemsize:
+        forward += product.given * product.compute_itemsize
+    return ProductBytes(forward)
+
+
+@dataclass(frozen=True)
+class BlockTensors:
+    """The tensors that one block saves for its backward pass [bytes].
+
+    Attributes:
+        input: the block's input, s in formulas.
+        kept: everything that its operations save, when nothing is recomputed or offloaded.
+        pinned: the part of ``kept`` that int8 products save out of autograd's sight. Checkpointing and offloading act
+            through autograd's hooks, so they cannot remove it.
+        joined: the part of ``kept`` that is saved by the matrix which joins a side network's trained copy to its block.
+        keeps_input: whether ``kept`` contains the block's input itself.
+        attended: the part of ``kept`` that a fused attention kernel returned: its output and the log-sum-exp.
+        recomputed: whether this block is checkpointed. With a number of blocks, the last ones are not.
+    """
+
+    input: int
+    kept: int
+    pinned: int
+    joined: int
+    keeps_input: bool
+    attended: int
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class WaitingBytes:
+    """How much of the saved activations stays on the device until the backward pass [bytes].
+
+    Attributes:
+        each: for each block whose backward pass is still to come.
+        open_too: added once, while the backward pass of one block runs.
+        why: what these bytes are, in words.
+    """
+
+    each: int
+    open_too: int
+    why: str
+
+
+def everything(block: BlockTensors) -> WaitingBytes:
+    """Return the bytes without checkpointing and offloading: each block keeps all that its operations save."""
+    return WaitingBytes(block.kept, 0, "all that its operations save")

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
-from cria_tricks.bill.operation import GATED, Operation
-from cria_tricks.bill.product_bytes import Product
+from cria_tricks.bill.operation import GATED, Operation, Product
 
 
 def _product(memory: StepFacts, name: str, x: int) -> Product:

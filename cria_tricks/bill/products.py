@@ -44,6 +44,7 @@ class Blocks:
         norms: operations of B A in DoRA's weight norm, in all passes. They are a total, not a count for one position,
             because they do not depend on the number of positions.
         passes: how many blocks run ``forward``, ``again`` (recomputation) and ``backward``.
+        attended: how many times a block runs the forward pass of its attention.
         attention_grads: how many products compute gradients in attention, if it keeps the T x T matrix of attention
             weights: four in each block, fewer in a first block that does not adapt all of q, k and v.
         attended_back: how many blocks run the backward pass of their attention.
@@ -56,6 +57,7 @@ class Blocks:
     adapter: Products = field(default_factory=Products)
     norms: int = 0
     passes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "again": 0, "backward": 0})
+    attended: int = 0
     attention_grads: int = 0
     attended_back: int = 0
     learns: bool = False
@@ -71,9 +73,10 @@ def blocks(work: Work) -> Blocks:
     found.learns = work.gradient_reaches_embedding
     for number in range(shape.layers):
         before = found.learns
-        found.learns = _block(found, work, before, work.adapted, trained=work.trains_blocks)
+        again = number < work.repeated_blocks
+        found.learns = _block(found, work, before, work.adapted, trained=work.trains_blocks, again=again)
         if number >= shape.layers - work.copied_blocks:  # side network: a trained copy, and the matrix that joins it
-            _block(found, work, before, (), trained=True)
+            _block(found, work, before, (), trained=True, again=again)
             found.forward.add(shape.width, shape.width)
             found.backward.add(shape.width, shape.width, 2)
             found.learns = True
@@ -87,7 +90,7 @@ def passes_of_a_token(shape: Shape, name: str) -> int:
     return shape.experts_per_token
 
 
-def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool) -> bool:
+def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, trained: bool, again: bool) -> bool:
     """Add the products of one block to ``found``, and return whether the block's output needs a gradient.
 
     Args:
@@ -96,6 +99,7 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
         learns: whether the block's input needs a gradient.
         adapts: names of the block's matrices that have a LoRA adapter.
         trained: whether the block's own weights are trained.
+        again: whether the block is checkpointed.
     """
     own = Products()
     thin = Products()
@@ -120,8 +124,9 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
                 # peft computes B A by sending an identity matrix of D_in rows through A and B.
                 norms += 2 * r * d_in * (d_in + d_out) * times * work.dora
                 learns = True
-    forward_passes = 1 + learns * work.forward_repeats
+    forward_passes = 1 + (learns and again)
     found.passes["forward"] += 1
+    found.attended += 1 if work.keeps_attention else forward_passes
     found.passes["again"] += forward_passes - 1
     found.passes["backward"] += learns
     _add(found.forward, own)
@@ -196,6 +201,5 @@ def attention(work: Work, blocks: Blocks, *, fused: bool) -> int:
         blocks: how many blocks run attention, forward and backward.
         fused: whether one kernel computes all of attention (flash, memory-efficient), or each operation has its own.
     """
-    runs = blocks.passes["forward"] + blocks.passes["again"]
     back = 5 * blocks.attended_back if fused else blocks.attention_grads
-    return (2 * runs + back) * 2 * work.batch * work.shape.query_width * work.row_positions**2
+    return (2 * blocks.attended + back) * 2 * work.batch * work.shape.query_width * work.row_positions**2

@@ -1,9 +1,16 @@
-"""Estimate the time of a training step and the price of a run, from counted work and a card's peak rates.
+"""Estimate the time of a training step and the price of a run, from counted work and the rates that cards reach.
 
 This is a roofline model. A step is a sequence of parts. Compute and memory traffic of a part overlap, so the part
-takes the longer of the two times: operations / peak rate, or bytes / memory bandwidth. Traffic over PCIe is taken not
-to overlap with either, so its time is added. The sum over all parts is the time at the peak rates of the datasheet. No
-step reaches these, so the time of each part is divided by :data:`EFFICIENCY`.
+takes the longer of the two times: operations / rate, or bytes / memory bandwidth. Traffic over PCIe is taken not to
+overlap with either, so its time is added. The rates are those of the datasheet, times the share that public runs
+reached on this card (``hardware/reached.py``); after ``cria doctor --calibrate`` they are this machine's own.
+
+The host starts the kernels one after the other. A card that is faster than that waits for the host; a CPU does both
+itself, so the time of the starts is added. ``launches.py`` counts them.
+
+No point is promised, because the runs that the shares come from differ. An estimate is a range: ``low`` to ``high``,
+with ``seconds`` as its geometric middle. All estimates on one card are wrong in the same direction where its shares
+are, so a ratio of two of them is better known than either; across cards it is not.
 
 Three things are simplified on purpose. int8 products count as 16-bit ones, and the quantisation of their inputs does
 not count. DoRA's products count, but not the memory traffic of its norms. A paged optimizer moves no pages, because it
@@ -15,30 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cria_tricks.bill import moved_bytes, products
+from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card, Flavor
 from cria_tricks.recipe import Recipe
 
-EFFICIENCY = 0.5
-"""The share of a card's peak rates that a step reaches: one half, on every card and in every part.
-
-It is a round number. We compared it with two public runs, and it fits neither exactly:
-
-- Llama-3.2-1B by QLoRA on a free T4 ran at 1,060 tokens a second, evaluations and checkpoints included. The estimate is
-  1.6 times as fast, so this run reached 0.31 of the peak rates.
-- Llama-2-7B by LoRA on an A100 ran at 2,954 tokens a second (LLaMA-Factory's wiki). The estimate is 0.9 times as fast,
-  so this run reached 0.55.
-
-One constant cannot fit both. So times are right only within a factor of two, and they must not rank two cards whose
-estimates are closer than that. For example, 0.5 for both cards makes the T4 cheaper for the Kwanzaa run, while 0.31 and
-0.55 make the A100 cheaper. ``hardware/trust.py`` holds the warning that commands print beside minutes.
-
-Two effects are missing. Launching a kernel takes time, so small models with short rows are slower than estimated. And a
-power limit, 70 watts on a T4 and 72 on an L4, keeps these cards below their peak rates in a long run. We have measured
-on neither card.
-"""
+HEAD = ("head", "loss")
+"""The parts that only a process with the head has, in a pipeline the last stage."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class StepPart:
         flops: floating-point operations of its matrix products.
         bytes: memory traffic: what the GPU reads from its memory and writes to it.
         link_bytes: traffic over the card's PCIe link.
-        seconds: estimated time, :data:`EFFICIENCY` included.
+        seconds: estimated time.
         why: how the counts come about.
     """
 
@@ -69,15 +60,27 @@ class Step:
     Attributes:
         parts: the parts, in the order in which they are listed to the user.
         tokens: tokens of all micro-batches of the step.
+        spread: high over low of the range [ratio].
     """
 
     parts: tuple[StepPart, ...]
     tokens: int
+    spread: float
 
     @property
     def seconds(self) -> float:
-        """Time of the step [s]: the parts run one after the other."""
+        """Time of the step, the middle of its range [s]: the parts run one after the other."""
         return sum(part.seconds for part in self.parts)
+
+    @property
+    def low(self) -> float:
+        """The low end of the range of the step's time [s]."""
+        return ends(self.seconds, self.spread)[0]
+
+    @property
+    def high(self) -> float:
+        """The high end of the range of the step's time [s]."""
+        return ends(self.seconds, self.spread)[1]
 
     @property
     def flops(self) -> int:
@@ -90,22 +93,37 @@ class Step:
         return self.tokens / self.seconds
 
 
+def ends(middle: float, spread: float) -> tuple[float, float]:
+    """Return the low and the high end of a range around its geometric middle, for a given high over low [ratio]."""
+    half = math.sqrt(spread)
+    return middle / half, middle * half
+
+
 @dataclass(frozen=True)
 class RunPrice:
     """Time and price of a whole run on a rented machine.
 
     Attributes:
         flavor: the machine.
-        minutes: training time; loading, evaluations and checkpoints come on top.
+        minutes: training time, the middle of its range; loading, evaluations and checkpoints come on top.
+        spread: high over low of the range of the minutes, and so of the price [ratio].
     """
 
     flavor: Flavor
     minutes: float
+    spread: float
 
     @property
     def cost(self) -> float:
         """Price of these minutes [USD]."""
         return self.minutes / 60 * self.flavor.price
+
+    @property
+    def range(self) -> dict[str, float]:
+        """The ends of both ranges: ``minutes_low``, ``minutes_high``, ``cost_low`` and ``cost_high`` [min, USD]."""
+        minutes = ends(self.minutes, self.spread)
+        cost = ends(self.cost, self.spread)
+        return {"minutes_low": minutes[0], "minutes_high": minutes[1], "cost_low": cost[0], "cost_high": cost[1]}
 
 
 class PartCounts(NamedTuple):
@@ -117,6 +135,8 @@ class PartCounts(NamedTuple):
         bytes: memory traffic.
         link: traffic over PCIe [bytes].
         why: how the counts come about.
+        launches: kernels that the host starts.
+        rate: the name of its measured rate on a calibrated machine; empty for the part's own name.
     """
 
     name: str
@@ -124,6 +144,8 @@ class PartCounts(NamedTuple):
     bytes: float
     link: float
     why: str
+    launches: float = 0
+    rate: str = ""
 
 
 def step(work: Work, card: Card, cards: int = 1) -> Step:
@@ -137,11 +159,11 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
     Returns:
         The step of one card, without the parts that have nothing to do.
     """
-    parts = []
-    for counted in counts(work, cards):
-        if counted.flops or counted.bytes or counted.link:
-            parts.append(_part(counted, card, work.precision))
-    return Step(tuple(parts), work.micro_batches * work.batch * work.tokens)
+    counted = counts(work, cards)
+    parts = [_part(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
+    started = sum(one.launches for one in counted)
+    parts.append(_wait(started, card, sum(part.seconds for part in parts)))
+    return Step(tuple(parts), work.micro_batches * work.batch * work.tokens, card.spread(work.precision))
 
 
 def counts(work: Work, cards: int = 1) -> list[PartCounts]:
@@ -149,24 +171,40 @@ def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     k = work.micro_batches  # of one optimizer step
     found = []
     for counted in _micro_batch(work):
-        found.append(counted._replace(flops=k * counted.flops, bytes=k * counted.bytes, link=k * counted.link))
+        flops, moved, link = k * counted.flops, k * counted.bytes, k * counted.link
+        found.append(counted._replace(flops=flops, bytes=moved, link=link, launches=k * counted.launches))
     return [*found, *_once_a_step(work, cards)]
 
 
 def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
     """Turn the counts of a part into its time, by the roofline model of this module's docstring."""
-    compute_seconds = counted.flops / card.flops(precision)
-    memory_seconds = counted.bytes / card.memory_rate
-    link_seconds = counted.link / card.link_rate
-    seconds_at_peak = max(compute_seconds, memory_seconds) + link_seconds
+    rate_of = counted.rate or counted.name
+    compute_seconds = counted.flops / card.product_rate(rate_of, precision)
+    memory_seconds = counted.bytes / card.traffic_rate(rate_of, precision)
+    link_seconds = counted.link / (card.link_rate * card.reached.link)
     return StepPart(
         name=counted.name,
         flops=round(counted.flops),
         bytes=round(counted.bytes),
         link_bytes=round(counted.link),
-        seconds=seconds_at_peak / EFFICIENCY,
+        seconds=max(compute_seconds, memory_seconds) + link_seconds,
         why=counted.why,
     )
+
+
+def _wait(started: float, card: Card, busy: float) -> StepPart:
+    """Make the part that launches add: a card waits for those that outlast its work, a CPU spends the time itself.
+
+    Args:
+        started: the number of launches in a step.
+        card: the card.
+        busy: the time of all other parts [s].
+    """
+    seconds = started * card.reached.launch
+    why = f"{started:,.0f} kernels of {1e6 * card.reached.launch:.0f} us each, started one after the other"
+    if card.device.kind == "cuda":
+        seconds = max(0.0, seconds - busy)
+    return StepPart("launches", 0, 0, 0, seconds, why)
 
 
 def _micro_batch(work: Work) -> Iterator[PartCounts]:
@@ -175,22 +213,27 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
     wide = work.compute_itemsize  # bytes of a number that products read or write
     blocks = products.blocks(work)
     weights_forward, weights_again, weights_backward = moved_bytes.weights(work, blocks)
+    unpacked, cast = moved_bytes.unpacking(work, blocks)
+    yield PartCounts("unpacking", 0, unpacked, 0, "4-bit and int8 weights, before each pass")
+    yield PartCounts("casts of weights", 0, cast, 0, "weights in another dtype than products compute in")
     for name, counted, weight_bytes, why in (
         ("blocks forward", blocks.forward, weights_forward, "2 operations a weight and position"),
         ("blocks again", blocks.again, weights_again, "checkpointing repeats the forward pass"),
         ("blocks backward", blocks.backward, weights_backward, "2 for a frozen weight, 4 for a trained one"),
     ):
-        yield PartCounts(name, n * counted.flops, n * counted.elements * wide + weight_bytes, 0, why)
+        moved = n * counted.elements * wide + weight_bytes
+        yield PartCounts(name, n * counted.flops, moved, 0, why, rate="products")
     thin = blocks.adapter
     why = "thin products, which mostly wait for memory"
     yield PartCounts("adapter", n * thin.flops + blocks.norms, n * thin.elements * wide, 0, why)
     yield _attention(work, blocks)
+    yield PartCounts("launches", 0, 0, 0, "the kernels of the blocks", launches.of_blocks(work, blocks))
     forward, backward = work.between(work)
     runs = blocks.passes
     moved = (runs["forward"] + runs["again"]) * forward + runs["backward"] * backward
     why = "norms, rotary, activation, residual sums, casts: all of it memory"
     yield PartCounts("between products", 0, n * moved, 0, why)
-    yield _head(work, blocks)
+    yield from _head(work, blocks)
     if work.link_trips:  # activation offload; the logits are saved outside the blocks
         # Saved bytes of one position: in all blocks, and in the loss.
         kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
@@ -202,7 +245,9 @@ def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
     """Count the parts that run once for all micro-batches of a step."""
     trained = work.trained_weights
     each = work.optimizer_bytes + work.gradient_bytes
-    yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight")
+    update = launches.of_update(work)
+    rate = "optimizer" if work.optimizer_bytes == moved_bytes.ADAMW else "8-bit optimizer"
+    yield PartCounts("optimizer", 0, each * trained, 0, f"{each} bytes a trained weight", update, rate)
     # A ring all-reduce sends 2 (N - 1) / N times the fp32 gradients from each of N cards; 0 for one card.
     ring = 2 * (cards - 1) / cards * FP32 * trained
     yield PartCounts("gradients of the other cards", 0, 0, ring, "fp32 gradients, twice around a ring over PCIe")
@@ -212,7 +257,7 @@ def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
     """Count the attention of all blocks, with a fused kernel or with all scores in memory."""
     fused = work.kernel in ("flash", "memory-efficient")
     flops = products.attention(work, blocks, fused=fused)
-    forward = blocks.passes["forward"] + blocks.passes["again"]
+    forward = blocks.attended
     backward = blocks.attended_back
     if not fused:
         scores = work.batch * work.shape.heads * work.row_positions**2
@@ -230,17 +275,18 @@ def _attention(work: Work, blocks: products.Blocks) -> PartCounts:
     return PartCounts("attention", flops * 0.5, moved, 0, why)
 
 
-def _head(work: Work, blocks: products.Blocks) -> PartCounts:
-    """Count the head's products and the loss."""
+def _head(work: Work, blocks: products.Blocks) -> Iterator[PartCounts]:
+    """Count the head's products, and the loss, which passes over the logits."""
     counted = products.head(work, blocks.learns)
-    position_bytes = counted.elements * work.compute_itemsize + work.logit_bytes * work.shape.vocabulary
     n: float = work.positions
     why = "logits of every position"
     if work.logit_positions is not None:
         n = work.logit_positions
         why = "logits of trained tokens only"
-    moved = n * position_bytes + moved_bytes.head_weights(work)
-    return PartCounts("head and loss", n * counted.flops, moved, 0, why)
+    moved = n * counted.elements * work.compute_itemsize + moved_bytes.head_weights(work)
+    yield PartCounts("head", n * counted.flops, moved, 0, why)
+    passes = n * work.logit_bytes * work.shape.vocabulary
+    yield PartCounts("loss", 0, passes, 0, "passes over the logits", launches.of_loss(work))
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:
@@ -266,4 +312,4 @@ def run_cost(step: Step, tokens: float, flavor: Flavor) -> RunPrice:
         tokens: tokens of the whole run, all epochs together.
         flavor: the machine. Its cards are data-parallel: they share the rows, and each holds the whole model.
     """
-    return RunPrice(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60)
+    return RunPrice(flavor, tokens / (step.tokens_per_second * flavor.cards) / 60, step.spread)

@@ -26,7 +26,8 @@ class Work:
         trained_weights: how many weights have a gradient and optimizer states.
         between: function of this object: bytes moved between the matrix products of one block, for one position, as
             (forward, backward).
-        saved: function of this object: bytes that autograd saves in one block, for one position.
+        saved: function of this object: bytes that autograd saves in one block, for one position; the mean over all
+            blocks.
         micro_batches: how many make an optimizer step.
         prompt_tokens: learned vectors in front of each row (prompt tuning).
         precision: which of a GPU's peak rates the products use: ``fp32``, ``fp16`` or ``bf16``.
@@ -44,7 +45,8 @@ class Work:
         head_rank: rank of the head's adapter; 0 for none.
         adapter_casts: whether adapters cast their inputs to fp32 and back.
         copied_blocks: how many of the last blocks run beside a trained copy (side network).
-        forward_repeats: how often checkpointing repeats a block's forward pass (0 or 1).
+        repeated_blocks: how many of the first blocks checkpointing runs forward a second time.
+        keeps_attention: whether their attention runs once all the same.
         kernel: attention's kernel: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
         masked: whether attention gets a mask.
         logit_positions: positions of a micro-batch for which logits are computed; ``None`` for all.
@@ -54,6 +56,7 @@ class Work:
         optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
         gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
             accumulation, unscaling and clipping.
+        fused_blocks: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
     """
 
@@ -64,7 +67,7 @@ class Work:
     trained_tokens: float
     trained_weights: int
     between: Callable[["Work"], tuple[int, int]]
-    saved: Callable[["Work"], int]
+    saved: Callable[["Work"], float]
     optimizer_bytes: int
     gradient_bytes: int
     logit_bytes: int
@@ -86,11 +89,13 @@ class Work:
     head_rank: int = 0
     adapter_casts: bool = True
     copied_blocks: int = 0
-    forward_repeats: int = 0
+    repeated_blocks: int = 0
+    keeps_attention: bool = False
     kernel: str = "eager"
     masked: bool = False
     logit_positions: float | None = None
     head_reads: int = 2
+    fused_blocks: bool = False
     link_trips: int = 0
 
     @property

@@ -53,6 +53,22 @@ def cria(
     """Options that come before a command."""
 
 
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
+]
+FitAim = Annotated[
+    str, typer.Option("--fit", metavar="AIM", help="Search the best toggles: fastest, smallest, longest.")
+]
+MayChange = Annotated[
+    list[str] | None, typer.Option(help="--fit: a toggle that may change results, too; may be repeated.")
+]
+Toggles = Annotated[
+    bool,
+    typer.Option("--toggles", help="Show each toggle alone, and without each.", rich_help_panel=SHOWN),
+]
+Nodes = Annotated[
+    str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")
+]
 OtherBase = Annotated[
     bool, typer.Option("--other-base", help="Take the base although it is another than was trained over.")
 ]

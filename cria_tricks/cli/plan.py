@@ -13,11 +13,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cria_tricks.cli.app import PLAN, SHOWN, Json, Offline, app, screen
+from cria_tricks.cli.app import PLAN, SHOWN, FitAim, Json, MayChange, Offline, Settings, Toggles, app, screen
 from cria_tricks.common import interrupts
 from cria_tricks.common.console import table
 from cria_tricks.common.startup import importing
-from cria_tricks.common.units import duration, human, money
+from cria_tricks.common.units import human
 
 if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
@@ -31,17 +31,10 @@ MORE = "[dim]more: --toggles, --ladder, --front, --longest, --rows N; as data: -
 def plan(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="t4, l4, a10g or a100; this machine's card, or t4.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="t4, l4, a10g, a100, here; this machine's card, or t4.")] = None,
+    settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
-    toggles: Annotated[
-        bool,
-        typer.Option(
-            "--toggles", help="Show each toggle alone, and what you lose by switching one off.", rich_help_panel=SHOWN
-        ),
-    ] = False,
+    toggles: Toggles = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Show the toggles added one after the other.", rich_help_panel=SHOWN)
     ] = False,
@@ -57,6 +50,8 @@ def plan(
     longest: Annotated[
         bool, typer.Option("--longest", help="Find the longest row that fits.", rich_help_panel=SHOWN)
     ] = False,
+    fit: FitAim = "",
+    may_change: MayChange = None,
     rows: Annotated[int | None, typer.Option(help="Training rows; minutes and price need them.")] = None,
     rows_full: Annotated[
         bool, typer.Option("--rows-full", help="Take every row as data.max_length tokens; else the data's are read.")
@@ -80,6 +75,8 @@ def plan(
             advise=front,
             longest=longest,
             rows_full=rows_full,
+            fit=fit,
+            may_change=may_change or (),
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False))
@@ -134,7 +131,9 @@ def _print_advice(found: "Advice") -> None:
 
 
 def _cell(option: "Option") -> str:
-    if option.minutes is None or option.cost is None:
+    from cria_tricks.predict.words import in_figures
+
+    if option.minutes is None:
         return f"[red]needs {human(option.needed_bytes)}[/]"
     colour = "yellow" if option.within_budget is False else "green"
-    return f"[{colour}]{duration(60 * option.minutes)}, {money(option.cost)}[/]"
+    return f"[{colour}]{in_figures(option)}[/]"

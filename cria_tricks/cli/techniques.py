@@ -51,7 +51,8 @@ def tricks(as_json: Json = False) -> None:
 
 TRICKS = (
     "MiB saved: what the peak of cria plan kwanzaa --gpu t4 would grow by without it; empty where that run does not "
-    "use it.\nOne technique in full: cria explain nf4. Why something does not work here: cria doctor."
+    "use it.\ngradient_checkpointing=8 checkpoints the first 8 blocks only: true is all blocks, 1 is one.\n"
+    "One technique in full: cria explain nf4. Why something does not work here: cria doctor."
 )
 """What ``cria tricks`` says below its table."""
 
@@ -108,9 +109,18 @@ def doctor(
         bool, typer.Option("--collectives", help="Measure what passes between processes, or cards, and how fast.")
     ] = False,
     nproc: Annotated[int | None, typer.Option(help="Processes to measure; one a card, or two.")] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this machine for a minute; its plans then use that."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what this machine is and which toggles work on it. With --selftest exit code 1 if a check fails."""
+    if calibrate:
+        if nproc is not None:
+            raise BadInput(f"--nproc {nproc}: belongs to --collectives")
+        _calibrate(as_json)
+        return
     if selftest:
         _selftest(as_json)
         return
@@ -202,6 +212,34 @@ def _selftest(as_json: bool) -> None:
             say("", f"{check['name']}: {check['asks']}", f"  cause: {check['cause']}", f"  cure: {check['cure']}")
     if failing:
         raise typer.Exit(1)
+
+
+def _calibrate(as_json: bool) -> None:
+    aside.print("measuring this machine; it takes about a minute, and nothing else should run meanwhile")
+    with importing():
+        from cria_tricks.doctor import calibrate
+    from cria_tricks.hardware import calibration
+
+    def say(name: str) -> None:
+        aside.print(f"  {name}", highlight=False)
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = calibrate.measure(say)
+        file = calibration.store(found)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
+        return
+    shown = table("what", "in", "rate", numbers=["rate"])
+    for name, rate in sorted(found.rates.items()):
+        unit, _, rest = name.partition(" ")
+        part, _, precision = rest.rpartition(" ")
+        measured = f"{rate / 1e9:,.2f} GB/s" if unit == "bytes" else f"{rate / 1e9:,.1f} GFLOP/s"
+        shown.add_row(part, precision, measured)
+    shown.add_row("an operation beside its work", "", f"{1e6 * found.launch:.1f} us")
+    title = f"{found.device}, {found.threads} threads, at the widths of {found.model}"
+    screen.wrapped(
+        title, "", shown, "", f"Stored in {file}. From now on plans for this machine use it: cria plan --gpu here"
+    )
 
 
 def _collectives(nproc: int | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cria_tricks.cli.app import TRAIN, Json, Offline, OtherBase, app, aside, screen
+from cria_tricks.cli.app import TRAIN, FitAim, Json, MayChange, Nodes, Offline, OtherBase, Settings, app, aside, screen
 from cria_tricks.common import interrupts, waiting
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
@@ -21,11 +21,11 @@ from cria_tricks.processes import numbers
 @app.command(rich_help_panel=TRAIN, epilog="Example: cria train smoke --set train.max_steps=5")
 def train(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
-    ] = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    fit: FitAim = "",
+    may_change: MayChange = None,
     other_base: OtherBase = False,
     offline: Offline = False,
     as_json: Json = False,
@@ -34,7 +34,16 @@ def train(
     from cria_tricks.run import api
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
-        report = api.train(recipe, out, settings=settings or (), resume=resume, other_base=other_base, console=aside)
+        report = api.train(
+            recipe,
+            out,
+            settings=settings or (),
+            resume=resume,
+            other_base=other_base,
+            fit=fit,
+            may_change=may_change or (),
+            console=aside,
+        )
     if numbers.rank():  # the main process speaks for all
         return
     if as_json:
@@ -59,17 +68,13 @@ def launch(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")],
     on: Annotated[str, typer.Option(help="Who starts it: torchrun, accelerate, or hf-jobs on a rented machine.")],
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; one a card when left out, else two.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field; may be repeated.")
-    ] = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often lost processes start again.", rich_help_panel="For --on torchrun")
     ] = 0,
-    nodes: Annotated[
-        str, typer.Option(metavar="MIN:MAX", help="Machines that may come and go.", rich_help_panel="For --on torchrun")
-    ] = "",
+    nodes: Nodes = "",
     endpoint: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="--nodes: where they meet.", rich_help_panel="For --on torchrun")
     ] = "",
@@ -88,6 +93,8 @@ def launch(
     budget: Annotated[
         float | None, typer.Option(help="USD that it may cost at most.", rich_help_panel="For --on hf-jobs")
     ] = None,
+    fit: FitAim = "",
+    may_change: MayChange = None,
     other_base: OtherBase = False,
     offline: Offline = False,
 ) -> None:
@@ -96,7 +103,7 @@ def launch(
         if nproc or resume or max_restarts or nodes or endpoint or other_base:
             options = "--nproc, --resume, --max-restarts, --nodes, --endpoint and --other-base"
             raise BadInput(f"--on hf-jobs: {options} are for the other launchers; leave them out")
-        _job(recipe, repo, settings or [], flavor, timeout, budget, out, only_print)
+        _job(recipe, repo, settings or [], flavor, timeout, budget, fit, may_change or [], out, only_print)
         return
     if repo or flavor != "auto" or timeout or budget:
         raise BadInput(f"--on {on}: --repo, --flavor, --timeout and --budget are for --on hf-jobs; leave them out")
@@ -106,6 +113,9 @@ def launch(
     elastic = torchrun.Elastic(max_restarts, nodes, endpoint)
     words = torchrun.command(recipe, on, nproc, settings or [], out, resume, elastic)
     words += ["--other-base"] * other_base + ["--offline"] * offline
+    for option, values in (("--fit", [fit] if fit else []), ("--may-change", may_change or [])):
+        for value in values:
+            words += [option, value]
     if not only_print:  # this one process says what would otherwise end each of them
         given.training(given.recipe(recipe, settings or []), out, resume or elastic != torchrun.ONCE, other_base)
     print(torchrun.shown(words), flush=True)
@@ -123,6 +133,8 @@ def _job(
     flavor: str,
     timeout: str,
     budget: float | None,
+    fit: str,
+    may_change: list[str],
     out: Path | None,
     only_print: bool,
 ) -> None:
@@ -133,7 +145,7 @@ def _job(
         screen.print(*lines, sep="\n", highlight=False, markup=False)
 
     def prepare(prices: dict[str, float] | None = None) -> jobs.HubJob:
-        return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices)
+        return jobs.prepare(recipe, repo, settings, flavor, timeout, budget, prices, fit, may_change)
 
     job = prepare()
     if only_print:

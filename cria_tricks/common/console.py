@@ -1,4 +1,4 @@
-"""Print answers on standard output, as wide as they may be, and sentences on standard error, as plain text."""
+"""Print answers on standard output, wrapped on a terminal only, and sentences on standard error."""
 
 import os
 from collections.abc import Iterable
@@ -14,7 +14,8 @@ UNLIMITED = 10_000
 class Screen(Console):
     """A console for answers: as wide as the terminal or ``$COLUMNS``; without either, as wide as the answer needs.
 
-    So a pipe, a file and a notebook get whole lines. rich itself would wrap them at 80 columns.
+    So a pipe, a file and a notebook get whole lines. rich itself would wrap them: a pipe or a file at the width of the
+    terminal from which the command was started, or at 80 columns without one; a notebook at 115.
     """
 
     @property
@@ -22,28 +23,29 @@ class Screen(Console):
         """The width and the height in columns and lines; rich takes the width from here."""
         found = super().size
         columns = os.environ.get("COLUMNS", "")
-        if columns.isdigit():  # rich reads it once, when the console is made
+        if columns.isdigit():  # if it is set when the console is made, rich keeps that value; we read it each time
             return ConsoleDimensions(int(columns), found.height)
         if self.is_terminal:
             return found
         return ConsoleDimensions(UNLIMITED, found.height)
 
-    @size.setter
+    @size.setter  # overriding a property drops its setter, so this repeats rich's
     def size(self, new_size: tuple[int, int]) -> None:
         self._width, self._height = new_size
 
     def wrapped(self, *parts: object) -> None:
-        """Print tables and sentences so that they fit the width; brackets in a text are colours."""
+        """Print tables and sentences so that they fit the width; brackets are rich's markup, such as [red]."""
         for part in parts:
             self.print(part, highlight=False, soft_wrap=False)
 
 
 def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
-    """Make a table without vertical lines. A cell that is too wide for the terminal is wrapped and never cut.
+    """Make a table without vertical lines. A text that is too wide for its column is wrapped and never cut.
 
     Args:
         columns: the heads of the columns; with none of them the table has no head.
-        numbers: the columns that hold numbers; they are right-aligned, and never wrapped.
+        numbers: the columns that hold numbers; they are right-aligned and never wrapped. On a terminal narrower
+            than all numbers side by side, they are cut.
     """
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for column in columns:
@@ -78,6 +80,8 @@ class Aside(Console):
 
 class Voice:
     """Print sentences on a console; a pickled copy in another process prints nothing.
+
+    Rank 0 broadcasts objects that hold a Voice, and a console cannot be pickled. So the copies have no console.
 
     Args:
         console: where to print; without one, nothing is printed.

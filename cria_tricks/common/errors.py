@@ -71,7 +71,16 @@ class Diverged(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """The run does not fit; its state was saved where that was possible. Exit code 3."""
+    """The run does not fit; its state was saved where that was possible. Exit code 3.
+
+    Args:
+        line: the message.
+        during: if it happened in training, what the run was doing, e.g. ``the forward pass of step 4``; else empty.
+    """
+
+    def __init__(self, line: str = "", during: str = ""):
+        self.during = during
+        super().__init__(line)
 
 
 class Lost(RuntimeError):

@@ -7,7 +7,9 @@ module may abort the process.
 
 A command calls :func:`listen` before it imports anything else, so that it handles signals from the start. Therefore
 this module must load fast. It imports only modules that Python has loaded already or that take almost no time.
-``signal`` and ``typing`` would take longer than the rest of this module, so ``signal`` is imported where it is used.
+``signal`` (which imports ``enum``) and ``typing`` would take longer than the rest of this module. So ``signal`` is
+imported in the functions that use it. :func:`listen` sets the exception hooks first; so a Ctrl-C during the import of
+``signal`` already ends the process without a traceback.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def listen() -> None:
     sys.unraisablehook = _unraisable
     _state.hasty = 1
     _state.listening = True
-    _state.first = (os.environ.get("RANK") or "0") == "0"  # read it now: processes that join remove RANK (world.py)
+    # Read RANK now: when the processes of a run join, world.py removes it from the environment.
+    _state.first = (os.environ.get("RANK") or "0") == "0"
     _install()
     atexit.register(_ignore_signals)  # registered first, so it runs last
 
@@ -149,7 +152,8 @@ def end(code: int) -> NoReturn:
 def hung_up() -> None:
     """Redirect stdin, stdout and stderr to /dev/null after SIGHUP, if they belonged to the terminal that is gone.
 
-    Without this, each print would raise an ``OSError``, and that would stop the save. Files and pipes stay.
+    Without this, each print would raise an ``OSError``, and a training run would end before it has written the
+    checkpoint that it writes after a signal. Files and pipes stay.
     """
     for descriptor in range(3):
         try:
@@ -179,7 +183,10 @@ def _handle(signal_number: int, frame: Any) -> None:
 
 
 def _imports(frame: Any) -> bool:
-    """Return whether an import is running, in this frame or in a caller; C++ code of a library may have started it."""
+    """Return whether an import is running, in this frame or in a caller.
+
+    An exception is not safe there, above all if C++ code started the import (see the top of this file).
+    """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -188,7 +195,7 @@ def _imports(frame: Any) -> bool:
 
 
 def _end_at_once() -> NoReturn:
-    """End the process without any clean-up. Rank 0 prints the last line before, unless it is printed already."""
+    """End the process without any clean-up. Before that, rank 0 prints the last line, unless it is printed already."""
     if _state.first and not _state.speaking:
         _state.speaking = True
         cursor = "\x1b[?25h" if os.isatty(2) else ""  # show the cursor again, which a progress bar hides

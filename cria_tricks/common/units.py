@@ -58,6 +58,41 @@ def duration(seconds: float) -> str:
     return f"{_rounded(days / 365):,} years"
 
 
+def between(low: float, high: float) -> str:
+    """Return a range of times as text; the unit stands once where both ends share it.
+
+    ``docs/assets/fit.js`` formats ranges in the same way, and a test compares the two.
+
+    Args:
+        low: the low end [s].
+        high: the high end [s].
+
+    Examples:
+        >>> [between(329, 494), between(40, 61), between(8.01, 8.02)]
+        ['5.5 to 8.2 min', '40 s to 1.0 min', '8.0 s']
+    """
+    first = duration(low)
+    last = duration(high)
+    if first == last:
+        return first
+    number, _, unit = first.partition(" ")
+    if "h" not in unit and unit == last.partition(" ")[2]:
+        first = number
+    return f"{first} to {last}"
+
+
+def money_between(low: float, high: float) -> str:
+    """Return a range of amounts as text.
+
+    Examples:
+        >>> money_between(0.004, 0.05)
+        'less than a cent to $0.05'
+    """
+    first = money(low)
+    last = money(high)
+    return first if first == last else f"{first} to {last}"
+
+
 def money(usd: float) -> str:
     """Return an amount of US dollars as text: rounded to cents below $100, and to whole dollars from there on.
 

@@ -23,7 +23,7 @@ A notebook does not know them. It shows the plain SVG, which is the light versio
 
 
 def staircase(lesson: str) -> Drawing:
-    """Draw the memory needed as one bar for each toggle that the course has reached, each added to those before it.
+    """Draw the peak memory as one bar for each toggle that the course has reached, each added to those before it.
 
     Args:
         lesson: the name of the lesson's file, e.g. ``03_gradient_checkpointing``. The bars of the toggles that this
@@ -33,7 +33,7 @@ def staircase(lesson: str) -> Drawing:
     fields = toggles.switched_on(reached)
     # The first bar is plain fp32; bar n has the first n toggles.
     names = ["plain fp32", *(toggles.named(CAPSTONE, field) for field in fields)]
-    peaks = [bill(toggles.with_only(reached, fields[:n])).needed_bytes / GIB for n in range(len(names))]
+    peaks = [bill(toggles.with_only(reached, fields[:n])).peak_bytes / GIB for n in range(len(names))]
     # A lesson's file name begins with its number; plain fp32 belongs to lesson 00.
     own = [LESSON_OF.get(name, "00")[:2] == lesson[:2] for name in names]
 
@@ -46,7 +46,7 @@ def staircase(lesson: str) -> Drawing:
             axes.text(peak, place, f" {peak:.1f} GiB", va="center", color=theme.ink)
         figures.capacity(axes, theme)
         axes.set_yticks(range(len(names)), style.readable(names))
-        axes.set(xlabel="needed for a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
+        axes.set(xlabel="peak of a training step, GiB", xlim=(0, max(*peaks, T4.memory_bytes / GIB) * 1.15))
         axes.set_ylim(len(names) - 0.4, -1.2)  # from the top down, with room above for the label of the T4's line
         axes.grid(axis="x")
         return drawn

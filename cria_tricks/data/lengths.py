@@ -9,6 +9,7 @@ not guessed: the plan then assumes that every row is full (``data.max_length`` t
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,18 @@ class Lengths:
         mean: mean number of tokens in a row over the run, padding included; with packing, of the rows before packing.
         rows: the number of training rows; 0 if they were not read.
         why: if all rows are taken as full, the reason in a few words; empty if the rows were read.
+        each: the lengths of all rows in ascending order, if they were read and are not packed [tokens].
     """
 
     longest: int
     mean: float
     rows: int = 0
     why: str = ""
+    each: tuple[int, ...] = ()
+
+    def mean_of(self, batch: int) -> float:
+        """Return what :attr:`mean` would be with so many rows in a micro-batch [tokens]."""
+        return padded_mean(self.each, batch) if self.each else self.mean
 
     @property
     def in_words(self) -> str:
@@ -90,10 +97,11 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
     lengths = sorted(len(row["input_ids"]) for row in rows.rows)
     if recipe.tricks.packing:
         return Lengths(data.max_length, sum(lengths) / len(lengths), len(lengths))
-    return Lengths(lengths[-1], padded_mean(lengths, recipe.train.batch_size), len(lengths))
+    mean = padded_mean(lengths, recipe.train.batch_size)
+    return Lengths(lengths[-1], mean, len(lengths), each=tuple(lengths))
 
 
-def padded_mean(lengths: list[int], batch: int) -> float:
+def padded_mean(lengths: Sequence[int], batch: int) -> float:
     """Compute the expected length of a micro-batch's longest row, to which the others are padded [tokens].
 
     Args:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cria_tricks.common import atomic_files
+from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
 from cria_tricks.data.rows import Chat, check_rows, first_rows, read_jsonl
-from cria_tricks.models import cache_folder, network
+from cria_tricks.models import network
 
 GLANCE = 1000
 """How many rows :func:`glance` checks, before a run does anything slow."""

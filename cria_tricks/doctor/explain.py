@@ -80,6 +80,7 @@ def explain(name: str) -> Explained:
     for trick in TRICKS:
         known |= {switch.removesuffix("=true"): trick for switch in trick.SWITCHES if switch not in known}
     wanted = plain(name).removeprefix("tricks.").removeprefix("parallel.strategy=").removesuffix("=true")
+    wanted = re.sub(r"=\d+$", "", wanted)  # a number of blocks or of micro-batches
     if wanted not in known:
         there_are = f"there are {', '.join(map(trick_name, _all()))}"
         raise BadInput(f"unknown trick {name}: {hint(nearest(wanted, known), there_are)}")

@@ -37,6 +37,7 @@ _OVER = {
     "lean_preparation": "{half}",
     "attention": "{half}",
     "expand_kv": "{half} attention=sdpa",
+    "keep_attention": "gradient_checkpointing=true attention=sdpa",
 }
 
 

@@ -2,7 +2,7 @@
 
 The peak rates are the vendor's. They are for dense matrices (the larger figures of a datasheet are for sparse ones, of
 which half of the weights are left out), with sums in fp32. Those of PCIe are for one direction, while datasheets add
-both. No training step reaches the peak rates: ``EFFICIENCY`` in ``bill/step_time.py`` is the share that it gets.
+both. No training step reaches the peak rates: ``reached.py`` holds the shares that it gets.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.hardware.device import T4, Device
+from cria_tricks.hardware.reached import DEFAULT, ON_A_T4, ON_AN_A100, WIDE, Reached
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Card:
         memory_rate: bandwidth between the GPU and its own memory [bytes/s].
         link_rate: bandwidth between the GPU and the host, in one direction [bytes/s].
         source: where the rates are from.
+        reached: the shares of these rates that training reaches.
+        measured: the rates of single parts of a step, where this machine was calibrated: ``flops PART PRECISION`` or
+            ``bytes PART PRECISION``, and the rate [floating-point operations/s, or bytes/s]. They stand in place of the
+            peak rate and its share.
     """
 
     device: Device
@@ -31,6 +36,8 @@ class Card:
     memory_rate: float
     link_rate: float
     source: str
+    reached: Reached = DEFAULT
+    measured: tuple[tuple[str, float], ...] = ()
 
     def flops(self, precision: str) -> float:
         """Return the peak rate of products in ``fp32``, ``fp16`` or ``bf16`` [floating-point operations/s].
@@ -40,6 +47,33 @@ class Card:
         if precision == "fp16" or (precision == "bf16" and self.device.real_bf16):
             return self.half_flops
         return self.full_flops
+
+    def product_rate(self, part: str, precision: str) -> float:
+        """Return the rate that the products of a part of a step reach [floating-point operations/s]."""
+        rate = dict(self.measured).get(f"flops {part} {precision}")
+        if rate is not None:
+            return rate
+        share = self.reached.half if self.flops(precision) == self.half_flops else self.reached.full
+        return self.flops(precision) * share
+
+    def traffic_rate(self, part: str, precision: str) -> float:
+        """Return the rate that the memory traffic of a part of a step reaches [bytes/s]."""
+        rate = dict(self.measured).get(f"bytes {part} {precision}")
+        return self.memory_rate * self.reached.memory if rate is None else rate
+
+    def basis(self, precision: str) -> str:
+        """Say what backs the times of steps in a precision: ``measured here``, ``public runs``, or ``no run``.
+
+        No public run on a GPU has fp32 products.
+        """
+        if self.measured:
+            return "measured here"
+        backed = self.reached.spread < WIDE and self.flops(precision) == self.half_flops
+        return "public runs" if backed else "no run"
+
+    def spread(self, precision: str) -> float:
+        """Return the high end of the range around an estimate divided by its low end [ratio]."""
+        return WIDE if self.basis(precision) == "no run" else self.reached.spread
 
 
 # Memory in bytes, as deviceQuery or torch prints it. It is less than the GPU is sold with: the driver takes a little,
@@ -53,10 +87,12 @@ A100_40GB = Device("cuda", "NVIDIA A100-SXM4-40GB", (8, 0), real_bf16=True, memo
 
 # The numbers are half_flops, full_flops, memory_rate and link_rate.
 CARDS: dict[str, Card] = {
-    "t4": Card(T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper"),
+    "t4": Card(
+        T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper", ON_A_T4
+    ),
     "l4": Card(L4, 121e12, 30.3e12, 300e9, 32e9, "NVIDIA L4 datasheet"),
     "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
-    "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet"),
+    "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet", ON_AN_A100),
 }
 """The GPUs by short name, the one with the smallest memory first."""
 

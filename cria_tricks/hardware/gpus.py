@@ -11,10 +11,32 @@ seconds are not. TechPowerUp's database, for example, has no rate of 16-bit prod
 import re
 from dataclasses import dataclass
 
+import psutil
+
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import nearest, plain
+from cria_tricks.hardware import calibration
 from cria_tricks.hardware.cards import CARDS, Card
 from cria_tricks.hardware.device import Device
+from cria_tricks.hardware.reached import DEFAULT, ON_AN_A100, Reached
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine around a GPU.
+
+    Attributes:
+        name: whose machine it is.
+        memory_bytes: its memory.
+    """
+
+    name: str
+    memory_bytes: int
+
+
+COLAB = Host("Colab's free machine", 12_700_000_000)
+KAGGLE = Host("Kaggle's machine", 29_000_000_000)
+"""Notebooks that are free; both print these amounts of memory in GB."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +48,14 @@ class Gpu:
         memory_source: where its memory is from.
         card: its peak rates; ``None`` if they are not known.
         count: how many there are.
+        host: the machine that most readers have around it; ``None`` if there is no such machine.
     """
 
     device: Device
     memory_source: str
     card: Card | None = None
     count: int = 1
+    host: Host | None = None
 
 
 SOURCES_READ = "2026-11-23"
@@ -45,10 +69,11 @@ def _gpu(
     memory_source: str,
     rates: tuple[float, float, float, float] | None = None,
     source: str = "",
+    reached: Reached = DEFAULT,
 ) -> Gpu:
-    """Make an entry of :data:`GPUS`; ``rates`` and ``source`` are those of :class:`Card`."""
+    """Make an entry of :data:`GPUS`; ``rates``, ``source`` and ``reached`` are those of :class:`Card`."""
     device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
-    return Gpu(device, memory_source, Card(device, *rates, source) if rates else None)
+    return Gpu(device, memory_source, Card(device, *rates, source, reached) if rates else None)
 
 
 def _rented(name: str, memory_source: str) -> Gpu:
@@ -61,8 +86,8 @@ _T4_MEMORY = "torch.cuda.get_device_properties"
 
 # The numbers of rates are half_flops, full_flops, memory_rate and link_rate, as in cards.py.
 GPUS: dict[str, Gpu] = {
-    "t4": _rented("t4", _T4_MEMORY),
-    "t4x2": Gpu(CARDS["t4"].device, f"two GPUs; each: {_T4_MEMORY}", CARDS["t4"], 2),
+    "t4": Gpu(CARDS["t4"].device, _T4_MEMORY, CARDS["t4"], host=COLAB),
+    "t4x2": Gpu(CARDS["t4"].device, f"two GPUs; each: {_T4_MEMORY}", CARDS["t4"], 2, KAGGLE),
     "p100": _gpu(
         "Tesla P100-PCIE-16GB",
         (6, 0),
@@ -118,6 +143,7 @@ GPUS: dict[str, Gpu] = {
         "deviceQuery (CUDA 12.2): 81051 MBytes",
         (312e12, 19.5e12, 2039e9, 32e9),
         "NVIDIA A100 datasheet, by Lightning's throughput.py; bandwidth: 2 x 1593 MHz x 5120 bits, as deviceQuery says",
+        ON_AN_A100,
     ),
     "h100": _gpu(
         "NVIDIA H100 80GB HBM3",
@@ -177,11 +203,20 @@ def find_gpu(text: str) -> Gpu:
     raise BadInput(f"unknown card {text}: {meant}{there_are}")
 
 
-def rates_of(device: Device) -> Card | None:
-    """Return the peak rates of a GPU, found by its product name; ``None`` if they are not known.
+def this_host() -> Host:
+    """Return the machine that runs this program."""
+    return Host("this machine", psutil.virtual_memory().total)
 
-    The memory need not be the same, because drivers report it differently.
+
+def rates_of(device: Device) -> Card | None:
+    """Return the rates of a device; ``None`` if they are not known.
+
+    A device that was calibrated on this machine has its measured rates. Any other GPU has the peak rates of its
+    datasheet, and is found by its product name. The memory need not be the same, because drivers report it differently.
     """
+    measured = calibration.card_of(device)
+    if measured:
+        return measured
     if device.kind != "cuda":
         return None
     for gpu in GPUS.values():

@@ -4,34 +4,44 @@ We have not checked either on a GPU. Until that is done, these sentences are pri
 """
 
 TIME = (
-    "estimated with one constant for all cards and right within a factor of two, so do not rank cards that are closer "
-    "than that"
+    "ranges: the high end is 1.5 times the low end where public runs on the card back it (T4 and A100, with 16-bit "
+    "products), and 2.8 times where none does; two machines whose ranges overlap cannot be ranked"
 )
-"""The sentence beside estimated minutes; the constant is ``EFFICIENCY`` in ``bill/step_time.py``."""
-
-ROUGHLY = "right within a factor of two"
-"""The same in short, where a time is one of several numbers on a line."""
+"""The sentence beside estimated minutes; ``reached.py`` has the runs, and the two ratios."""
 
 FITS = (
-    "this counts allocated bytes and CUDA's own; PyTorch reserved 3 to 17 % more than was allocated when we replayed "
-    "its allocator, and public runs on a T4 of 14.74 GiB fit up to about 13.4 GiB by this count, but not from 13.75 on"
+    "computed, not tried on a card: the tensors of a step, what PyTorch's allocator reserves beyond them, at most, by "
+    "a model of its rules, and CUDA's own"
 )
-"""The sentence where something "fits". The replay: Llama-3.2-1B, four sets of toggles, on a CPU, 2026-11-22."""
+"""What "it fits" counts."""
 
-HOST = "the host's memory is not checked: offloaded activations wait there in pinned memory"
-"""The sentence where activations are offloaded."""
+MARGIN = 0.05
+"""The share of a GPU's memory that should stay free: other programs, the driver and the desktop take some."""
 
-TIGHT = 0.9
-"""The share of a GPU's memory above which a run that fits by our count may not fit in practice: 13.4 of 14.74 GiB."""
+HOST = "the host's memory is not checked here, and offloaded activations wait there; cria plan checks it"
+"""The sentence of the page "Will it fit?" where activations are offloaded."""
+
+TIGHT = (
+    f"the tensors fit, but with what PyTorch's allocator may keep besides less than {MARGIN:.0%} of the memory would "
+    "stay free, so the run may be slow or run out of memory"
+)
+"""The sentence where a run is tight. A full allocator first gives unused segments back, which takes time."""
 
 
-def may_not_fit(needed: int, capacity: int) -> str:
-    """Return a warning that a run fits only narrowly; an empty string if it fits well, or does not fit.
+def verdict(needed: int, capacity: int, least: int | None = None) -> str:
+    """Say whether a run fits.
 
     Args:
-        needed: the memory that the run needs by our count [bytes].
-        capacity: the memory of the GPU [bytes].
+        needed: the memory that the run should have [bytes].
+        capacity: the memory that there is [bytes].
+        least: the memory without which it cannot work [bytes]; ``needed`` when left out.
+
+    Returns:
+        ``does not fit``, if there is less than the least; ``tight``, if :data:`MARGIN` of the memory would not stay
+        free beside what is needed; else ``fits``.
     """
-    if TIGHT * capacity < needed <= capacity:
-        return f"may not fit in practice: {FITS}"
-    return ""
+    if (needed if least is None else least) > capacity:
+        return "does not fit"
+    if needed > (1 - MARGIN) * capacity:
+        return "tight"
+    return "fits"

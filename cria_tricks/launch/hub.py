@@ -20,7 +20,7 @@ from typing import Any
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.publish import TAG
 from cria_tricks.common.errors import BadInput, JobFailed, cure, in_one_line, redacted, usable_path
-from cria_tricks.common.units import duration, human, money
+from cria_tricks.common.units import between, duration, human, money, money_between
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.launch.job import IMAGE, HubJob
@@ -67,20 +67,21 @@ def _flavor(job: HubJob) -> str:
     if job.flavor.cards > 1:
         machine = f"{job.flavor.cards} x {card.name}"
     memory = f"needs {human(job.needed_bytes)} of {human(card.memory_bytes)}"
-    narrow = trust.may_not_fit(job.needed_bytes, card.memory_bytes)
-    if narrow:
-        memory += f"; {narrow}"
+    if job.tight:
+        memory += f"; {trust.TIGHT}"
     return f"{job.flavor.name} ({machine}: {memory})"
 
 
 def _training(job: HubJob) -> str:
     """Describe the estimated time and cost of the training, and when it ends by itself."""
     expected = "not known here"
-    if job.training_seconds is not None and job.training_cost is not None:
-        expected = f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}"
+    if job.training_seconds is not None:
+        low, high = job.training_range
+        cost = money_between(job.price * low / 3600, job.price * high / 3600)
+        expected = f"{between(low, high)}, {cost}; {trust.TIME}"
     end = f"ends by itself after {duration(job.time_budget)}"
     if not job.finishes:
-        end += ", before it is through: what it has learnt by then is published"
+        end += ", perhaps before it is through: what it has learnt by then is published"
     return f"{expected}; {end}"
 
 

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from cria_tricks import models, recipes
 from cria_tricks.adapter.publish import TAG
+from cria_tricks.bill.step_time import ends, run_tokens
 from cria_tricks.common.errors import BadInput, OutOfMemory, redacted
 from cria_tricks.common.units import duration, human, money
+from cria_tricks.common.values import seconds
 from cria_tricks.data.rules import needed_libraries
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor, find_flavor
-from cria_tricks.hardware.trust import may_not_fit
 from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import Recipe, seconds
+from cria_tricks.recipe import Recipe
 from cria_tricks.run import given
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
@@ -32,7 +33,7 @@ uv installs the build of torch that the machine's driver can run.
 """
 
 MARGIN = 2
-"""The factor within which an estimated time is right."""
+"""The longest time that a training gets, divided by the middle of its estimated range; the range ends before that."""
 AROUND = 15 * 60
 """The time that a job gets for installing and publishing [s].
 
@@ -53,7 +54,10 @@ class HubJob:
         flavor: the machine.
         price: its price [USD/h].
         needed_bytes: the estimated memory on each of its GPUs.
-        training_seconds: the estimated time of the training; ``None`` if the number of rows is not known.
+        verdict: whether it fits them: ``fits`` or ``tight``.
+        training_seconds: the estimated time of the training, the middle of its range; ``None`` if the number of rows is
+            not known.
+        spread: the high end of this range divided by the low end [ratio].
         timeout: the time after which the hub ends the job [s].
         time_budget: the time after which the training ends by itself [s]. It is shorter than the timeout, so that
             there is time to publish what was learnt.
@@ -67,7 +71,9 @@ class HubJob:
     flavor: Flavor
     price: float
     needed_bytes: int
+    verdict: str
     training_seconds: float | None
+    spread: float
     timeout: int
     time_budget: int
     repo: str
@@ -91,6 +97,11 @@ class HubJob:
         return self.price * self.timeout / 3600
 
     @property
+    def training_range(self) -> tuple[float, float]:
+        """The ends of the range of the training's time [s]; 0 and 0 if the time is not known."""
+        return ends(self.training_seconds or 0.0, self.spread)
+
+    @property
     def training_cost(self) -> float | None:
         """The estimated cost of the training alone [USD]."""
         if self.training_seconds is None:
@@ -98,14 +109,14 @@ class HubJob:
         return self.price * self.training_seconds / 3600
 
     @property
-    def narrow(self) -> bool:
+    def tight(self) -> bool:
         """Whether the run fits so narrowly by the estimate that it may not fit in practice."""
-        return bool(may_not_fit(self.needed_bytes, CARDS[self.flavor.card].device.memory_bytes))
+        return self.verdict == "tight"
 
     @property
     def finishes(self) -> bool:
-        """Whether the training reaches its last step within its time budget, by the estimate."""
-        return self.training_seconds is None or self.training_seconds <= self.time_budget
+        """Whether the training reaches its last step within its time budget, by the high end of the estimate."""
+        return self.training_range[1] <= self.time_budget
 
 
 def prepare(
@@ -116,6 +127,8 @@ def prepare(
     timeout: str = "",
     budget: float | None = None,
     prices: Mapping[str, float] | None = None,
+    fit: str = "",
+    may_change: Iterable[str] = (),
 ) -> HubJob:
     """Choose a machine, and return the job for it; nothing is sent, but the config of an unknown model is read.
 
@@ -129,29 +142,27 @@ def prepare(
             less if the recipe has a short ``train.time_budget``.
         budget: the highest cost that the job may have [USD].
         prices: the prices of the machines that are offered now [USD/h]; those of :data:`FLAVORS` when left out.
+        fit: ``fastest``, ``smallest`` or ``longest``: on each machine, the toggles that a search finds best.
+        may_change: toggles that it may change although they change results.
 
     Raises:
         BadInput: for a setting that would end the job, for files that it cannot reach, and for too small a budget.
         OutOfMemory: if the recipe fits on none of the machines, or not on the one that was named.
     """
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise BadInput(f"--budget {budget:g}: must be an amount of USD above 0")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
-        raise BadInput(f"--repo {repo!r}: name a repository of the hub, OWNER/NAME, for the adapter")
+    _refuse_wrong(budget, repo)
     settings = list(settings)
     if prices is None:
         prices = {name: each.price for name, each in FLAVORS.items()}
     longest = _timeout(timeout)
-    flavors = list(FLAVORS.values())
-    if flavor != "auto":
-        flavors = [find_flavor(flavor)]
+    flavors = list(FLAVORS.values()) if flavor == "auto" else [find_flavor(flavor)]
     jobs: list[HubJob] = []
     refused: list[BadInput | OutOfMemory] = []
     for each in flavors:
         try:
             if each.name not in prices:
                 raise BadInput(f"--flavor {each.name}: the hub does not offer it now; see hf jobs hardware")
-            jobs.append(_job(recipe, repo, settings, each, longest, prices[each.name]))
+            chosen = [*settings, *_fitted(recipe, settings, each, fit, may_change)]
+            jobs.append(_job(recipe, repo, chosen, each, longest, prices[each.name]))
         except (BadInput, OutOfMemory) as error:
             refused.append(error)
     if not jobs:
@@ -166,7 +177,29 @@ def prepare(
             f"--budget {budget:g}: {least.flavor.name} for up to {duration(least.timeout)} may cost "
             f"{money(least.most)}; give more, or a shorter --timeout"
         )
-    return min(affordable, key=lambda job: (job.narrow, not job.finishes, job.most))
+    return min(affordable, key=lambda job: (job.tight, not job.finishes, job.most))
+
+
+def _refuse_wrong(budget: float | None, repo: str) -> None:
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise BadInput(f"--budget {budget:g}: must be an amount of USD above 0")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII):
+        raise BadInput(f"--repo {repo!r}: name a repository of the hub, OWNER/NAME, for the adapter")
+
+
+def _fitted(recipe: str, settings: list[str], flavor: Flavor, fit: str, may_change: Iterable[str]) -> tuple[str, ...]:
+    """Return the changes that a search finds for the GPU of a machine; none if no search is wanted."""
+    if not fit:
+        return ()
+    # Imported here: these import torch, which takes seconds, and most jobs need no search.
+    from cria_tricks.data.lengths import full
+    from cria_tricks.predict.toggles import Target
+    from cria_tricks.run.search import search
+
+    device = CARDS[flavor.card].device
+    wanted = given.recipe(recipe, settings, device)
+    target = Target(find_shape(wanted.model), device)
+    return search(target, wanted, fit, full(wanted, "the rows are read in the job"), may_change).chosen.set
 
 
 def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: int, price: float) -> HubJob:
@@ -176,7 +209,6 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     _refuse_unreachable(wanted)
     shape = find_shape(wanted.model)
     # Imported here: these import torch, which takes seconds, and wrong names are refused above without it.
-    from cria_tricks.bill.step_time import run_tokens
     from cria_tricks.predict.plan_data import on_machine
 
     bill = on_machine(wanted, shape, flavor)
@@ -201,8 +233,11 @@ def _job(recipe: str, repo: str, settings: list[str], flavor: Flavor, longest: i
     public = script + str(environment)
     if redacted(public) != public:
         raise BadInput(f"recipe {recipe}: holds a token, and a job's command can be read by others; take it out")
-    needed = bill.memory.needed_bytes
-    return HubJob(wanted.name, flavor, price, needed, training, timeout, limit, repo, result, script, environment)
+    needed, verdict = bill.memory.needed_bytes, bill.memory.verdict
+    spread = bill.spread
+    return HubJob(
+        wanted.name, flavor, price, needed, verdict, training, spread, timeout, limit, repo, result, script, environment
+    )
 
 
 def _script(package: str, recipe: str, repo: str, settings: list[str], cards: int, limit: int, result: str) -> str:

@@ -1,6 +1,6 @@
-"""Add the trained part to a loaded model: LoRA, a learnt prompt, a trained head or a side network.
+"""Add to a loaded model the part that will train: LoRA, a learnt prompt, a copy of the head or a side network.
 
-No other module calls peft to add one of these.
+No other module calls peft to add a new one. ``models/pretrained.py`` loads saved ones.
 """
 
 import contextlib
@@ -104,11 +104,12 @@ def without_adapter(model: Any) -> Iterator[Any]:
     """
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
-            yield model.get_base_model()  # for a learnt prompt, the plain model: only peft's wrapper has the prompt
+            # The model inside peft's wrapper. LoRA in it is switched off here; a learnt prompt is only in the wrapper.
+            yield model.get_base_model()
         return
     layers = model.base_model.layers
     sides = {number: layer for number, layer in enumerate(layers) if isinstance(layer, side_network.SideBlock)}
-    assert sides, "a whole model has nothing to switch off"
+    assert sides, "a model without an adapter or a side network has nothing to switch off"
     try:
         for number, side in sides.items():
             layers[number] = side.block

@@ -25,7 +25,7 @@ from cria_tricks.models import Weights, network, pretrained
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import compile
+from cria_tricks.tricks import compile, keep_attention
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
@@ -215,8 +215,8 @@ def forbid_cpu_repacking(model: torch.nn.Module) -> None:
 
 
 def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
-    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is left
-    # to the trainer.
+    # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is an
+    # edit of its own.
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
@@ -226,6 +226,22 @@ def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
+    return model
+
+
+def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
+    # The Trainer could be asked for all blocks or for every n-th, but not for the first k. So the model is told here,
+    # by the same method that the Trainer would call. It takes the arguments of torch's checkpoint.
+    wanted = plan.checkpointing["blocks"]
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if plan.checkpointing.get("keep_attention"):
+        arguments["context_fn"] = keep_attention.contexts
+    # The method has its new name since transformers 5.2x; transformers 6 has no other.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(arguments)
+    if wanted != "all":
+        for block in blocks_of(model)[wanted:]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
     return model
 
 
@@ -251,6 +267,7 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "prepare_for_kbit_training": _prepare_for_kbit_training,
     "add_adapter": add_adapter,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
+    "checkpoint_blocks": _checkpoint_blocks,
     "compile_blocks": _compile_blocks,
 }
 """The function that makes each edit named in ``Plan.after_load``; it returns the edited model."""

@@ -9,10 +9,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.load.stages import find_blocks
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
+from cria_tricks.tricks import gradient_checkpointing
 from cria_tricks.tricks.lora import ALL_LINEAR
 
 
@@ -82,6 +86,11 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
         raise BadInput(
             f"side.blocks={blocks}: {name} has {facts.blocks} blocks; set side.blocks={facts.blocks} or less"
         )
+    wanted = plan.checkpointing.get("blocks", 0)  # "all" or a number
+    if isinstance(wanted, int) and wanted > (facts.blocks or 0):
+        raise gradient_checkpointing.too_many(wanted, name, facts.blocks or 0)
+    if plan.checkpointing.get("keep_attention"):
+        _refuse_without_kernel(plan, facts)
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
         _refuse_uncut(plan, facts, processes)
     if plan.parallel["strategy"] == "pipeline":
@@ -98,6 +107,26 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
                 f"tricks.chunked_loss=true: the head of {name} does more than one product ({facts.beside_head}), "
                 "which the chunked loss does not; set tricks.chunked_loss=false"
             )
+
+
+def _refuse_without_kernel(plan: Plan, facts: Facts) -> None:
+    """Refuse to keep attention's output on a card whose attention is no single kernel for this model."""
+    if plan.device.kind != "cuda":
+        return  # a CPU's flash kernel takes everything
+    dtype = torch.float32
+    for name, half in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if plan.training.get(name):
+            dtype = half
+    masked = plan.checkpointing["masked"]
+    # Our own attention functions repeat shared key heads, and transformers does so for rows with a mask.
+    grouped = plan.model["attn_implementation"] == "sdpa" and facts.heads != facts.kv_heads and not masked
+    if kernel_for(plan.device, dtype, masked=masked, grouped=grouped) != "math":
+        return
+    instead = "set tricks.expand_kv=true" if grouped and dtype != torch.bfloat16 else "set tricks.precision=fp16"
+    raise BadInput(
+        f"tricks.keep_attention=true: {plan.device.name} has no fused attention kernel for {facts.name} with these "
+        f"settings; {instead}, or tricks.keep_attention=false"
+    )
 
 
 def _refuse_uncut(plan: Plan, facts: Facts, processes: int) -> None:

@@ -99,6 +99,8 @@ def cut(model: Any, blocks: range) -> None:
     for module in (*backbone.layers, backbone.norm):
         if module not in own:
             module.forward = _hand_on
+            # transformers 5.16 checkpoints whatever a block's forward is, and would repeat the handing on.
+            module.gradient_checkpointing = False
     kept = set[int]()
     for module in own:
         kept.update(map(id, module.parameters()))

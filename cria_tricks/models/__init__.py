@@ -11,13 +11,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.models.catalogue import ALIASES, CONFIGS, SMOLLM2, short_name
@@ -233,11 +233,6 @@ def _beside(path: Path) -> str:
     if not near:
         return ""
     return str(path.with_name(near))
-
-
-def cache_folder() -> Path:
-    """Return the folder of converted models and downloaded data: ``$CRIA_CACHE``, else ``~/.cache/cria_tricks``."""
-    return Path(os.environ.get("CRIA_CACHE") or Path.home() / ".cache" / "cria_tricks")
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:

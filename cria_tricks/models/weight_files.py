@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from cria_tricks.common import atomic_files
+from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.models import cache_folder
 
 WHOLE = "model.safetensors"
 """The weight file of a model that has only one; transformers looks for it first."""

@@ -23,6 +23,7 @@ from cria_tricks.bill.calls import Call
 from cria_tricks.models.shape import Shape
 from cria_tricks.parallel import ddp_tensor, pipeline, tensor
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.tricks.gradient_checkpointing import in_stage
 
 COMMAND = "cria_tricks.course.hybrid_demo.over_the_cube"
 CLAIM = "exact"
@@ -79,11 +80,12 @@ def traffic(
     """
     k = recipe.tricks.gradient_accumulation // sizes["data"]
     tokens = tokens or recipe.data.max_length
-    here = with_settings(recipe, [f"tricks.gradient_accumulation={k}", f"data.max_length={tokens}"])
     part = replace(shape, layers=shape.layers // sizes["stage"])
+    here = with_settings(recipe, [f"tricks.gradient_accumulation={k}", f"data.max_length={tokens}"])
+    here = in_stage(here, stage * part.layers, part.layers)
     group = sizes["tensor"]
     calls = [*tensor.traffic(here, part, group), *pipeline.traffic(here, shape, sizes["stage"], stage)]
-    if stage > 0 and not recipe.tricks.gradient_checkpointing:
+    if stage > 0 and not here.tricks.gradient_checkpointing:
         # tensor.traffic assumes that the input of the first block needs no gradient. That of a later stage does.
         why = "the gradient of the first q, k and v's input, for the stage before"
         calls.append(Call("all_reduce", pipeline.hidden_bytes(here, shape, tokens), 3 * k, group, why))

@@ -30,6 +30,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.folds import facts, work
+from cria_tricks.tricks.gradient_checkpointing import kept_blocks
 
 SWITCHES = ("strategy=tensor",)
 CLAIM = "exact"
@@ -179,15 +180,16 @@ def split(model: torch.nn.Module, mesh: Any) -> None:
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     """Return the all-reduces of an optimizer step, for rows of full length; they are the same for every N."""
     tricks = recipe.tricks
-    # n: tokens of a micro-batch. again: how often a block runs forward. wide: sums behind o and down, in each block.
+    # n: tokens of a micro-batch. repeated: blocks that run forward twice. wide: sums behind o and down, in all blocks.
     n = recipe.train.batch_size * recipe.data.max_length
     memory = facts(recipe, shape, T4)  # any card would do: these item sizes are the same on all
     adapted = work(recipe, shape, T4).adapted
     thin_rows, thin_columns = (sum(name in adapted for name in names) for names in (ROWS, COLUMNS))
-    again = 1 + tricks.gradient_checkpointing
+    repeated = shape.layers - kept_blocks(recipe, shape) if tricks.gradient_checkpointing else 0
+    passes = shape.layers + repeated
     # Recomputing a block stops at its last saved tensor. That is before the sum behind down_proj, unless an adapter
     # beside it comes later.
-    wide = 2 * again - (tricks.gradient_checkpointing and "down_proj" not in adapted)
+    wide = 2 * passes - repeated * ("down_proj" not in adapted)
     back = len(COLUMNS) * shape.layers
     if adapted and not tricks.gradient_checkpointing:
         back -= 3  # the first block's q, k and v have the frozen embedding as input, which needs no gradient
@@ -197,8 +199,8 @@ def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
     stream = memory.hidden_itemsize
     width = shape.width
     calls = (
-        (n * width * product, wide * shape.layers, "what o and down make, summed"),
-        (n * r * product, again * thin_rows * shape.layers, "what LoRA's A beside them make"),
+        (n * width * product, wide, "what o and down make, summed"),
+        (n * r * product, passes * thin_rows, "what LoRA's A beside them make"),
         (n * width * stream, back, "the gradient of the input of q, k, v, gate and up"),
         (n * r * product, thin_columns * shape.layers, "the gradient of what LoRA's A beside them made"),
     )

@@ -32,8 +32,9 @@ def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: 
         before = len(done)
         for stage, order in enumerate(orders):
             for what, number in order[len(slots[stage]) :]:
-                # The stage whose result this pass needs; out of range for a forward pass of the first stage, and for a
-                # backward pass of the last one. That needs only its own forward pass, which is earlier in its order.
+                # The stage whose result this pass needs. It is out of range in two cases: a forward pass of the first
+                # stage needs nothing, and a backward pass of the last stage needs only the forward pass of the same
+                # micro-batch, which is earlier in that stage's order.
                 source = stage - 1 if what == "F" else stage + 1
                 if 0 <= source < len(orders) and (what, number, source) not in done:
                     break

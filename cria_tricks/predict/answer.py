@@ -66,11 +66,53 @@ class Rung(_Frozen):
 
 
 class Price(_Frozen):
-    """The time of training on a rented machine [minutes], and what it costs there [USD]."""
+    """The time of training on a rented machine [minutes], and what it costs there [USD].
+
+    ``minutes`` and ``cost`` are the middles of their ranges; the ends have names of their own.
+    """
 
     flavor: str
     minutes: float
     cost: float
+    minutes_low: float
+    minutes_high: float
+    cost_low: float
+    cost_high: float
+
+
+class HostMemory(_Frozen):
+    """What the machine around the card needs [bytes], when it needs most; its name is empty if it is not known."""
+
+    name: str
+    capacity_bytes: int
+    needed_bytes: int
+    needed_at: str
+    verdict: str
+    lines: list[BillLine]
+    merge_bytes: int
+
+
+class FitChoice(_Frozen):
+    """A set of toggles that fits: its changes of the recipe, the bytes that it needs, and the time of a step [s].
+
+    The time is a range, with its middle.
+    """
+
+    set: list[str]
+    needed_bytes: int
+    seconds_per_step: float
+    seconds_per_step_low: float
+    seconds_per_step_high: float
+
+
+class Fit(_Frozen):
+    """What ``--fit`` has found: the best of so many sets, the next best, and one that leaves more of the card free."""
+
+    aim: str
+    tried: int
+    chosen: FitChoice
+    runner_up: FitChoice | None
+    safer: FitChoice | None
 
 
 class PlanAnswer(_Frozen):
@@ -93,12 +135,21 @@ class PlanAnswer(_Frozen):
         peak_bytes: the tensors of a step at its fullest moment; the sum of ``lines``.
         peak_at: the moment of the step at which that is, e.g. ``loss``.
         needed_bytes: ``peak_bytes`` and what the card holds besides; the sum of ``lines`` and ``around``.
-        fits: whether ``needed_bytes`` is at most ``capacity_bytes``.
+        least_bytes: the part of it without which the run cannot work: all but what the allocator reserves and no tensor
+            uses.
+        fits: whether ``least_bytes`` is at most ``capacity_bytes``, and the host's memory is enough.
+        verdict: ``fits``, ``tight`` (with ``needed_bytes``, less than 5 % of the card stays free) or ``does not fit``.
         context: the context length of the model, the longest row that it was made for [tokens]; 0 if it is not known.
         method: how ``lines`` were computed: ``"closed_form"`` (formulas) or ``"dry_run"``.
         lines: the lines of the bill.
         around: what the card holds besides the tensors of a step, in lines like those of the bill.
-        seconds_per_step: the time of an optimizer step [s]; ``None`` for a card whose rates are not known.
+        seconds_per_step: the time of an optimizer step, the middle of its range [s]; ``None`` if the card's rates are
+            not known.
+        seconds_per_step_low: the low end of this range [s].
+        seconds_per_step_high: the high end of this range [s]. The range is about the card: two settings on one card
+            compare better than it says.
+        seconds_by: what backs this range: ``"public runs"`` on this card, what was ``"measured here"`` by ``cria doctor
+            --calibrate``, or ``"no run"``.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
         suggestions: single toggles that would lower the peak, the smallest slowdown first.
         alone: what each toggle saves without the others.
@@ -106,6 +157,9 @@ class PlanAnswer(_Frozen):
         ladder: the toggles added one after the other.
         front: the toggle sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
+        host: the memory on the host; ``None`` on a CPU.
+        fit: what a search for the fastest, smallest or longest set has found; ``None`` if not asked for. All the rest
+            is about the chosen set.
         prices: time and price on the rented machines that have this card and room for the run; ``None`` if
             the number of rows is not known.
     """
@@ -123,12 +177,17 @@ class PlanAnswer(_Frozen):
     peak_bytes: int
     peak_at: str
     needed_bytes: int
+    least_bytes: int
     fits: bool
+    verdict: str
     context: int
     method: str
     lines: list[BillLine]
     around: list[BillLine]
     seconds_per_step: float | None
+    seconds_per_step_low: float | None
+    seconds_per_step_high: float | None
+    seconds_by: str | None
     warnings: list[str]
     suggestions: list[Suggestion]
     alone: list[Comparison]
@@ -137,6 +196,8 @@ class PlanAnswer(_Frozen):
     front: list[Rung] | None = None
     longest: int | None = None
     prices: list[Price] | None = None
+    host: HostMemory | None = None
+    fit: Fit | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as plain data, as ``cria plan --json`` prints it, without what was not asked for."""

@@ -65,31 +65,18 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         BadInput: if the model is no decoder, if it does not fit the plan, or if the shapes of its activations depend
             on the values of tensors.
     """
-    quiet_libraries()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    live = LiveBytes()
-    model = fake_model(plan, config, fake)
-    live.track_all(every_tensor(model))
-    weights_bytes = live.live
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    with (
-        _refuse_data_dependent_shapes(config.model_type),
-        _optimizer(plan, model) as optimizer,
-        fake,
-        live,
-        kernels_of(plan.device),
-        _known_values(plan, rows, tokens),
-    ):
+    with fake_training(plan, config, LiveBytes()) as training:
+        live = training.live
+        weights_bytes = live.live
         # An earlier step, only to allocate the optimizer states.
-        for weight in trainable:
+        for weight in training.trainable:
             weight.grad = torch.empty_like(weight)
-        optimizer.step()
-        live.track_all(_tensors_of(optimizer))
+        training.optimizer.step()
+        live.track_all(tensors_of(training.optimizer))
         # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
         # earlier micro-batches exist, so they stay.
         if plan.training["gradient_accumulation_steps"] == 1:
-            optimizer.zero_grad()
-        loss_of = _loss(plan, model)
+            training.optimizer.zero_grad()
         moments: dict[str, int] = {}
 
         def record_peak(moment: str) -> None:
@@ -98,18 +85,75 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
 
         window = fake_window(plan, rows, tokens, trained)
         live.peak = live.live  # forget the peaks of the preparation
-        with contextlib.ExitStack() as contexts:
-            for name in plan.step_context:
-                contexts.enter_context(CONTEXTS[name](model))
-            loss = loss_of(window[-1])
+        loss = training.forward(window[-1])
         record_peak("forward pass")
         loss.backward()
         del window, loss
         record_peak("backward pass")
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0, foreach=plan.device.kind == "cuda")
-        optimizer.step()
+        training.clip_and_step()
         record_peak("optimizer step")
     return DryRun(moments, weights_bytes)
+
+
+@dataclass(frozen=True)
+class FakeTraining:
+    """A model and its optimizer on fake tensors, in a context where they can run training steps.
+
+    Attributes:
+        plan: what they follow.
+        model: the model with its adapter.
+        optimizer: the optimizer of its trained weights.
+        loss_of: function from a batch to the loss.
+        live: what counts their bytes.
+    """
+
+    plan: Plan
+    model: Any
+    optimizer: torch.optim.Optimizer
+    loss_of: Callable[[dict[str, Any]], torch.Tensor]
+    live: LiveBytes
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The weights that train."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch; to call it is the forward pass."""
+        with contextlib.ExitStack() as contexts:
+            for name in self.plan.step_context:
+                contexts.enter_context(CONTEXTS[name](self.model))
+            return self.loss_of(batch)
+
+    def clip_and_step(self) -> None:
+        """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
+        torch.nn.utils.clip_grad_norm_(self.trainable, 1.0, foreach=self.plan.device.kind == "cuda")
+        self.optimizer.step()
+
+
+@contextlib.contextmanager
+def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTraining]:
+    """Build a model and its optimizer on fake tensors, and enter the modes in which steps can run on them.
+
+    ``live`` counts the tensors of the model first, and then whatever runs inside the context.
+
+    Raises:
+        BadInput: if the model is no decoder, if it does not fit the plan, or if the shapes of its activations depend
+            on the values of tensors.
+    """
+    quiet_libraries()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = fake_model(plan, config, fake)
+    live.track_all(every_tensor(model))
+    with (
+        _refuse_data_dependent_shapes(config.model_type),
+        _optimizer(plan, model) as optimizer,
+        fake,
+        live,
+        kernels_of(plan.device),
+        _known_values(plan),
+    ):
+        yield FakeTraining(plan, model, optimizer, _loss(plan, model), live)
 
 
 def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> list[dict[str, Any]]:
@@ -136,7 +180,7 @@ def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) 
     return window
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the tensors of the optimizer states."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if torch.is_tensor(value))
@@ -164,7 +208,7 @@ def _refuse_data_dependent_shapes(kind: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _known_values(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
+def _known_values(plan: Plan) -> Iterator[None]:
     """Answer two questions about the values of tensors, because fake tensors have no values.
 
     - Does the batch need an attention mask? A single row has no padding, so it needs none. Several rows usually differ
@@ -175,15 +219,19 @@ def _known_values(plan: Plan, rows: int, tokens: int) -> Iterator[None]:
     patch = unittest.mock.patch.object
     needs_no_mask = masking_utils._ignore_causal_mask_sdpa
 
-    def without_values(padding_mask: torch.Tensor, *sizes: Any) -> bool:
+    def without_values(padding_mask: torch.Tensor | None, *sizes: Any) -> bool:
         if _flash_attention_2(plan):  # it has no mask for a window, either, which is the last of the sizes
             return needs_no_mask(None, *sizes[:4])
-        if rows == 1:
+        if padding_mask is None or len(padding_mask) == 1:
             return needs_no_mask(None, *sizes)  # None: there is no padding
         return needs_no_mask(padding_mask, *sizes)
 
+    def one_document_a_row(begins_BT: torch.Tensor) -> "_Lengths":
+        rows, tokens = begins_BT.shape
+        return _Lengths([tokens] * rows)
+
     with (
-        patch(packing, "document_lengths", return_value=_Lengths([tokens] * rows)),
+        patch(packing, "document_lengths", one_document_a_row),
         patch(masking_utils, "_ignore_causal_mask_sdpa", without_values),
     ):
         yield

@@ -19,7 +19,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from cria_tricks.bill.constants import BLOCK
 from cria_tricks.common.errors import BadInput
-from cria_tricks.load.model import EDITS, built_empty
+from cria_tricks.load.model import EDITS, built_empty, forbid_cpu_repacking
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import adamw_8bit
 
@@ -48,13 +48,12 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
     with torch.device("meta"):
         if plan.quantization:
             _quantise(model, plan)
+            forbid_cpu_repacking(model)
         for edit in plan.after_load:
             if edit != "compile_blocks":  # a dry run could not count the memory inside compiled blocks
                 model = EDITS[edit](model, plan)
     with fake:
         _hand_over(model)
-    if plan.training.get("gradient_checkpointing"):
-        model.gradient_checkpointing_enable(plan.training["gradient_checkpointing_kwargs"])
     return model.train()
 
 

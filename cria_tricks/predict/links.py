@@ -7,9 +7,9 @@ have half of both. So with a larger N the bytes that a process sends hardly grow
 process shrinks. Therefore, at some N, doubling N gains almost nothing.
 
 The time of the collectives is added to the computing time. What a strategy can hide behind the backward pass is given
-as ``overlap``. The computing time is the estimate of ``bill/step_time.py`` for the work of one process. It is right
-only within a factor of two, and so is the N at which more GPUs stop helping. One link stands for all: where a ring
-crosses several links, take the slowest.
+as ``overlap``. The computing time is the estimate of ``bill/step_time.py`` for the work of one process, the middle of a
+range. The N at which more GPUs stop helping is no better known. One link stands for all: where a ring crosses several
+links, take the slowest.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill.calls import Call, ring_share
+from cria_tricks.bill.step_time import HEAD
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import Card
 from cria_tricks.models.shape import Shape
@@ -231,7 +232,7 @@ def _through_the_stages(recipe: Recipe, shape: Shape, card: Card, processes: int
     k = stages[0].recipe.tricks.gradient_accumulation
     for stage in stages:
         parts = folds.step(stage.recipe, replace(shape, layers=stage.shape.layers), card).parts
-        seconds = {one.name: one.seconds for one in parts if stage.has_head or one.name != "head and loss"}
+        seconds = {one.name: one.seconds for one in parts if stage.has_head or one.name not in HEAD}
         optimizers.append(seconds.pop("optimizer"))  # it runs once, after all micro-batches
         micro_batches.append(sum(seconds.values()) / k)
     return sum(micro_batches) + max(micro_batches) * (k - 1) + max(optimizers)

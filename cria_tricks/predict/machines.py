@@ -7,7 +7,7 @@ Our estimate is computed: the bytes by an estimator that the caller passes in, t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.step_time import run_cost
+from cria_tricks.bill.step_time import ends, run_cost
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
 from cria_tricks.hardware.device import Device
@@ -55,9 +55,14 @@ class Option:
         needed_bytes: the memory that must be free on each of its cards.
         capacity_bytes: the memory of each card.
         fits: whether that is enough.
-        minutes: the time of training; ``None`` if it does not fit.
+        minutes: the time of training, the middle of its range; ``None`` if it does not fit.
         cost: the price of these minutes [USD]; ``None`` if it does not fit.
-        within_budget: whether the cost is within the budget; ``None`` without a budget, or if it does not fit.
+        minutes_low: the low end of the range of the minutes.
+        minutes_high: its high end.
+        cost_low: the low end of the range of the cost [USD].
+        cost_high: its high end.
+        within_budget: whether the high end of the cost is within the budget; ``None`` without a budget, or if it does
+            not fit.
     """
 
     flavor: str
@@ -68,6 +73,10 @@ class Option:
     minutes: float | None
     cost: float | None
     within_budget: bool | None
+    minutes_low: float | None = None
+    minutes_high: float | None = None
+    cost_low: float | None = None
+    cost_high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +134,11 @@ class Advice:
         budget: the budget [USD]; ``None`` without one.
         guide: the guide's recommendations.
         options: every method on every machine.
-        cheapest: method -> the cheapest machine on which it fits, within the budget if there is one, or ``None``.
+        cheapest: method -> the cheapest machine on which it fits, within the budget if there is one, or ``None``. It is
+            chosen by the middles of the ranges.
         fastest: method -> the fastest of these machines, or ``None``.
+        as_cheap: method -> the machines whose range of costs overlaps with that of the cheapest: they may be cheaper.
+        as_fast: method -> the same for the minutes and the fastest.
         rules: the guide's rules of thumb, compared with our estimate.
         notes: further sentences for the reader.
     """
@@ -141,6 +153,8 @@ class Advice:
     options: tuple[Option, ...]
     cheapest: dict[str, str | None]
     fastest: dict[str, str | None]
+    as_cheap: dict[str, tuple[str, ...]]
+    as_fast: dict[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
     notes: tuple[str, ...]
 
@@ -183,6 +197,8 @@ def advise(
         options=tuple(options),
         cheapest={method: _best(options, method, lambda option: option.cost) for method in METHODS},
         fastest={method: _best(options, method, lambda option: option.minutes) for method in METHODS},
+        as_cheap={method: _close(options, method, "cost") for method in METHODS},
+        as_fast={method: _close(options, method, "minutes") for method in METHODS},
         rules=tuple(_rule(shape, needed, options, method) for method in GB_PER_BILLION),
         notes=_notes(),
     )
@@ -229,16 +245,44 @@ def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, fla
         return option
     run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
     option = replace(option, minutes=run.minutes, cost=run.cost)
+    minutes, cost = ends(run.minutes, run.spread), ends(run.cost, run.spread)
+    option = replace(option, minutes_low=minutes[0], minutes_high=minutes[1], cost_low=cost[0], cost_high=cost[1])
     if budget is None:
         return option
-    return replace(option, within_budget=run.cost <= budget)
+    return replace(option, within_budget=cost[1] <= budget)
 
 
 def _best(options: Sequence[Option], method: str, key: Callable[[Option], float | None]) -> str | None:
-    possible = [o for o in options if o.method == method and o.fits and o.within_budget is not False]
-    if not possible:
-        return None
-    return min(possible, key=lambda option: key(option) or 0.0).flavor  # what fits has a number, so 0.0 is never used
+    found = _least(options, method, key)
+    return found.flavor if found else None
+
+
+def _least(options: Sequence[Option], method: str, key: Callable[[Option], float | None]) -> Option | None:
+    # What fits has a number, so 0.0 is never used.
+    return min(_possible(options, method), key=lambda option: key(option) or 0.0, default=None)
+
+
+def _possible(options: Sequence[Option], method: str) -> list[Option]:
+    return [o for o in options if o.method == method and o.fits and o.within_budget is not False]
+
+
+def _close(options: Sequence[Option], method: str, what: str) -> tuple[str, ...]:
+    """List the machines that may be better than the best one by the middles, because the two ranges overlap.
+
+    Machines with the same card have the same error, so of them the middles decide.
+
+    Args:
+        options: every method on every machine.
+        method: the way to train.
+        what: ``minutes`` or ``cost``.
+    """
+    best = _least(options, method, lambda option: getattr(option, what))
+    if best is None:
+        return ()
+    high = getattr(best, f"{what}_high")
+    card = FLAVORS[best.flavor].card
+    others = [option for option in _possible(options, method) if FLAVORS[option.flavor].card != card]
+    return tuple(option.flavor for option in others if getattr(option, f"{what}_low") <= high)
 
 
 def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Recommended, ...]:

@@ -22,11 +22,11 @@ Not counted: what NCCL allocates for itself, and the tensors that tensor paralle
 
 from dataclasses import dataclass, replace
 
-from cria_tricks.bill.bill import STATE, Bill
+from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.fsdp_bytes import divided_up, sharded_moments, smaller
-from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.bill.lines import STATE, Line, Moment
 from cria_tricks.bill.moments import moments
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
@@ -34,6 +34,7 @@ from cria_tricks.load.stages import block_counts
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import facts
+from cria_tricks.tricks.gradient_checkpointing import in_stage
 
 STRATEGIES = ("none", "ddp", "zero1", "zero2", "fsdp", "tensor", "ddp_tensor", "pipeline", "model")
 """The strategies that can be estimated."""
@@ -128,7 +129,7 @@ class StagePart:
     """The part of a model that one stage has.
 
     Attributes:
-        recipe: the recipe, with the micro-batches of this stage's pipeline.
+        recipe: the recipe, with the micro-batches of this stage's pipeline, and its number of checkpointed blocks.
         shape: the shape of a model with the blocks of this stage; its vocabulary is 0 in a stage that has neither the
             embedding nor the head.
         number: the number of the stage, from 0.
@@ -184,7 +185,8 @@ def stages_of(recipe: Recipe, shape: Shape, strategy: str, processes: int) -> li
         # matrix of this size: a stage that has both the embedding and the head has them as one tied matrix.
         words = shape.vocabulary if number in (0, head) else 0
         part = replace(shape, layers=layers, vocabulary=words, tied=True)
-        found.append(StagePart(own, part, number, stages, number == head))
+        here = in_stage(own, sum(blocks[:number]), layers)
+        found.append(StagePart(here, part, number, stages, number == head))
     return found
 
 

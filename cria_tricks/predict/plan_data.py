@@ -4,21 +4,32 @@ from dataclasses import asdict
 from typing import Any
 
 from cria_tricks.bill.lines import Line
-from cria_tricks.bill.step_time import RunPrice, run_tokens
+from cria_tricks.bill.step_time import RunPrice, ends, run_tokens
 from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
-from cria_tricks.hardware import trust
+from cria_tricks.hardware import calibration, this_device, trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
+from cria_tricks.hardware.gpus import Host
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict import toggles
+from cria_tricks.predict.host import HostBill, host_bill
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.step_plan import Plan
 
 
 def answer(
-    target: Target, recipe: Recipe, lengths: Lengths, *, dry: bool, advise: bool, longest: bool, rows: int | None
+    target: Target,
+    recipe: Recipe,
+    lengths: Lengths,
+    *,
+    dry: bool,
+    advise: bool,
+    longest: bool,
+    rows: int | None,
+    host: Host | None = None,
 ) -> dict[str, Any]:
     """Put the bill, the comparisons and whatever else was asked for into one answer.
 
@@ -30,8 +41,14 @@ def answer(
         advise: add ``front``, the best toggle sets.
         longest: add ``longest``, the length of the longest row that fits [tokens].
         rows: the number of training rows, for ``prices``; ``None`` for no prices.
+        host: the machine around the card; ``None`` if it is not known.
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
+    on_host = host_bill(target, recipe, host, rows or 0)
+    if on_host:
+        found["host"] = _host(on_host)
+        found["warnings"] += _host_doubts(on_host)
+        found["fits"] = found["fits"] and on_host.verdict != "does not fit"
     found |= comparisons(target, recipe)
     if advise:
         found["front"] = front(target, recipe)
@@ -55,9 +72,9 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     Returns:
         The fields of :class:`cria_tricks.predict.answer.PlanAnswer` up to ``suggestions``. ``lines`` and ``around`` are
         lines of the bill (``name``, ``bytes``, ``why``): ``lines`` sum to ``peak_bytes``, which is of the step's
-        tensors in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` is
-        ``None`` for a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``, ``saved_bytes``,
-        ``slowdown`` and ``fits``.
+        tensors in the process that needs most, and both together sum to ``needed_bytes``. ``seconds_per_step`` and the
+        ends of its range are ``None`` for a card whose rates are not known. A suggestion has ``set``, ``peak_bytes``,
+        ``saved_bytes``, ``slowdown`` and ``fits``.
 
     Raises:
         BadInput: for a toggle that cannot work on the card or with the model, or a dry run of several processes.
@@ -73,6 +90,7 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
     peak = sum(line.bytes for line in lines)
     needed = peak + sum(line.bytes for line in around)
     capacity = target.device.memory_bytes
+    verdict = trust.verdict(needed, capacity, needed - setting.memory.unused.bytes)
     lengths = lengths or full(recipe, "all that data.max_length allows")
     return {
         "model": target.shape.name,
@@ -88,23 +106,33 @@ def bill(target: Target, recipe: Recipe, *, dry: bool = False, lengths: Lengths 
         "peak_bytes": peak,
         "peak_at": moment,
         "needed_bytes": needed,
-        "fits": needed <= capacity,
+        "least_bytes": needed - setting.memory.unused.bytes,
+        "fits": verdict != "does not fit",
+        "verdict": verdict,
         "context": target.shape.context,
         "method": "dry_run" if dry else "closed_form",
         "lines": [asdict(line) for line in lines],
         "around": [asdict(line) for line in around],
-        "seconds_per_step": _seconds_per_step(setting, plan, lengths),
-        "warnings": [*plan.warnings, *doubts(target, recipe, needed)],
+        **_times(setting, plan, lengths),
+        "warnings": [*plan.warnings, *doubts(target, recipe, verdict)],
         "suggestions": [_suggestion(change) for change in toggles.suggestions(target, recipe)],
     }
 
 
-def _seconds_per_step(setting: Setting, plan: Plan, lengths: Lengths) -> float | None:
+def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
+    """Return the time of an optimizer step, both ends of its range, and what backs the range."""
     if setting.seconds is None:
-        return None
+        return dict.fromkeys(("seconds_per_step", "seconds_per_step_low", "seconds_per_step_high", "seconds_by"))
     recipe = setting.recipe
     mean = plan.collator.get("packed_length", lengths.mean)  # a packed row is filled up to its whole length
-    return setting.seconds * (recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation)
+    seconds = setting.seconds * (recipe.train.batch_size * mean * recipe.tricks.gradient_accumulation)
+    low, high = ends(seconds, setting.spread)
+    return {
+        "seconds_per_step": seconds,
+        "seconds_per_step_low": low,
+        "seconds_per_step_high": high,
+        "seconds_by": setting.by,
+    }
 
 
 def _suggestion(change: Change) -> dict[str, Any]:
@@ -131,23 +159,42 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
     return [_setting(setting) for setting in toggles.front(target, recipe)]
 
 
-def doubts(target: Target, recipe: Recipe, needed: int) -> list[str]:
+def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no toggle is refused.
 
-    There are three such risks: rows longer than the model's context, a narrow fit, and the host's memory, which we do
-    not check.
+    There are two such risks: rows longer than the model's context, and a narrow fit. A calibration of this machine that
+    is stale is said, too.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
     plan = target.resolve(recipe)
     if "packed_length" not in plan.collator:
         found += beyond_context(target.shape.context, recipe.data.max_length)
-    narrow = trust.may_not_fit(needed, target.device.memory_bytes)
-    if narrow:
-        found.append(narrow)
-    if "activation_offload" in plan.step_context:
-        found.append(trust.HOST)
+    if verdict == "tight":
+        found.append(trust.TIGHT)
+    if target.device == this_device():
+        found += filter(None, [calibration.stale(target.device)])
     return found
+
+
+def _host(memory: HostBill) -> dict[str, Any]:
+    return {
+        "name": memory.host.name if memory.host else "",
+        "capacity_bytes": memory.host.memory_bytes if memory.host else 0,
+        "needed_bytes": memory.peak.bytes,
+        "needed_at": memory.peak.name,
+        "verdict": memory.verdict,
+        "lines": [asdict(line) for line in memory.peak.lines if line.bytes],
+        "merge_bytes": memory.merge_bytes,
+    }
+
+
+def _host_doubts(memory: HostBill) -> list[str]:
+    """Warn if the host's memory may not be enough."""
+    if memory.host is None or memory.verdict == "fits":
+        return []
+    needs = f"{human(memory.peak.bytes)} on the host while {memory.peak.name}"
+    return [f"{memory.verdict} {memory.host.name}: the run needs {needs}, of {human(memory.host.memory_bytes)}"]
 
 
 def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
@@ -172,15 +219,15 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
     tokens = run_tokens(recipe, rows, mean)
     found = []
     for flavor in FLAVORS.values():
-        if CARDS[flavor.card] is not target.card:
+        if target.card is None or CARDS[flavor.card].device.name != target.card.device.name:
             continue
         try:
             setting = on_machine(recipe, target.shape, flavor)
         except BadInput:  # the cards of this machine cannot share this run
             continue
         if setting.memory.fits and setting.seconds is not None:
-            run = RunPrice(flavor, setting.seconds * tokens / 60)
-            found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost})
+            run = RunPrice(flavor, setting.seconds * tokens / 60, setting.spread)
+            found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost, **run.range})
     return found
 
 

@@ -6,12 +6,15 @@ from rich.table import Table
 from rich.text import Text
 
 from cria_tricks.common.console import Screen, table
-from cria_tricks.common.units import duration, human, money, speed
+from cria_tricks.common.units import between, human, money_between, speed
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import PRICES_DATE
 
-COLOURS = {"fits": "green", "may not fit": "yellow", "does not fit": "red"}
+COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """The verdicts, each with the colour in which it is printed."""
+
+BACKED = {"public runs": "by public runs", "measured here": "as measured here", "no run": "no run backs it"}
+"""What is printed behind a range of times, by what backs it."""
 
 
 def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder: bool = False) -> None:
@@ -24,10 +27,12 @@ def show(found: dict[str, Any], screen: Screen, *, toggles: bool = False, ladder
         ladder: print the toggles added one after the other.
     """
     _show_lead(found, screen)
+    if found.get("fit"):
+        _show_fit(found["fit"], screen)
     _show_bill(found, screen)
     if found["warnings"]:
         screen.wrapped("", *(Text(f"warning: {warning}") for warning in found["warnings"]))
-    if found["suggestions"] and not found["fits"]:
+    if found["suggestions"] and found["verdict"] != "fits":
         _show_suggestions(found["suggestions"], screen)
     if toggles:
         _show_toggles(found, screen)
@@ -57,11 +62,32 @@ def _show_lead(found: dict[str, Any], screen: Screen) -> None:
     screen.wrapped(lead)
 
 
+def _show_fit(fit: dict[str, Any], screen: Screen) -> None:
+    """Print what a search has chosen, the next best, and what more safety would cost."""
+    shown = table(f"the {fit['aim']} of {fit['tried']}", "--set", "needs", "a step", numbers=["needs"])
+    for name, what in (("chosen", "chosen"), ("runner_up", "next best"), ("safer", "safer")):
+        choice = fit[name]
+        if choice:
+            changes = "\n".join(choice["set"]) or "as it is"
+            time = between(choice["seconds_per_step_low"], choice["seconds_per_step_high"])
+            shown.add_row(what, changes, human(choice["needed_bytes"]), time)
+    screen.wrapped("", shown)
+
+
 def _verdict(found: dict[str, Any]) -> str:
     """Say whether the run fits, and by how much."""
-    verdict = "fits" if found["fits"] else "does not fit"
-    if trust.may_not_fit(found["needed_bytes"], found["capacity_bytes"]):
-        verdict = "may not fit"
+    verdict = found["verdict"]
+    host = found.get("host")
+    if verdict != "does not fit" and host and host["verdict"] == "does not fit":
+        return (
+            f"[red]does not fit[/] {host['name']}: needs {human(host['needed_bytes'])} of "
+            f"{human(host['capacity_bytes'])} on the host; the card would be enough"
+        )
+    if verdict == "tight":
+        return (
+            f"[yellow]tight[/]: at least {human(found['least_bytes'])} of {human(found['capacity_bytes'])} on "
+            f"{found['gpu']}, up to {human(found['needed_bytes'])} with what PyTorch keeps"
+        )
     left = found["capacity_bytes"] - found["needed_bytes"]
     much = "to spare" if left >= 0 else "too much"
     return (
@@ -82,12 +108,20 @@ def _largest(found: dict[str, Any]) -> str:
 
 def _time(found: dict[str, Any]) -> str:
     if found["seconds_per_step"] is None:
-        return "not known: the card's speed is not on our list"
-    a_step = f"{duration(found['seconds_per_step'])} an optimizer step"
+        return "not known: no rates of this card; cria doctor --calibrate measures this machine"
+    a_step = f"{between(found['seconds_per_step_low'], found['seconds_per_step_high'])} an optimizer step"
     prices = found.get("prices")
     if prices:
-        return f"{duration(60 * _cheapest(prices)['minutes'])} to train, {a_step}, {trust.ROUGHLY}"
-    return f"{a_step}, {trust.ROUGHLY}"
+        a_step = f"{_minutes(_cheapest(prices))} to train, {a_step}"
+    return f"{a_step}, {BACKED[found['seconds_by']]}"
+
+
+def _minutes(price: dict[str, Any]) -> str:
+    return between(60 * price["minutes_low"], 60 * price["minutes_high"])
+
+
+def _cost(price: dict[str, Any]) -> str:
+    return money_between(price["cost_low"], price["cost_high"])
 
 
 def _price(found: dict[str, Any]) -> str:
@@ -98,7 +132,7 @@ def _price(found: dict[str, Any]) -> str:
         return "no price: no machine on the list has this card and room for this run"
     cheapest = _cheapest(prices)
     among = f", the cheapest of {len(prices)}" if len(prices) > 1 else ""
-    return f"{money(cheapest['cost'])} on {cheapest['flavor']}{among} (Hugging Face Jobs, {PRICES_DATE})"
+    return f"{_cost(cheapest)} on {cheapest['flavor']}{among} (HF Jobs, {PRICES_DATE})"
 
 
 def _cheapest(prices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,6 +155,10 @@ def _show_bill(found: dict[str, Any], screen: Screen) -> None:
         bill.add_row(line["name"], human(line["bytes"]), line["why"])
     if found["around"]:
         bill.add_row("needed", human(found["needed_bytes"]), f"of {human(found['capacity_bytes'])}", style="bold")
+    host = found.get("host")
+    if host:
+        of = f"of {human(host['capacity_bytes'])} ({host['name']}), " if host["name"] else ""
+        bill.add_row("on the host", human(host["needed_bytes"]), f"{of}while {host['needed_at']}")
     screen.wrapped(bill)
 
 
@@ -134,7 +172,7 @@ def _yes_or_no(found: dict[str, Any]) -> str:
 
 def _show_prices(entries: list[dict[str, Any]], screen: Screen) -> None:
     title = f"Training alone, at the prices of Hugging Face Jobs' list of {PRICES_DATE}"
-    prices = [f"{price['flavor']}: {duration(60 * price['minutes'])}, {money(price['cost'])}" for price in entries]
+    prices = [f"{price['flavor']}: {_minutes(price)}, {_cost(price)}" for price in entries]
     screen.wrapped("", f"[bold]{title}[/]", "", *prices, Text(f"times are {trust.TIME}", style="dim"))
 
 

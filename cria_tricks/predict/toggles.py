@@ -37,6 +37,7 @@ LADDER = (
     "paged_optimizer",
     "attention",
     "expand_kv",
+    "keep_attention",
     "packing",
     "chunked_loss",
     "lean_preparation",
@@ -46,6 +47,7 @@ LADDER = (
 
 NEEDS = {
     "expand_kv": ("attention",),
+    "keep_attention": ("gradient_checkpointing", "attention", "expand_kv"),
     "quantization": ("peft",),
     "double_quantization": ("peft", "quantization"),
     "lean_preparation": ("peft", "precision", "quantization"),
@@ -65,13 +67,18 @@ class Setting:
         set: the changed toggles, as ``--set`` takes them.
         recipe: the whole recipe with these changes.
         memory: its memory bill.
-        seconds: the estimated time of one token [s]; ``None`` for a card whose rates are not known.
+        seconds: the estimated time of one token, the middle of its range [s]; ``None`` for a card whose rates are not
+            known.
+        spread: the high end of this range divided by the low end [ratio].
+        by: what backs this range, as :meth:`Card.basis` says; empty for a card whose rates are not known.
     """
 
     set: tuple[str, ...]
     recipe: Recipe
     memory: Bill
     seconds: float | None
+    spread: float = 1.0
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,12 @@ class Target:
             recipe: the recipe.
             changed: the toggles that were changed in it, for ``Setting.set``.
         """
-        return Setting(changed, recipe, self.memory(recipe), self._seconds_per_token(recipe))
+        card = self.card
+        if card is None:
+            return Setting(changed, recipe, self.memory(recipe), None)
+        precision = recipe.tricks.precision
+        seconds = self._seconds_per_token(recipe, card)
+        return Setting(changed, recipe, self.memory(recipe), seconds, card.spread(precision), card.basis(precision))
 
     def memory(self, recipe: Recipe, tokens: int | None = None) -> Bill:
         """Estimate the bytes only, for rows of ``tokens`` tokens, or of ``data.max_length`` when left out."""
@@ -139,14 +151,12 @@ class Target:
         strategy = recipe.parallel.strategy
         return per_process(recipe, self.shape, self.device, strategy, self.processes, tokens=tokens)
 
-    def _seconds_per_token(self, recipe: Recipe) -> float | None:
-        """Estimate the time of a step, divided by all its tokens; ``None`` if the card's rates are not known."""
-        if self.card is None:
-            return None
-        work = step(recipe, self.shape, self.card)
+    def _seconds_per_token(self, recipe: Recipe, card: Card) -> float:
+        """Estimate the time of a step, divided by all its tokens [s]."""
+        work = step(recipe, self.shape, card)
         if self.processes == 1:
             return work.seconds / work.tokens
-        return self._shared_step_seconds(recipe, self.card) / work.tokens
+        return self._shared_step_seconds(recipe, card) / work.tokens
 
     def _shared_step_seconds(self, recipe: Recipe, card: Card) -> float:
         """Estimate the time of a step of several cards in one machine, joined by PCIe [s]."""
@@ -186,7 +196,7 @@ def switched_on(recipe: Recipe) -> list[str]:
 def with_only(recipe: Recipe, fields: Iterable[str]) -> Recipe:
     """Return a recipe with these toggles as they are, and all others off."""
     kept = {field: getattr(recipe.tricks, field) for field in fields}
-    return _with(recipe, {**Tricks().model_dump(), **kept})
+    return with_toggles(recipe, {**Tricks().model_dump(), **kept})
 
 
 def alone(target: Target, recipe: Recipe) -> list[Change]:
@@ -256,8 +266,8 @@ def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recip
     """Change one toggle at a time, and yield its field and the changed recipe if that is not refused."""
     for field, values in choices(recipe, target.device).items():
         for value in values:
-            changed = _with(recipe, {field: value})
-            if value != getattr(recipe.tricks, field) and target.works(changed):
+            changed = with_toggles(recipe, {field: value})
+            if named(changed, field) != named(recipe, field) and target.works(changed):
                 yield field, changed
 
 
@@ -286,7 +296,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
     # Many sets cost exactly the same. Of these, only the one with the fewest changes is kept.
     shortest: dict[tuple[float, int], Setting] = {}
     for tricks in all_sets(recipe, target.device):
-        changed = _with(recipe, tricks)
+        changed = with_toggles(recipe, tricks)
         if not target.works(changed):
             continue
         changes = [f"tricks.{named(changed, field)}" for field in _differing(recipe, changed)]
@@ -304,19 +314,20 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
 
 
 def longest(target: Target, recipe: Recipe) -> int:
-    """Find the longest row that fits, by bisection [tokens]; 0 if not even one token fits."""
+    """Find the longest row that fits with a margin, by bisection [tokens]; 0 if not even one token fits."""
     fits = 0
     most = LONGEST
     while fits < most:
         middle = (fits + most + 1) // 2  # rounded up, so that the interval always shrinks
-        if target.memory(recipe, middle).fits:
+        if target.memory(recipe, middle).verdict == "fits":
             fits = middle
         else:
             most = middle - 1
     return fits
 
 
-def _with(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
+def with_toggles(recipe: Recipe, tricks: dict[str, Any]) -> Recipe:
+    """Return the recipe with these fields of ``tricks`` changed."""
     return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update=tricks)})
 
 
@@ -329,4 +340,5 @@ def named(recipe: Recipe, field: str) -> str:
 
 
 def _differing(recipe: Recipe, changed: Recipe) -> list[str]:
-    return [field for field in LADDER if getattr(recipe.tricks, field) != getattr(changed.tricks, field)]
+    # By name, because in Python True == 1: all blocks checkpointed, and one block.
+    return [field for field in LADDER if named(recipe, field) != named(changed, field)]

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 
-from cria_tricks.common.units import duration, human, money
-from cria_tricks.predict.machines import METHODS, Advice, Rule
+from cria_tricks.common.units import between, human, money, money_between
+from cria_tricks.predict.machines import METHODS, Advice, Option, Rule
 
 
 def verdict(found: Advice) -> list[tuple[str, str]]:
     """Name the cheapest and the fastest machine for each way to train, each with its minutes and its price."""
     within = f" within {money(found.budget)}" if found.budget else ""
     chosen = []
-    for name, best in (("cheapest", found.cheapest), ("fastest", found.fastest)):
-        ways = [f"{METHODS[method]}: {_where(found, method, flavor)}" for method, flavor in best.items()]
+    for name, best, close in (("cheapest", found.cheapest, found.as_cheap), ("fastest", found.fastest, found.as_fast)):
+        ways = [
+            f"{METHODS[method]}: {_where(found, method, flavor)}{_or(close[method])}" for method, flavor in best.items()
+        ]
         chosen.append((f"{name}{within}", "\n".join(ways)))
     return chosen
 
@@ -19,9 +21,24 @@ def verdict(found: Advice) -> list[tuple[str, str]]:
 def _where(found: Advice, method: str, flavor: str | None) -> str:
     """Write one machine with the minutes and the price of a way to train on it."""
     for option in found.options:
-        if (option.flavor, option.method) == (flavor, method) and option.minutes and option.cost:
-            return f"{flavor}, {duration(60 * option.minutes)}, {money(option.cost)}"
+        if (option.flavor, option.method) == (flavor, method):
+            return f"{flavor}, {in_figures(option)}"
     return "none of these"
+
+
+def in_figures(option: Option) -> str:
+    """Write the range of minutes and of costs of a way to train on a machine; nothing if it does not fit."""
+    if option.minutes_low is None or option.minutes_high is None or option.cost_low is None or option.cost_high is None:
+        return ""
+    minutes = between(60 * option.minutes_low, 60 * option.minutes_high)
+    return f"{minutes}, {money_between(option.cost_low, option.cost_high)}"
+
+
+def _or(flavors: Sequence[str]) -> str:
+    """Name the machines that the estimate cannot tell from the best one."""
+    if not flavors:
+        return ""
+    return f"; not told apart from {', '.join(flavors)}, whose range overlaps"
 
 
 def in_words(found: Advice) -> list[str]:
@@ -34,7 +51,7 @@ def in_words(found: Advice) -> list[str]:
         guide.append(f"- by {by.by} ({by.case}; {by.says}): {_machines(found, by.flavors)}")
     notes = "\n".join(f"- {note}" for note in found.notes)
     return [
-        "Machines that are closer than a factor of two cannot be told apart by these estimates.",
+        "Machines whose ranges overlap cannot be told apart by these estimates.",
         "\n".join(guide),
         *(_in_words(rule) for rule in found.rules),
         notes,

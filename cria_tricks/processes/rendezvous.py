@@ -1,10 +1,11 @@
 """Agree on a name for the current launch, so that restarted processes do not read what earlier ones have left.
 
 torchrun's agent outlives its workers and shares one TCPStore with all of them, restarted ones too. What a dead process
-wrote into the store is still there, for example its address. A new process that reads such a stale address cannot
-connect; if it works, that is by chance (pytorch issue 135712). The count in ``TORCHELASTIC_RESTART_COUNT`` cannot tell
-launches apart, because each agent counts only its own failures, and processes that join or leave are no failure. So the
-processes agree on a new name, and everything else that they write into the store has this name as its prefix.
+wrote into the store is still there, for example its address. A new process may read such a stale address before the new
+one is written, and then it cannot connect; whether that happens is chance (pytorch issue 135712). The count in
+``TORCHELASTIC_RESTART_COUNT`` cannot tell launches apart, because each agent counts only its own failures, and
+processes that join or leave are no failure. So the processes agree on a new name, and everything else that they write
+into the store has this name as its prefix.
 """
 
 import time
@@ -22,8 +23,8 @@ def agree(store: Any, rank: int, size: int, timeout: float) -> str:
 
     Process 0 writes a new name. Every other process writes a random token under the name that it reads, and process 0
     echoes all tokens under its new name. A process whose own token is in the echo knows that the name is the new one:
-    an old echo cannot hold a token that was made just now. The processes of earlier launches must be gone by then,
-    which the launcher sees to.
+    an old echo cannot hold a token that was made just now. No process of an earlier launch may still run,
+    because it could write a name or an echo of its own; torchrun stops the old workers before it starts new ones.
 
     Args:
         store: the launcher's store, from torch. Its ``get`` waits until somebody has set the key.

@@ -41,6 +41,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         "![loss and memory by step](report.png)",
         "",
+        *_adapted(report),
         *_memory(report),
         *_compared(report),
         *_sampled(report),
@@ -73,6 +74,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
         ("trained tokens per second", f"{report['trained_tokens_per_second']:,.0f}"),
+        *_seconds(report["step_seconds"]),
         ("peak memory", human(report["peak_bytes"])),
         ("trainable parameters", f"{parameters['trainable']:,} of {parameters['total']:,}"),
         ("seconds, with loading and with the time before a resume", f"{report['seconds']:,.0f}"),
@@ -81,8 +83,26 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines that set the predicted seconds of a step beside the measured ones."""
+    said = "no rates of this device; cria doctor --calibrate measures them"
+    if found["predicted"] is not None:
+        backed = {"measured here": "as calibrated here", "no run": "no public run backs it"}
+        said = f"{found['low']:.2f} to {found['high']:.2f}, {backed.get(found['by'], 'by public runs')}"
+    return [
+        ("seconds of a step, measured", f"{found['measured']:.2f}"),
+        ("seconds of a step, predicted", said),
+    ]
+
+
 def _loss(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.4f}"
+
+
+def _adapted(report: Mapping[str, Any]) -> list[str]:
+    """Return the section about smaller sets with which the run went on; nothing if memory never ran out."""
+    found = [f"- {what_ran.adapted(entry)}" for entry in report.get("adapted", ())]
+    return ["## Out of memory", "", *found, ""] if found else []
 
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
@@ -112,6 +132,10 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     if found["measured_bytes"] is not None:
         rows.append(("unexplained", human(found["unexplained_bytes"]), "what no line accounts for"))
         rows.append(("**measured**", human(found["measured_bytes"]), f"estimated is {found['ratio']:.3f} of it"))
+    if found["reserved"]:
+        ways = "expandable segments" if found["reserved"]["expandable_segments"] else "no expandable segments"
+        rows.append(("reserved, estimated", human(found["reserved"]["estimated_bytes"]), f"at most; {ways}"))
+        rows.append(("reserved, measured", human(found["reserved"]["measured_bytes"]), "by torch's allocator"))
     return [
         "## Estimated and measured, largest training step",
         "",

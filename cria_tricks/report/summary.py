@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cria_tricks.bill.bill import Bill
+from cria_tricks.bill.step_time import ends
 from cria_tricks.common.version import versions
 from cria_tricks.data import counts as tally
 from cria_tricks.data.stream import Stream
@@ -15,6 +16,7 @@ from cria_tricks.load.stages import parts_of
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models.configs import beyond_context
 from cria_tricks.parallel.pipeline import bubble
+from cria_tricks.predict.toggles import Setting
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import what_ran
@@ -34,7 +36,7 @@ def summarise(
     """Summarise a run as plain data that can be written as JSON.
 
     Args:
-        recipe: what the user asked for.
+        recipe: what the user asked for; if the run went on with a smaller set, with that set.
         plan: what ran.
         run: what happened.
         meter: the seconds, and the peak bytes by phase.
@@ -106,12 +108,12 @@ def _peak_bytes(run: Run, meter: Meter) -> int:
     return max(phases + _step_peaks(run))
 
 
-def _step_peaks(run: Run) -> list[int]:
-    """Return the peak bytes of those steps in which they were measured.
+def _step_peaks(run: Run, since: int = 0) -> list[int]:
+    """Return the peak bytes of those steps after step ``since`` in which they were measured.
 
     They come from the history, because a resumed run has the steps before its interruption there, too.
     """
-    return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry]
+    return [entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry and entry["step"] > since]
 
 
 def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows | Stream) -> dict[str, Any]:
@@ -136,19 +138,22 @@ def _data(plan: Plan, run: Run, train: TokenRows | Stream, held_out: TokenRows |
     }
 
 
-def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
+def compare(memory: Bill | None, run: Run, meter: Meter, since: int = 0) -> dict[str, Any]:
     """Compare the estimated peak of a training step with the measured one.
 
     Args:
         memory: the bill of the largest micro-batch; ``None`` for a kind of model that cannot be estimated.
         run: what happened.
+        meter: the peak bytes by phase.
+        since: the step after which the run had the set of the bill; the steps before are not compared.
 
     Returns:
         Two keys; both are ``None`` without an estimate. ``estimated_peak_bytes``: all that CUDA's allocator sees, so
         with cuBLAS' workspaces and without CUDA's context. ``estimate``: the ``lines`` of the bill, which sum to the
         estimated peak; ``measured_bytes``, the highest peak of a step; ``unexplained_bytes``, which is measured minus
         estimated; and ``ratio``, which is estimated divided by measured. The last three are ``None`` if no step was
-        measured.
+        measured. ``reserved`` is ``None`` on a CPU; else it has ``estimated_bytes``, the most that torch's allocator
+        should reserve, ``measured_bytes``, and ``expandable_segments``.
     """
     if memory is None:
         return {"estimated_peak_bytes": None, "estimate": None}
@@ -156,7 +161,7 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
     if memory.workspaces.bytes:
         lines.append(asdict(memory.workspaces))
     measured = unexplained = ratio = None
-    peaks = _step_peaks(run)
+    peaks = _step_peaks(run, since)
     if peaks:
         measured = max(peaks)
         unexplained = measured - memory.allocated_bytes
@@ -168,8 +173,46 @@ def compare(memory: Bill | None, run: Run) -> dict[str, Any]:
             "measured_bytes": measured,
             "unexplained_bytes": unexplained,
             "ratio": ratio,
+            "reserved": _reserved(memory, meter),
         },
     }
+
+
+def _reserved(memory: Bill, meter: Meter) -> dict[str, Any] | None:
+    measured = [phase["reserved_bytes"] for phase in meter.phases.values() if "reserved_bytes" in phase]
+    if not measured:
+        return None
+    return {
+        "estimated_bytes": memory.reserved_bytes,
+        "measured_bytes": max(measured),
+        "expandable_segments": memory.facts.expandable_segments,
+    }
+
+
+def compare_seconds(predicted: Setting | None, run: Run) -> dict[str, Any]:
+    """Compare the predicted time of an optimizer step with the measured one.
+
+    The first steps are left out where there are more than four, because counting their bytes makes them slower.
+
+    Args:
+        predicted: the estimate for the rows of this run; ``None`` for a kind of model that cannot be estimated.
+        run: what happened.
+
+    Returns:
+        One key, ``step_seconds``: ``measured``, the mean over the steps [s]; ``predicted``, for as many tokens as these
+        steps had, with the ``low`` and the ``high`` end of its range [s]; ``ratio``, predicted divided by measured; and
+        ``by``, what backs the range. All but ``measured`` are ``None`` without an estimate, or without rates of this
+        device.
+    """
+    steps = [entry for entry in run.training if not entry.get("skipped")] or run.training
+    steps = steps[2:] if len(steps) > 4 else steps
+    measured = sum(entry["step_seconds"] for entry in steps) / len(steps)
+    found: dict[str, Any] = {"measured": measured, **dict.fromkeys(("predicted", "low", "high", "ratio", "by"))}
+    if predicted and predicted.seconds is not None:
+        seconds = predicted.seconds * sum(entry["tokens"] for entry in steps) / len(steps)
+        low, high = ends(seconds, predicted.spread)
+        found |= {"predicted": seconds, "low": low, "high": high, "ratio": seconds / measured, "by": predicted.by}
+    return {"step_seconds": found}
 
 
 def of_the_pipeline(plan: Plan, run: Run, model: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.startup import importing
 from cria_tricks.hardware import T4, Device, this_device
-from cria_tricks.hardware.gpus import find_gpu
+from cria_tricks.hardware.gpus import Host, find_gpu, this_host
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict import model_settings
 from cria_tricks.predict.answer import PlanAnswer
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
     from cria_tricks.bill.bill import Bill
     from cria_tricks.data.lengths import Lengths
+    from cria_tricks.predict.toggles import Target
+
+
+HERE = "here"
+"""What ``gpu`` may be for this machine."""
 
 
 def train(
@@ -32,6 +37,8 @@ def train(
     settings: Iterable[str] = (),
     resume: bool = False,
     other_base: bool = False,
+    fit: str = "",
+    may_change: Iterable[str] = (),
     console: "Console | None" = None,
 ) -> dict[str, Any]:
     """Train a recipe, and write its adapter and its report.
@@ -45,6 +52,8 @@ def train(
         settings: changes of the recipe, written as for ``--set``, e.g. ``["train.max_steps=20", "lr=1e-3"]``.
         resume: continue from the newest checkpoint in ``out``; start from the beginning if there is none.
         other_base: allow a resumed run to continue with another base model than the one it began with.
+        fit: ``fastest``, ``smallest`` or ``longest``: train with the toggles that :func:`plan` finds for this aim.
+        may_change: as for :func:`plan`.
         console: where progress is shown; standard error when left out.
 
     Returns:
@@ -73,6 +82,8 @@ def train(
         wanted = with_settings(recipes.get(recipe), changes)
 
         from cria_tricks.run.run import train as run
+    if fit:
+        wanted = _fitted_here(wanted, fit, may_change, console)
     return run(wanted, out, resume=resume, other_base=other_base, console=console)
 
 
@@ -88,6 +99,8 @@ def plan(
     advise: bool = False,
     longest: bool = False,
     rows_full: bool = False,
+    fit: str = "",
+    may_change: Iterable[str] = (),
 ) -> PlanAnswer:
     """Estimate what a recipe needs on a card, and explain it, without loading any weights.
 
@@ -97,45 +110,92 @@ def plan(
     Args:
         recipe: a recipe, the name of one, or the path of a ``.toml`` file.
         gpu: a short name such as ``"t4"`` or ``"t4x2"`` (two of them), an amount of memory such as ``"8GiB:7.5"`` (with
-            the compute capability, 8.6 if left out), or a ``Device``; when left out, this machine's card, or a T4.
+            the compute capability, 8.6 if left out), ``"here"``, or a ``Device``; else this machine's card, or a T4.
         model: another model than the recipe's: a short name, a hub id, a folder or a ``config.json``.
         settings: changes of the recipe, written as for ``--set``, e.g. ``["seq=4096", "tricks.packing=true"]``.
         rows: the number of training rows, for ``prices``; when left out, as many as were read with the lengths.
         nproc: the number of processes, with one card each; ``ddp`` if the recipe names no strategy.
-        dry_run: count the bytes in a step of the real modules on tensors without data, not with closed formulas.
+        dry_run: count the bytes in a step of the real modules on tensors without data.
         advise: try all toggle sets; the answer then has ``front``.
         longest: find the longest row that fits; the answer then has ``longest``.
         rows_full: take every row as ``data.max_length`` tokens long, whatever the data.
+        fit: ``fastest``, ``smallest`` or ``longest``: answer for the toggles that a search finds best for this aim.
+        may_change: toggles that this search may also change, although they change results, e.g. ``["quantization"]``.
 
     Raises:
         BadInput: for an unknown name, a toggle that cannot work on the card, or a row that training would refuse.
+        OutOfMemory: if no set of toggles fits.
 
     Examples:
         >>> answer = plan("kwanzaa", gpu="t4", rows=107)
-        >>> answer.needed_bytes == sum(line.bytes for line in answer.lines + answer.around)
-        True
-        >>> answer.prices[0].flavor
-        't4-small'
+        >>> answer.prices[0].flavor, answer.verdict
+        ('t4-small', 'fits')
     """
-    if nproc < 1:
-        raise BadInput(f"nproc={nproc}: must be a whole number above 0")
     changes = [f"model={model}", *_several(settings)] if model else _several(settings)
     device, nproc = _device(gpu, nproc)
     wanted, shape, device = _wanted(recipe, changes, device)
+    host = _host(gpu)  # names are checked by now; this machine's card is looked up with torch
     needed = model_settings.needed(wanted, shape, changes) if model else []
     wanted = _shared(with_settings(wanted, needed), nproc)
-    # They import numpy and torch, which takes seconds; errors in names were raised above.
-    from cria_tricks.data import lengths
-    from cria_tricks.predict import plan_data, toggles
+    # It imports numpy and torch, which takes seconds; errors in names were raised above.
+    from cria_tricks.predict.toggles import Target
 
-    target = toggles.Target(shape, device, nproc)
+    target = Target(shape, device, nproc)
     target.resolve(wanted)  # raises for a setting that cannot work, before the data is read
-    found_lengths = lengths.full(wanted, "--rows-full") if rows_full else _read_lengths(wanted)
-    wanted = lengths.as_long_as(found_lengths.longest, wanted)
+    wanted, found_lengths, fitted = _searched(target, wanted, rows_full, fit, _several(may_change))
     rows = (found_lengths.rows or None) if rows is None else rows
-    found = plan_data.answer(target, wanted, found_lengths, dry=dry_run, advise=advise, longest=longest, rows=rows)
-    found["warnings"] = [*model_settings.warning(shape.name, needed), *found["warnings"]]
-    return PlanAnswer.model_validate(found)
+    asked = {"dry": dry_run, "advise": advise, "longest": longest, "host": host, "rows": rows}
+    return _answered(target, wanted, found_lengths, asked, fitted, model_settings.warning(shape.name, needed))
+
+
+def _searched(
+    target: "Target", recipe: Recipe, rows_full: bool, aim: str, may_change: list[str]
+) -> tuple[Recipe, "Lengths", dict[str, Any] | None]:
+    """Read the lengths of the rows, and search the best toggles if that is wanted: recipe, lengths, what was found."""
+    from cria_tricks.data import lengths
+
+    found = lengths.full(recipe, "--rows-full") if rows_full else _read_lengths(recipe)
+    recipe = lengths.as_long_as(found.longest, recipe)
+    if not aim:
+        return recipe, found, None
+    from cria_tricks.run import search
+
+    fitted = search.search(target, recipe, aim, found, may_change)
+    return fitted.chosen.recipe, search.lengths_of(fitted, found), search.as_data(fitted)
+
+
+def _answered(
+    target: "Target",
+    recipe: Recipe,
+    lengths: "Lengths",
+    asked: dict[str, Any],
+    fitted: dict[str, Any] | None,
+    warnings: list[str],
+) -> PlanAnswer:
+    from cria_tricks.predict import plan_data
+
+    found = plan_data.answer(target, recipe, lengths, **asked)
+    found["warnings"] = [*warnings, *found["warnings"]]
+    return PlanAnswer.model_validate(found | {"fit": fitted})
+
+
+def _fitted_here(recipe: Recipe, aim: str, may_change: Iterable[str], console: "Console | None") -> Recipe:
+    """Return the recipe with the toggles that a search finds for this machine, and say which."""
+    from cria_tricks.common.console import Aside
+    from cria_tricks.data import lengths
+    from cria_tricks.predict.toggles import Target
+    from cria_tricks.processes import numbers
+    from cria_tricks.run import search
+
+    target = Target(find_shape(recipe.model), this_device(), numbers.processes())
+    found_lengths = _read_lengths(recipe)
+    # Rows are trained as long as they are, so a shorter data.max_length is for the estimate only.
+    found = search.search(
+        target, lengths.as_long_as(found_lengths.longest, recipe), aim, found_lengths, _several(may_change)
+    )
+    if not numbers.rank():
+        (console or Aside()).print(search.in_words(found))
+    return with_settings(recipe, found.chosen.set)
 
 
 def _shared(recipe: Recipe, processes: int) -> Recipe:
@@ -178,10 +238,24 @@ def estimate(
     return by_hand(wanted, shape, device)
 
 
+def _host(gpu: str | Device | None) -> Host | None:
+    """Return the machine around the card that was named: this one if none was and it has a card; else a T4's."""
+    if isinstance(gpu, Device):
+        return None
+    here = gpu is not None and gpu.strip().lower() == HERE
+    if here or (gpu is None and this_device().kind == "cuda"):
+        return this_host()
+    return find_gpu(gpu or "t4").host
+
+
 def _device(gpu: str | Device | None, processes: int) -> tuple[Device | None, int]:
     """Find the card that was named, and the number of processes: one for each card, where several were named."""
+    if processes < 1:
+        raise BadInput(f"nproc={processes}: must be a whole number above 0")
     if not isinstance(gpu, str):
         return gpu, processes
+    if gpu.strip().lower() == HERE:
+        return this_device(), processes
     found = find_gpu(gpu)
     if found.count == 1:
         return found.device, processes

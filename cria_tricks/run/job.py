@@ -15,7 +15,9 @@ from cria_tricks.data.shards import open_stream
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
+from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
+from cria_tricks.store import adaptations
 from cria_tricks.store.checkpoints import describe
 from cria_tricks.store.run_folder import Folders
 
@@ -25,7 +27,7 @@ class Job:
     """What is known about a run before any model is loaded.
 
     Attributes:
-        recipe: what the user wants.
+        recipe: what the user wants, with the smaller set that the run has chosen if it ran out of memory.
         plan: what will run.
         world: the processes of the run.
         sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream instead, if the recipe asks.
@@ -77,6 +79,11 @@ def checked(
         found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
     about = describe(recipe, found, plan.device.name, world.size)
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
+    if folders.adapted:  # the run that is resumed ran out of memory before, and went on with a smaller set
+        recipe = adaptations.applied(recipe, folders.adapted)
+        plan = resolve(recipe, plan.device, world.size)
+        now = adaptations.in_words(adaptations.differing(folders.recipe, recipe)[1])
+        console.print(f"going on with the smaller set that the run has chosen: {now or 'it is the one asked for'}")
     job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
     return job

@@ -15,6 +15,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.run import given
+from cria_tricks.run.allocator import ask_for_expandable_segments
 from cria_tricks.run.job import checked, look_at_files
 
 
@@ -52,6 +53,7 @@ def train(
     given.trackers(recipe.train.report_to)
     recipe = recipe.model_copy(update={"model": models.anchored(recipe.model)})
     numbers.see_one_card()
+    ask_for_expandable_segments(recipe)
     plan = resolve(recipe, processes=numbers.processes())
     with processes.joined(recipe.parallel.timeout, numbers.go_on()):
         divided = "stage" if plan.parallel["strategy"] == "pipeline" else "tensor"

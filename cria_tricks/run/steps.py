@@ -17,7 +17,7 @@ from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter import model_card, provenance
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.console import Voice
-from cria_tricks.common.errors import BadInput, OutOfMemory, is_out_of_memory
+from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, is_out_of_memory
 from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
@@ -38,8 +38,11 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
+from cria_tricks.run import recovery
+from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
+from cria_tricks.store import adaptations
 from cria_tricks.trainer.arguments import micro_batches_at_once
 from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
@@ -99,7 +102,7 @@ def carry_out(job: Job) -> dict[str, Any]:
         stream = rows["train"] if recipe.data.stream else None
         if stream:
             stream.look_for_duplicates(job.folders.folder, world, console)
-        trained = _train(job, weights, rows, tokenizer.pad_token_id)
+        job, trained = _train(job, weights, rows, tokenizer.pad_token_id)
         if stream:
             stream.add_up(world)
             if stream.tally.in_words():
@@ -124,29 +127,42 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
 
 
-def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> Trained:
-    """Load the model and train it, while meter, monitor and progress bar watch."""
+def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> tuple[Job, Trained]:
+    """Load the model and train it, while a monitor watches; if memory runs out, again with a smaller set.
+
+    Returns:
+        The job as it has run in the end, and what is in memory then.
+    """
+    monitor = Monitor(
+        job.folders.monitor(job.world.rank),
+        job.recipe.train.monitor_seconds,
+        cuda=job.plan.device.kind == "cuda",
+        say=Voice(job.console),
+    )
+    known = recovery.Known(_shape(job.recipe, weights.path), weights.path, rows, _longest(rows, job.plan))
+    with monitor:
+        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, weights, pad_id, monitor))
+
+
+def _attempt(job: Job, known: recovery.Known, weights: Weights, pad_id: int, monitor: Monitor) -> Trained:
+    """Load the model and train it with one set, while meter and progress bar watch."""
+    rows = known.rows
+    shape = known.shape
     recipe = job.recipe
     plan = job.plan
     world = job.world
     folders = job.folders
     set_seed(recipe.train.seed)
     meter = Meter(plan.device.kind, job.began, folders.start.spent if folders.start else None, compiled=plan.compiled)
-    shape = _shape(recipe, weights.path)
-    longest = as_long_as(_longest(rows, plan), recipe)
+    longest = in_force(as_long_as(known.longest, recipe), plan.device)
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
-    monitor = Monitor(
-        folders.monitor(world.rank),
-        recipe.train.monitor_seconds,
-        cuda=plan.device.kind == "cuda",
-        say=Voice(job.console),
-    )
+    job.warn(recovery.doubts(estimated))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
-    with _memory_in_one_line(job, longest, shape), monitor:
+    with _memory_in_one_line(job, longest, shape):
         with meter.phase("load"), doing(f"loading {weights.name}"):
             loaded = load(plan, weights)
             meter.track(every_tensor(loaded.model))
@@ -209,7 +225,10 @@ def _written(
     summary = report.summarise(
         recipe, job.plan, trained.run, trained.meter, rows, descriptions, trained.parameters, context
     )
-    summary |= report.compare(trained.estimated, trained.run)
+    adapted = job.folders.adapted
+    summary |= report.compare(trained.estimated, trained.run, trained.meter, adapted[-1].step if adapted else 0)
+    summary["adapted"] = adaptations.written(adapted)
+    summary |= _seconds(job, weights, rows, trained)
     about = {"adapter": str(folder), "model": weights.name, "model_note": weights.note}
     summary |= about | {"base": identity.of(weights)}
     summary["monitor"] = world.gather(trained.monitor.summary())
@@ -254,6 +273,8 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
     """Turn an out-of-memory error into one sentence: during what memory ran out, and which toggles would save some."""
     try:
         yield
+    except Interrupted:  # its message may name an out-of-memory error
+        raise
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
             raise
@@ -263,7 +284,11 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         else:  # without an estimate, we can only list the toggles that are off
             off = still_off(longest, job.plan.device, job.world.size)
             advice = f"still off: {', '.join(off) or 'no toggle that works here'}"
-        raise OutOfMemory(f"{what}; {advice} (a changed recipe begins in a new folder)") from None
+        during = error.during if isinstance(error, OutOfMemory) else ""
+        others = "a changed recipe begins in a new folder"
+        if during and shape and job.recipe.train.on_oom == "stop" and job.plan.parallel["strategy"] == "none":
+            others += "; with train.on_oom=adapt, --resume goes on with a smaller set"
+        raise OutOfMemory(f"{what}; {advice} ({others})", during) from None
 
 
 def _shape(recipe: Recipe, model: str) -> Shape | None:
@@ -294,6 +319,18 @@ def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
     strategy = recipe.parallel.strategy
     return per_process(recipe, shape, plan.device, strategy, processes, trained_tokens=trained_tokens)
+
+
+def _seconds(job: Job, weights: Weights, rows: dict[str, Any], trained: Trained) -> dict[str, Any]:
+    """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones."""
+    shape = _shape(job.recipe, weights.path)
+    target = Target(shape, job.plan.device, job.world.size) if shape else None
+    if target is None:
+        return report.compare_seconds(None, trained.run)
+    train = rows["train"]
+    mean = job.plan.collator.get("packed_length") or max(8, round(train.tokens / max(1, train.count)))
+    predicted = target.bill(as_long_as(mean, job.recipe))
+    return report.compare_seconds(predicted, trained.run)
 
 
 def count_parameters(model: Any) -> dict[str, int]:

@@ -1,8 +1,6 @@
-"""Turn a plan and the recipe's ``train`` fields into the ``TrainingArguments`` of the installed transformers."""
+"""Turn a plan and the recipe's ``train`` fields into the ``TrainingArguments`` of transformers."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +107,7 @@ def training_arguments(
         disable_tqdm=True,
         report_to="none",
         **_when_to_evaluate(settings.eval_steps or epoch, total, evaluates, start),
-        **_in_its_words(plan.training),
+        **plan.training,
     )
     if arguments.n_gpu > 1:
         # One process uses one card. Otherwise the Trainer would use DataParallel, which cannot copy 4-bit weights.
@@ -133,12 +131,3 @@ def _when_to_evaluate(eval_steps: int, total: int, evaluates: bool, start: Check
         "eval_steps": eval_steps,
         "eval_on_start": evaluates and due and not evaluated(state),
     }
-
-
-def _in_its_words(training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan's arguments, with the names that the installed transformers uses."""
-    known = {field.name for field in fields(TrainingArguments)}
-    if "activation_checkpointing" not in known:
-        return dict(training)
-    # The new name since transformers 5.2x; transformers 6 has no other.
-    return {name.replace("gradient_checkpointing", "activation_checkpointing"): v for name, v in training.items()}

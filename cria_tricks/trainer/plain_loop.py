@@ -68,9 +68,6 @@ def train(
     # Small gradients would round to 0 in fp16, so the loss is multiplied by a large factor before the backward pass. In
     # other precisions the scaler is not enabled, and each of its calls does nothing.
     scaler = torch.amp.GradScaler(plan.device.kind, enabled=arguments.fp16)
-    if plan.training.get("gradient_checkpointing"):
-        # Each block then saves only its input, and runs a second time in the backward pass.
-        model.gradient_checkpointing_enable(plan.training["gradient_checkpointing_kwargs"])
     torch.manual_seed(settings.seed)  # dropout draws from this generator
     model.train()
 

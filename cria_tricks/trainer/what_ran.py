@@ -1,8 +1,11 @@
 """Say in words what a run trained, over which base and on which rows, for the model card and the report."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from cria_tricks.common.units import human
 from cria_tricks.recipe import Recipe
+from cria_tricks.store import adaptations
 
 KINDS = {
     "chat": ("chat rows", "loss on the assistant's tokens only"),
@@ -48,6 +51,20 @@ def lengthened(entry: Mapping[str, int]) -> str:
         f"the run was lengthened after step {entry['step']}: its first steps had the learning rates of a run of "
         f"{entry['lengthened_from']} steps, so it differs from a run of this length "
         "(with train.schedule=constant and train.warmup_ratio=0 it would not)"
+    )
+
+
+def adapted(entry: Mapping[str, Any]) -> str:
+    """Say in one line how a run went on after it had run out of memory.
+
+    Args:
+        entry: an :class:`~cria_tricks.store.adaptations.Adaptation` as a dictionary.
+    """
+    kept = f"from step {entry['step']}" if entry["step"] else "from the beginning"
+    needed, less = human(entry["needed_bytes"]), human(entry["chosen_bytes"])
+    return (
+        f"out of memory in {entry['during']}: going on {kept} with {adaptations.in_words(entry['set'])}, which by "
+        f"estimate needs {less} instead of {needed}"
     )
 
 

@@ -21,6 +21,7 @@ from cria_tricks.tricks import (
     gradient_checkpointing,
     head_only,
     int8,
+    keep_attention,
     lean_preparation,
     lora,
     mixed_precision,
@@ -49,6 +50,8 @@ TRICKS: tuple[ModuleType, ...] = (
     expand_kv,
     gradient_checkpointing,
     activation_offload,
+    # What a checkpointed block keeps all the same, also where its input is offloaded.
+    keep_attention,
     # Compiling comes after all that changes a block, adapters included.
     compile,
     # Which tokens are in a row.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.saved_activations import BlockTensors, WaitingBytes
+from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe

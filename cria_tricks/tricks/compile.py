@@ -136,10 +136,10 @@ chain of operations reads its inputs once and writes its result once."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Reduce the memory traffic between products; the products stay as they are."""
+    """Reduce the memory traffic and the kernels between products; the products stay as they are."""
     if not recipe.tricks.compile:
         return work
-    return replace(work, between=in_few_kernels)
+    return replace(work, between=in_few_kernels, fused_blocks=True)
 
 
 def in_few_kernels(work: Work) -> tuple[int, int]:

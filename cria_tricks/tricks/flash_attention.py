@@ -222,7 +222,9 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
 
 
 def in_kernel(work: Work, *, masked: bool, repeats: bool) -> Work:
-    """Set the kernel that torch's attention runs in on this card; for emulated bf16 there is no fused one."""
+    """Set the kernel that torch's attention runs in on this device; for emulated bf16 there is no fused one."""
+    if work.device.kind == "cpu":  # its flash kernel takes everything
+        return replace(work, kernel="flash", masked=masked)
     dtype = getattr(torch, DTYPE[work.precision])
     kernel = kernel_for(work.device, dtype, masked=masked, grouped=not repeats)
     return replace(work, kernel=kernel, masked=masked)

@@ -10,8 +10,7 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.product_bytes import stored_as_multiplied
-from cria_tricks.bill.saved_activations import everything
+from cria_tricks.bill.operation import everything, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
@@ -50,6 +49,7 @@ def facts(
         state_bytes=fp32_states,
         embedding_state_bytes=fp32_states,
         learning_blocks=shape.layers,
+        expandable_segments=recipe.train.expandable_segments,
     )
     for trick in TRICKS:
         found = trick.estimate(found, shape, recipe)

@@ -1,27 +1,33 @@
 r"""Gradient checkpointing: keep only each block's input, and recompute its insides in the backward pass.
 
-Saves    activations: L blocks x (s + a)  ->  L x s + 1 x a                          [bytes]
-Costs    one more forward pass through every block. In FLOPs of a step, for blocks of two equal products: +33 % if all
-         weights train, +50 % on a frozen base; with early stop, which skips the last product, +17 and +25 %. With LoRA
-         on down_proj early stop can skip only one thin product: for Llama-3.2-1B's blocks, r = 16, T = 2048, it is
-         +47 % with and without
+Saves    activations: L blocks x (s + a)  ->  L x s + 1 x a. With a number k only the first k blocks are checkpointed:
+         L x s + (L - k) x a, and 1 x a at least                                     [bytes]
+Costs    one more forward pass through every checkpointed block. In FLOPs of a step, for blocks of two equal products,
+         all of them checkpointed: +33 % if all weights train, +50 % on a frozen base; with early stop, which skips the
+         last product, +17 and +25 %. With LoRA on down_proj early stop can skip only one thin product: for
+         Llama-3.2-1B's blocks, r = 16, T = 2048, it is +47 % with and without. With k, k / L of these
 Claim    exact: same loss, same gradients, bit for bit, if the random state is replayed
-Needs    nothing; composes with every other trick
+Needs    nothing; composes with every other trick, but a number k not with side_network
 Breaks   blocks with side effects; dropout, unless the random states of the CPU and of the card are restored
 Sources  Chen et al. 2016, arXiv:1604.06174, sec. 4
 Ours     30 lines, one block at a time. The switch takes torch's non-reentrant checkpoint, which adds early stop,
-         autocast and further arguments. Both also keep the CPU's random state, 5,056 bytes a block, and the card's
+         autocast and further arguments. Both also keep the CPU's random state, 5,056 bytes a block, and the card's.
+         transformers can checkpoint every n-th block. We take the first k: the last blocks free what they kept before
+         the first block is recomputed, so nothing more is alive in that moment
 
-Shapes: s = B T D elements, a block's input; a = all that the block saves inside for its backward pass.
+Shapes: s = B T D elements, a block's input; a = all that the block saves inside for its backward pass; L blocks.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.saved_activations import BlockTensors, WaitingBytes
+from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -94,33 +100,91 @@ def checkpointed(block: torch.nn.Module, x_BTD: torch.Tensor) -> torch.Tensor:
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask transformers' Trainer for it; ``trainer/arguments.py`` knows the argument's name in each version."""
-    if not recipe.tricks.gradient_checkpointing:
+    """Ask for an edit of the model, because a number of blocks is no argument of the Trainer."""
+    wanted = recipe.tricks.gradient_checkpointing
+    if not wanted:
         return plan
     if recipe.tricks.peft == "head":
         return plan.warn(
             "gradient_checkpointing has no effect: with peft=head no block below the head keeps activations"
         )
-    return plan.with_("training", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    if wanted is True:
+        return plan.with_("checkpointing", blocks="all").then("checkpoint_blocks")
+    if recipe.tricks.peft == "side_network":
+        raise BadInput(
+            f"tricks.gradient_checkpointing={wanted}: side_network has its copies beside the last blocks, which the "
+            "first blocks are not; set tricks.gradient_checkpointing=true"
+        )
+    return plan.with_("checkpointing", blocks=wanted).then("checkpoint_blocks")
+
+
+def kept_blocks(recipe: Recipe, shape: Shape) -> int:
+    """Return how many of the last blocks keep everything although the first ones are checkpointed: L - k.
+
+    Args:
+        recipe: ``tricks.gradient_checkpointing`` is on.
+        shape: the model's.
+
+    Raises:
+        BadInput: if the model has fewer blocks than are to be checkpointed.
+    """
+    wanted = recipe.tricks.gradient_checkpointing
+    if wanted is True:
+        return 0
+    if wanted > shape.layers:
+        raise too_many(wanted, shape.name, shape.layers)
+    return shape.layers - wanted
+
+
+def too_many(wanted: int, model: str, blocks: int) -> BadInput:
+    """Make the error for more blocks to checkpoint than a model has."""
+    return BadInput(
+        f"tricks.gradient_checkpointing={wanted}: {model} has {blocks} blocks; set true for all, or {blocks} or less"
+    )
+
+
+def in_stage(recipe: Recipe, first: int, blocks: int) -> Recipe:
+    """Return the recipe as it is for some blocks of the model, e.g. those of a pipeline's stage.
+
+    Args:
+        recipe: of the whole model.
+        first: the number of the stage's first block, from 0.
+        blocks: the number of its blocks.
+    """
+    wanted = recipe.tricks.gradient_checkpointing
+    if wanted is True or wanted is False:
+        return recipe
+    here = min(max(wanted - first, 0), blocks) or False
+    return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update={"gradient_checkpointing": here})})
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill L s + a: the inputs s of all L blocks, and the insides a of the one that is being recomputed."""
+    """Bill L s + a: the inputs s of all L blocks, and the insides a of the one that is being recomputed.
+
+    With a number k it is L s + (L - k) a. The last blocks have freed theirs when block k needs its own a.
+    """
     if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":  # no gradient goes below the head
         return memory
     # bill/block.py needs the flag: the forward pass of the open block runs a second time, so other tensors are alive
     # around its operations.
-    return replace(memory, checkpointed=True, block_waits=inputs_wait)
+    rule = functools.partial(inputs_wait, memory.block_waits)
+    return replace(memory, checkpointed=True, kept_blocks=kept_blocks(recipe, shape), block_waits=rule)
 
 
-def inputs_wait(block: BlockTensors) -> WaitingBytes:
-    """Count what waits in each block: its input, s bytes.
+def inputs_wait(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
+    """Count what waits in each checkpointed block: its input, s bytes.
 
     The insides of the open block, a bytes, are counted in ``bill/block.py``. Two more things wait in each block: what
     int8 products pin, which no hook can take away, and what the matrix that joins a trained copy saves
     (``side_network.py``), because it is not recomputed. The open block has its pinned tensors a second time, and its
     input beside them if none of its operations keeps it.
+
+    Args:
+        waits: the rule for a block that is not checkpointed.
+        block: what one block leaves for its backward pass.
     """
+    if not block.recomputed:
+        return waits(block)
     again = block.pinned
     if not block.keeps_input:
         again += block.input
@@ -131,12 +195,19 @@ def inputs_wait(block: BlockTensors) -> WaitingBytes:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run each block forward once more. transformers makes embeddings require a gradient, so all blocks get one."""
+    """Run checkpointed blocks forward once more. transformers makes embeddings require a gradient, so all get one."""
     if not recipe.tricks.gradient_checkpointing or recipe.tricks.peft == "head":
         return work
-    return replace(work, forward_repeats=1, gradient_reaches_embedding=True, saved=block_input)
+    repeated = shape.layers - kept_blocks(recipe, shape)
+    saved = functools.partial(mean_saved, work.saved, repeated)
+    return replace(work, repeated_blocks=repeated, gradient_reaches_embedding=True, saved=saved)
 
 
-def block_input(work: Work) -> int:
-    """What a block saves for one position [bytes]: s, its input."""
-    return work.shape.width * work.hidden_itemsize
+def mean_saved(saved: Callable[[Work], float], repeated: int, work: Work) -> float:
+    """Count what a block saves for one position, in the mean over all blocks [bytes].
+
+    That is s, its input, for those that are repeated, and all that is saved without checkpointing for the others.
+    """
+    layers = work.shape.layers
+    inputs = repeated * work.shape.width * work.hidden_itemsize
+    return (inputs + (layers - repeated) * saved(work)) / layers

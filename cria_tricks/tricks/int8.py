@@ -19,7 +19,7 @@ import torch
 
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
-from cria_tricks.bill.product_bytes import Product, ProductBytes, stored_as_multiplied
+from cria_tricks.bill.operation import Product, ProductBytes, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape

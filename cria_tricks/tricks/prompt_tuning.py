@@ -2,12 +2,15 @@ r"""Prompt tuning: learn a few input vectors, and nothing else.
 
 Saves    gradients and optimizer states of all but P x D numbers                     [bytes]
 Costs    P more positions in every row, in training and in every answer
-Claim    reparametrised: the frozen model, with P learnt vectors before each row, so not the base at step 0
-Needs    rows that are not packed: only the first document of a packed row would see the prompt
+Claim    reparametrised: the model is frozen, and P learnt vectors stand before each row. They begin as random numbers,
+         so its outputs differ from the base's already at step 0
+Needs    rows that are not packed: peft drops the position ids that keep the documents of a packed row apart, so they
+         would see each other
 Breaks   small models, which learn little from a prompt (Lester et al., fig. 1); chunked_loss, which calls the model
          below peft's prompt
 Sources  Lester et al. 2021, arXiv:2104.08691, sec. 2 (the prompt), sec. 3 (its length)
-Ours     the vectors in front of the embedded tokens; peft keeps them, saves them, and extends masks and labels
+Ours     with_prompt, as a reference only: it puts the vectors in front of the embedded tokens. A run uses peft, which
+         does the same, keeps and saves the vectors, and extends masks and labels
 
 Shapes: prompt (P, D) before embedded tokens (B, T, D); a row has P + T positions.
 """
@@ -59,14 +62,17 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         return plan
     if tricks.packing:
         raise BadInput(
-            "tricks.packing=true with tricks.peft=prompt_tuning: only a row's first document would see the prompt; set "
-            "tricks.packing=false"
+            "tricks.packing=true with tricks.peft=prompt_tuning: peft drops the position ids, so the documents of a "
+            "row would see each other; set tricks.packing=false"
         )
     return plan.with_("peft", kind="prompt_tuning", num_virtual_tokens=recipe.prompt.tokens).then("add_adapter")
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill P vectors, and rows of P more positions; the gradient flows through all blocks down to the prompt."""
+    """Bill P vectors, and rows of P more positions.
+
+    ``learning_blocks`` stays at all blocks, because the gradient flows through all of them down to the prompt.
+    """
     if recipe.tricks.peft != "prompt_tuning":
         return memory
     tokens = recipe.prompt.tokens
@@ -75,7 +81,10 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Make every row P positions longer; the gradient goes through all blocks down to the prompt."""
+    """Make every row P positions longer.
+
+    ``gradient_reaches_embedding`` stays true, because the gradient goes through all blocks down to the prompt.
+    """
     if recipe.tricks.peft != "prompt_tuning":
         return work
     tokens = recipe.prompt.tokens

@@ -23,8 +23,7 @@ from torch import nn
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.operation import JOINED, Operation
-from cria_tricks.bill.product_bytes import stored_as_multiplied
+from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape

@@ -54,6 +54,14 @@
     if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
     return days < 730 ? `${rounded(days)} days` : `${grouped(days / 365)} years`;
   }
+  function joined(first, last) { // the ends of a range; the unit stands once where both share it
+    if (first === last) return first;
+    const [number, ...unit] = first.split(" ");
+    const same = unit.join(" ") === last.split(" ").slice(1).join(" ") && !unit.join(" ").includes("h");
+    return `${same && unit.length ? number : first} to ${last}`;
+  }
+  const between = (low, high) => joined(duration(low), duration(high));
+  const moneyBetween = (low, high) => money(low) === money(high) ? money(low) : `${money(low)} to ${money(high)}`;
   function money(usd) {
     const cents = rounded(100 * usd);
     if (usd < 0.01) return "less than a cent";
@@ -98,19 +106,29 @@
         return { name, rows: chosen.flatMap(({ rows }) => rows), bytes: chosen.reduce((sum, { bytes }) => sum + bytes, 0) };
       });
     const peak = moments.reduce((best, one) => (one.bytes > best.bytes ? one : best));
-    const around = index.around.map(([name, bytes]) => ({ name, bytes }));
+    const { reserved } = index; // bill/bill.py
+    const sum = (is) => peak.rows.filter(({ name }) => is(name)).reduce((total, { bytes }) => total + bytes, 0);
+    const weights = sum((name) => name.startsWith("weights")), gradients = sum((name) => name === "gradients");
+    const states = sum((name) => name === "optimizer states");
+    const activations = peak.bytes - weights - gradients - states;
+    const unused = Math.floor(reserved.activations * activations + reserved.gradients * gradients
+      + reserved.states * states + reserved.weights * weights);
+    const around = [...index.around.map(([name, bytes]) => ({ name, bytes })), { name: "reserved, not used", bytes: unused }];
     const needed = around.reduce((sum, { bytes }) => sum + bytes, peak.bytes);
     const { rates } = card; // null: not known, so no time is predicted
-    const seconds = rates && Object.values(model.times).map(({ by, is }) => is[key(by, of)].map(value))
-      .reduce((sum, [flops, bytes, link]) =>
-        sum + Math.max(flops / rates.flops[s.precision], bytes / rates.memory) + link / rates.link, 0) / index.efficiency;
+    const parts = rates && Object.values(model.times).map(({ by, is }) => is[key(by, of)].map(value));
+    const busy = rates && parts.reduce((sum, [flops, bytes, link]) =>
+      sum + Math.max(flops / rates.flops[s.precision], bytes / rates.memory) + link / rates.link, 0);
+    // A card that is faster than the host starts kernels waits for it.
+    const seconds = rates && Math.max(busy, parts.reduce((sum, part) => sum + part[3], 0) * rates.launch);
+    const half = rates && Math.sqrt(rates.spread[s.precision]); // a range is its middle divided and multiplied by this
     const perToken = rates && seconds / (s.batch * s.tokens * s.gradient_accumulation);
     const hours = rates && (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
-    const fits = needed <= card.bytes; // what does not fit has no price
+    const fits = needed - unused <= card.bytes; // what does not fit has no price
     const prices = index.machines.filter((machine) => fits && machine.card === s.card)
-      .map(({ name, price }) => ({ name, cost: hours * price }));
+      .map(({ name, price }) => ({ name, cost: hours * price, low: (hours * price) / half, high: hours * price * half }));
     return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed,
-      capacity: card.bytes, fits, tight: fits && needed > index.tight * card.bytes, seconds, minutes: rates && hours * 60, prices,
+      capacity: card.bytes, fits, tight: fits && needed > (1 - index.margin) * card.bytes, seconds, half, minutes: rates && hours * 60, prices,
       beyond: beyond(s), doubts: doubts(s) };
   }
   const beyond = (s) => !s.packing && s.tokens > (index.models[s.model].context || Infinity);
@@ -264,14 +282,15 @@
       bytes: all.filter((row) => groupOf(row.name) === number).reduce((sum, row) => sum + row.bytes, 0) })).filter(({ bytes }) => bytes);
     const left = found.capacity - found.needed;
     const words = `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
-    const verdict = found.tight ? "It may not fit in practice. " : found.fits ? "It fits. " : "It does not fit. ";
+    const verdict = found.tight ? "It is tight. " : found.fits ? "It fits. " : "It does not fit. ";
     const beyond = found.beyond ? " Rows are longer than the model's context." : ""; // in sight on a phone, too
     shown.verdict.replaceChildren(el("strong", { class: found.fits && !found.tight ? "fits" : "not" }, verdict), words, beyond);
-    const notes = [...(found.tight ? [index.says.fits] : []), ...found.doubts];
+    const notes = [...(found.tight ? [index.says.tight] : []), ...found.doubts];
     shown.notes.replaceChildren(...notes.map((text) => el("li", {}, sentence(text))));
     const share = (bytes) => `${(100 * bytes) / room}%`;
     shown.bar.replaceChildren(...groups.map(({ name, number, bytes }) =>
       el("span", { class: `g${number}`, style: `width:${share(bytes)}`, title: `${name}: ${gib(bytes)}` })),
+      el("span", { class: "margin", style: `left:${share((1 - index.margin) * found.capacity)};width:${share(index.margin * found.capacity)}` }),
       el("span", { class: "card-line", style: `left:${share(found.capacity)}` }));
     shown.bar.setAttribute("role", "img");
     shown.bar.setAttribute("aria-label", `${words} ${groups.map(({ name, bytes }) => `${name} ${gib(bytes)}`).join(", ")}`);
@@ -281,11 +300,12 @@
     shown.rows.replaceChildren(...all.map(({ name, bytes }) => el("tr", {}, el("th", { scope: "row" }, name),
       el("td", {}, bytes.toLocaleString("en")), el("td", {}, gib(bytes)))),
       el("tr", { class: "sum" }, el("th", { scope: "row" }, "needed"), el("td", {}, found.needed.toLocaleString("en")), el("td", {}, gib(found.needed))));
-    const prices = found.prices.map(({ name, cost }) => `${money(cost)} on ${name}`).join(", ");
-    const run = found.fits ? `, the run about ${duration(60 * found.minutes)}${prices ? `: ${prices}` : ""}` : "";
+    const around = (middle) => between(middle / found.half, middle * found.half);
+    const prices = found.prices.map(({ name, low, high }) => `${moneyBetween(low, high)} on ${name}`).join(", ");
+    const run = found.fits ? `, the run ${around(60 * found.minutes)}${prices ? `: ${prices}` : ""}` : "";
     const times = found.seconds === null
       ? [el("li", {}, "How long a step takes is not predicted: we know no rates of this card.")]
-      : [el("li", {}, `An optimizer step takes about ${duration(found.seconds)}${run}.`),
+      : [el("li", {}, `An optimizer step takes ${around(found.seconds)}${run}.`),
         el("li", {}, `Times are ${index.says.time}. Prices are those of Hugging Face Jobs' list of ${index.prices}.`)];
     shown.facts.replaceChildren(el("li", {}, `Most is alive at the moment "${found.moment}".`), ...times);
     const set = settings(state);

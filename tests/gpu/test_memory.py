@@ -3,13 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cria_tricks.hardware import this_device
+from cria_tricks.tricks import keep_attention
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import train
 from tests.tolerances import COMPILED_MODEL
+from tests.tricks.test_keep_attention import Kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -54,6 +57,28 @@ def test_dropout_on_the_card_is_replayed_by_our_checkpoint():
         torch.manual_seed(1)
         found.append([*torch.autograd.grad(way(x).sum(), [x, *block.parameters()]), torch.cuda.get_rng_state()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["without a mask", "with a mask"])
+def test_kept_attention_runs_the_cards_kernel_once(rows):
+    """The kept output and log-sum-exp come back in place of a second run: the same loss, half of the runs."""
+    torch.manual_seed(0)
+    mask = None if rows == 1 else torch.ones(rows, 1, T, T, dtype=torch.bool, device="cuda").tril()
+    x = torch.randn(rows, 4, T, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+
+    def attend(x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask, is_causal=mask is None)
+
+    runs, found = [], []
+    for more in ({}, {"context_fn": keep_attention.contexts}):
+        with Kernels() as seen:
+            y = checkpoint(attend, x, use_reentrant=False, **more)
+            found.append([y.detach(), torch.autograd.grad(y.float().sum(), x)[0]])
+        runs.append(seen.runs.total())
+    print(f"{this_device().name}: {seen.runs}")
+    assert runs == [2, 1]
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=5e-3)  # backward kernels add in no fixed order
 
 
 def test_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path):

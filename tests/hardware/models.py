@@ -37,8 +37,6 @@ def model(recipe: Recipe, attention: str = "eager", **widths) -> tuple[LlamaForC
     made.config.use_cache = False
     for edit in plan.after_load:
         made = EDITS[edit](made, plan)
-    if plan.training.get("gradient_checkpointing"):
-        made.gradient_checkpointing_enable({"use_reentrant": False})
     return made.train(), plan
 
 

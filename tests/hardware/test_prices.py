@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cria_tricks import recipes
-from cria_tricks.common.units import duration, money
+from cria_tricks.common.units import between, money, money_between
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, PRICES_SOURCE
 from cria_tricks.launch import hub
@@ -46,7 +46,9 @@ def by_launch(flavor):
     """``cria launch kwanzaa --on hf-jobs --flavor NAME``."""
     job = jobs.prepare("kwanzaa", "me/mine", flavor=flavor.name)
     said = "\n".join(hub.shown(job))
-    assert f"about {duration(job.training_seconds)}, {money(job.training_cost)}, {trust.TIME}" in said
+    low, high = job.training_range
+    cost = money_between(job.price * low / 3600, job.price * high / 3600)
+    assert f"{between(low, high)}, {cost}; {trust.TIME}" in said
     assert f"{money(flavor.price)} an hour" in said
     return job.training_seconds / 60, job.training_cost
 

@@ -38,6 +38,17 @@ RECIPES = {
     "prompt, checkpointed": ["tricks.peft=prompt_tuning", BACK],
     "side": ["tricks.peft=side_network"],
     "side, checkpointed": ["tricks.peft=side_network", BACK],
+    "full, one of three": ["tricks.gradient_checkpointing=1"],
+    "lora, one of three": ["tricks.peft=lora", "tricks.gradient_checkpointing=1"],
+    "lora, two of three": ["tricks.peft=lora", "tricks.gradient_checkpointing=2"],
+    "lora, three of three": ["tricks.peft=lora", "tricks.gradient_checkpointing=3"],
+    "q and v, two of three": [
+        "tricks.peft=lora",
+        "lora.target_modules=q_proj,v_proj",
+        "tricks.gradient_checkpointing=2",
+    ],
+    "dora, one of three": ["tricks.peft=lora", "lora.dora=true", "tricks.gradient_checkpointing=1"],
+    "prompt, two of three": ["tricks.peft=prompt_tuning", "tricks.gradient_checkpointing=2"],
     "lora, bf16": ["tricks.peft=lora", "tricks.precision=bf16", BACK],
 }
 

@@ -32,6 +32,7 @@ SHORT = {
     "flash": "attention=flash_attention_2",
     "expand": "expand_kv=true",
     "checkpoint": "gradient_checkpointing=true",
+    "keep": "keep_attention=true",
     "offload": "activation_offload=true",
     "chunked": "chunked_loss=true",
     "packing": "packing=true",

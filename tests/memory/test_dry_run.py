@@ -52,6 +52,11 @@ peft=lora packing=true attention=sdpa
 peft=lora chunked_loss=true precision=fp16
 peft=lora activation_offload=true
 peft=lora activation_offload=true gradient_checkpointing=true
+gradient_checkpointing=1
+peft=lora precision=bf16 gradient_checkpointing=2
+gradient_checkpointing=true attention=sdpa keep_attention=true
+2 peft=lora precision=bf16 gradient_checkpointing=1 attention=sdpa keep_attention=true
+peft=lora packing=true gradient_checkpointing=2 attention=sdpa keep_attention=true activation_offload=true
 gradient_accumulation=2
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16

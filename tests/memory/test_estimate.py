@@ -52,8 +52,10 @@ def test_rows_sum_to_the_peak_and_none_is_negative(toggles, batch, tokens):
             assert moment.bytes <= memory.peak_bytes
         around = sum(line.bytes for line in memory.around)
         assert memory.needed_bytes == memory.peak_bytes + around
-        assert around == (CONTEXT + WORKSPACES if device.kind == "cuda" else 0)
-        assert memory.fits == (memory.needed_bytes <= device.memory_bytes)
+        on_card = CONTEXT + WORKSPACES + memory.unused.bytes
+        assert around == (on_card if device.kind == "cuda" else 0)
+        assert memory.reserved_bytes == memory.allocated_bytes + memory.unused.bytes
+        assert memory.fits == (memory.needed_bytes - memory.unused.bytes <= device.memory_bytes)
 
 
 @by_set
@@ -99,11 +101,13 @@ def test_everything_on_peaks_at_one_and_a_half_gigabytes():
 def test_the_card_holds_two_workspaces_and_a_context_besides():
     """Of 4096 KiB x 2 and 16 KiB x 8 each: ``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``."""
     assert WORKSPACES == 2 * (2 * 4096 + 8 * 16) * 1024 == 17_039_360
-    assert bill(EVERYTHING).needed_bytes - bill(EVERYTHING).peak_bytes == 400_000_000 + 17_039_360
+    memory = bill(EVERYTHING)
+    assert memory.needed_bytes - memory.peak_bytes - memory.unused.bytes == 400_000_000 + 17_039_360
 
 
 # Against the dry run: the same kernels, the same loss path.
 
+ONE = "tricks.gradient_checkpointing=1"
 SAMPLE = [
     ("smollm2", 2, "", 1, 512, T4),
     ("smollm2", 2, "fp16 sdpa checkpoint", 3, 512, T4),
@@ -128,6 +132,18 @@ SAMPLE = [
     ("smollm2", 2, "lora lora.target_modules=up_proj nf4 bf16 sdpa expand chunked offload", 3, 4096, A100),
     ("mixtral-8x7b", 2, "lora lora.target_modules=q_proj,v_proj nf4 fp16 sdpa chunked checkpoint", 1, 512, T4),
     ("mixtral-8x7b", 2, "lora lora.target_modules=q_proj,v_proj bf16 sdpa chunked checkpoint", 1, 2048, A100),
+    ("smollm2", 4, f"{ONE} fp16 sdpa", 2, 512, T4),
+    ("llama-3.2-1b", 3, "tricks.gradient_checkpointing=2 lora fp16 chunked", 1, 4096, T4),
+    ("smollm2", 3, "tricks.gradient_checkpointing=2 lora chunked", 1, 4096, CPU),
+    ("llama-3.2-1b", 3, f"{ONE} lora nf4 fp16 lean sdpa expand chunked keep", 1, 2048, T4),
+    ("llama-3.2-1b", 3, "lora int8 fp16 sdpa expand chunked checkpoint keep", 1, 1024, T4),
+    ("qwen2.5-0.5b", 3, "tricks.gradient_checkpointing=2 lora bf16 sdpa chunked offload keep", 2, 1024, A100),
+    ("smollm2", 3, f"{ONE} lora lora.dora=true sdpa chunked", 1, 1024, CPU),
+    ("tinyllama-1.1b", 2, f"{ONE} prompt sdpa expand keep", 2, 1024, T4),
+    ("smollm2", 4, "side sdpa checkpoint keep expand chunked", 1, 2048, T4),
+    ("smollm2", 4, "side sdpa nf4 fp16 checkpoint keep chunked lean", 3, 2048, A100),
+    ("smollm2", 4, "side sdpa nf4 fp16 checkpoint keep chunked lean accumulate", 3, 2048, A100),
+    ("tinyllama-1.1b", 2, f"{ONE} lora fp16 sdpa packing keep chunked", 2, 1024, T4),
 ]
 
 

@@ -206,8 +206,8 @@ def test_the_longest_row_fits_and_one_token_more_does_not(words, device):
     target, wanted = Target(TARGET.shape, device), recipe(words)
     found = toggles.longest(target, wanted)
     assert found > 0
-    assert estimate(wanted, target.shape, device, found).fits
-    assert not estimate(wanted, target.shape, device, found + 1).fits
+    assert estimate(wanted, target.shape, device, found).verdict == "fits"
+    assert estimate(wanted, target.shape, device, found + 1).verdict == "tight"
 
 
 def test_the_longest_row_of_what_never_fits_is_none_and_there_is_an_end():

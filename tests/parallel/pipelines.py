@@ -78,8 +78,6 @@ def stage_of(folder: Path, *settings: str, schedule: str = "1f1b", data: int = 1
     recipe, plan, model = learning(folder, *piped(schedule, data), *settings, processes=dist.get_world_size())
     world = World.of(data, "cpu", "stage")
     pipeline.spread(SimpleNamespace(model=model), plan, world)
-    if recipe.tricks.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.tricks.precision)
     contexts = functools.partial(torch.autocast, "cpu", half) if half else contextlib.nullcontext
     scaler = None

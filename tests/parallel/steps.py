@@ -46,9 +46,6 @@ def step(recipe: Recipe) -> dict[str, Any]:
     plan = resolve(recipe, processes=numbers.processes())
     here = World.of(plan.parallel["data"], "cpu")
     model = load(plan, models.find(recipe.model)).model
-    if "gradient_checkpointing" in plan.training:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
     for name, parameter in model.named_parameters():  # LoRA's B begins at zero, and A would get no gradient
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)

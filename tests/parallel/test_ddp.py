@@ -12,6 +12,7 @@ from tests.parallel.strategies import alone, formula, spread, worst
 SETTINGS = [
     (),
     ("tricks.chunked_loss=true", "tricks.gradient_checkpointing=true"),
+    ("tricks.gradient_checkpointing=1", "tricks.attention=sdpa", "tricks.keep_attention=true"),
     ("tricks.peft=none",),
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
 ]

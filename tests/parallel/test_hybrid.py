@@ -86,7 +86,11 @@ def longest(rows: list[dict[str, list[int]]]) -> int:
     return max(len(row["input_ids"]) for row in rows)
 
 
-@pytest.mark.parametrize("settings", [(), ("tricks.gradient_checkpointing=true",)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("tricks.gradient_checkpointing=true",), ("tricks.gradient_checkpointing=1",)],
+    ids=["plain", "checkpointed", "the first block"],
+)
 def test_mechanism(settings, four_blocks, four):
     """Along each axis a process sends what that axis' formula says."""
     recipe, shape = recipe_of(*settings), find_shape(str(four_blocks))

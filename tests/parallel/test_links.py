@@ -92,7 +92,7 @@ def test_fsdp_divides_the_optimizers_work_too():
 def test_tensor_parallelism_divides_the_blocks_and_not_the_head():
     whole, part = (folds.step(*local(LORA, SHAPE, "tensor", n), CARD) for n in (1, 4))
     by_name = [{each.name: each.flops for each in step.parts} for step in (whole, part)]
-    for name, divided in (("blocks forward", 4), ("attention", 4), ("head and loss", 1)):
+    for name, divided in (("blocks forward", 4), ("attention", 4), ("head", 1)):
         assert by_name[0][name] == divided * by_name[1][name], name
     assert compute_seconds(LORA, SHAPE, CARD, "tensor", 4) == part.seconds
 

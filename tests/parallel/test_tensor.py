@@ -18,6 +18,7 @@ SETTINGS = [
     ("tricks.peft=none", CHECKPOINTED),
     ("lora.target_modules=q_proj,v_proj",),
     ("lora.target_modules=q_proj,v_proj", CHECKPOINTED),
+    ("lora.target_modules=q_proj,v_proj", "tricks.gradient_checkpointing=1"),
 ]
 
 

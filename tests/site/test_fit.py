@@ -10,7 +10,7 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
-from cria_tricks.common.units import duration, money
+from cria_tricks.common.units import between, money_between
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE
 from cria_tricks.models.shape import find_shape
@@ -103,10 +103,10 @@ def test_it_says_what_cria_plan_says(page, capsys):
         assert bool(found["prices"]) is (plan["fits"] and rented), "what does not fit has no price"
         for price, there in zip(found["prices"], on_one, strict=True):
             assert [found["minutes"], price["cost"]] == pytest.approx([there["minutes"], there["cost"]], rel=1e-9)
-            assert f"{money(there['cost'])} on {there['flavor']}" in facts
-            assert f"the run about {duration(60 * there['minutes'])}: " in facts
-        step = duration(plan["seconds_per_step"]) if timed else ""
-        assert (f"An optimizer step takes about {step}" if timed else "is not predicted: we know no rates") in facts
+            assert f"{money_between(there['cost_low'], there['cost_high'])} on {there['flavor']}" in facts
+            assert f"the run {between(60 * there['minutes_low'], 60 * there['minutes_high'])}: " in facts
+        step = between(plan["seconds_per_step_low"], plan["seconds_per_step_high"]) if timed else ""
+        assert (f"An optimizer step takes {step}" if timed else "is not predicted: we know no rates") in facts
         narrow = [trust.may_not_fit(plan["needed_bytes"], plan["capacity_bytes"])] if found["tight"] else []
         said = [*found["doubts"], *narrow]
         assert sorted(set(said) - {fit.PACKING}) == sorted(plan["doubts"]), choice
@@ -187,8 +187,9 @@ def test_times_and_money_are_said_in_the_words_of_the_commands(page):
                    ("batch", "tokens", "gradient_accumulation", "rows", "epochs")}  # fmt: skip
         _, plan, prices, refusal = planned({**choice, **numbers})
         assert not refusal
-        times = [duration(plan["seconds_per_step"]), *(duration(60 * price["minutes"]) for price in prices)]
-        costs = [f"{money(price['cost'])} on {price['flavor']}" for price in prices]
+        times = [between(plan["seconds_per_step_low"], plan["seconds_per_step_high"])]
+        times += [between(60 * price["minutes_low"], 60 * price["minutes_high"]) for price in prices]
+        costs = [f"{money_between(price['cost_low'], price['cost_high'])} on {price['flavor']}" for price in prices]
         assert all(words in facts for words in times + costs), (times, costs, facts)
         units |= {words.split()[-1] for words in times}
     assert units >= {"s", "min", "days", "years"}, "or nothing was compared"

@@ -1,6 +1,6 @@
 """Gradient checkpointing: the same bits, L s + a bytes, and as many more FLOPs as the card says."""
 
-from dataclasses import fields
+import contextlib
 from functools import partial
 
 import pytest
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from transformers import TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainerCallback
 
-import cria_tricks.trainer.arguments
+from cria_tricks.common.errors import BadInput
+from cria_tricks.load import losses
+from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
 from cria_tricks.tricks import gradient_checkpointing
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
@@ -24,7 +26,6 @@ WAYS = {
     "torch": lambda block, x: checkpoint(block, x, use_reentrant=False),
 }
 KINDS = pytest.mark.parametrize("kind", ["all weights", "frozen", "lora"])
-NEW_NAME = "activation_checkpointing" in {field.name for field in fields(TrainingArguments)}
 
 
 class Block(nn.Module):
@@ -53,14 +54,15 @@ def stack(kind: str, blocks: int = L) -> tuple[nn.ModuleList, torch.Tensor]:
     return nn.ModuleList(Block(kind) for _ in range(blocks)), torch.randn(B, T, D, requires_grad=True)
 
 
-def forward(way: str, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    for block in blocks:
-        x = WAYS[way](block, x)
+def forward(way: str, blocks: nn.ModuleList, x: torch.Tensor, k: int = L) -> torch.Tensor:
+    """Run all blocks, the first k in a way, the others plainly."""
+    for number, block in enumerate(blocks):
+        x = WAYS[way if number < k else "plain"](block, x)
     return x
 
 
-def step(way: str, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    y = forward(way, blocks, x)  # stays alive, as it does for a head above it
+def step(way: str, blocks: nn.ModuleList, x: torch.Tensor, k: int = L) -> torch.Tensor:
+    y = forward(way, blocks, x, k)  # stays alive, as it does for a head above it
     loss = y.sum()
     loss.backward()
     return loss
@@ -68,12 +70,13 @@ def step(way: str, blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
 
 @KINDS
 @pytest.mark.parametrize("way", ["reference", "torch"])
-def test_math(way, kind):
-    """Dropout is on; loss, gradients and the random state afterwards are equal bit for bit."""
+@pytest.mark.parametrize("k", range(L + 1))
+def test_math(k, way, kind):
+    """Dropout is on; loss, gradients and the random state afterwards are equal bit for bit, for every k."""
     found = {}
     for name in ("plain", way):
         blocks, x = stack(kind)
-        loss = step(name, blocks, x)
+        loss = step(name, blocks, x, k)
         trained = [p.grad for p in blocks.parameters() if p.requires_grad]
         found[name] = [loss.detach(), x.grad, *trained, torch.get_rng_state()]
     assert len(found[way]) == 3 + L * {"all weights": 2, "frozen": 0, "lora": 4}[kind]
@@ -135,17 +138,18 @@ def kept(kind: str) -> tuple[int, int]:
 
 
 @KINDS
-def test_mechanism(kind):
-    """Saved bytes of L blocks: L (s + a) without, L s + a with it, where a is one open block."""
+@pytest.mark.parametrize("k", range(L + 1))
+def test_mechanism(k, kind):
+    """Saved bytes: k s + (L - k) (s + a) after the forward pass; k s + a when block k is open. For k = 0 and L, too."""
     s, a = kept(kind)
-    for way, after_forward, most in (("plain", L * (s + a), L * (s + a)), ("reference", L * s, L * s + a)):
-        blocks, x = stack(kind)
-        with SavedBytes(besides=blocks.parameters()) as saved:
-            y = forward(way, blocks, x)
-            assert saved.now == after_forward
-            y.sum().backward()
-        assert saved.peak == most
-        assert saved.now == 0
+    after_forward = k * s + (L - k) * (s + a)
+    blocks, x = stack(kind)
+    with SavedBytes(besides=blocks.parameters()) as saved:
+        y = forward("reference", blocks, x, k)
+        assert saved.now == after_forward
+        y.sum().backward()
+    assert saved.peak == max(after_forward, (k * s + a) * (k > 0))
+    assert saved.now == 0
 
 
 @KINDS
@@ -182,14 +186,15 @@ def test_mechanism_flops(kind):
     plain = L * (once + 2 * p + (2 * p if kind == "all weights" else 0) + 4 * thin)
     last = 2 * B * T * R * D if kind == "lora" else p  # the product whose result nothing saves
 
-    def count(way: str) -> int:
-        return flops(partial(step, way, *stack(kind)))
+    def count(way: str, k: int = L) -> int:
+        return flops(partial(step, way, *stack(kind), k))
 
     assert count("plain") == plain
-    assert count("reference") == plain + L * once
+    for k in range(L + 1):
+        assert count("reference", k) == plain + k * once
+        assert count("torch", k) == plain + k * (once - last)
     with set_checkpoint_early_stop(False):
         assert count("torch") == plain + L * once
-    assert count("torch") == plain + L * (once - last)
     assert (L * once / plain, L * (once - last) / plain) == pytest.approx(RATIOS[kind])
 
 
@@ -236,36 +241,95 @@ class Watch(TrainerCallback):
 
 
 @pytest.mark.parametrize("peft", ["lora", "none"])
-@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_switch(name, peft, tiny_model, rows, tmp_path, monkeypatch):
+@pytest.mark.parametrize("newer", [True, False])
+def test_switch(newer, peft, tiny_model, rows, tmp_path, monkeypatch):
     """The old name and the new: each block runs twice, through torch's non-reentrant checkpoint, to the same bits."""
-    known = list(fields(TrainingArguments))
-    if name == "gradient_checkpointing":  # a version that does not know the new one, as Colab's
-        known = [field for field in known if not field.name.startswith("activation_")]
-    elif not NEW_NAME:
+    if newer and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
         pytest.skip("this transformers has only the old name")
-    given = {}
-
-    def arguments(**named):
-        given.update(named)
-        return TrainingArguments(**named)
-
-    monkeypatch.setattr(cria_tricks.trainer.arguments, "fields", lambda _: known)
-    monkeypatch.setattr(cria_tricks.trainer.arguments, "TrainingArguments", arguments)
-
+    if not newer and hasattr(PreTrainedModel, "activation_checkpointing_enable"):  # as Colab's
+        own = PreTrainedModel._activation_checkpointing_enable
+        monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", own)
+        monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable")
     sets = (f"tricks.peft={peft}", "lora.dropout=0.1", "train.max_steps=1", "train.max_grad_norm=1e9")
     seen = {}
     for on in (False, True):
-        given.clear()
         watch = seen[on] = Watch()
         switch = f"tricks.gradient_checkpointing={str(on).lower()}"
         run, _ = train(tiny_model, rows[:1], tmp_path / str(on), switch, *sets, callbacks=[watch])
         watch.loss = run.training[0]["loss"]
-        asked = {key for key in given if key.startswith(("gradient_check", "activation_"))}
-        assert asked == ({name, f"{name}_kwargs"} if on else set())
         assert watch.layer.gradient_checkpointing is on
     assert (seen[False].passes, seen[True].passes) == (1, 2)
-    assert seen[True].layer._gradient_checkpointing_func.keywords["use_reentrant"] is False
+    assert seen[True].layer._gradient_checkpointing_func.keywords == {"use_reentrant": False}
     assert seen[True].loss == seen[False].loss
     assert seen[True].gradients.keys() == seen[False].gradients.keys()
     assert all(torch.equal(seen[True].gradients[key], found) for key, found in seen[False].gradients.items())
+
+
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def four_blocks(tmp_path_factory):
+    """A folder with a Llama of four small blocks."""
+    folder = tmp_path_factory.mktemp("four_blocks")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=BLOCKS, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def learnt(folder, rows, *settings: str) -> tuple[list[int], list[torch.Tensor]]:
+    """One micro-batch with dropout: how often each block ran, and the loss, all gradients and the random state."""
+    _, plan, loaded = prepare(folder, *settings)
+    model = loaded.model.train()
+    draw = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:  # they begin at zero, and then lora_A has no gradient
+            p.data.normal_(0, 0.1, generator=draw)
+    runs = [0] * BLOCKS
+
+    def count(number: int, *_) -> None:
+        runs[number] += 1
+
+    for number, block in enumerate(blocks_of(model)):
+        block.mlp.register_forward_pre_hook(partial(count, number))
+    half = plan.training.get("bf16")
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16) if half else contextlib.nullcontext
+    ids = torch.tensor([rows[0]["input_ids"]])
+    torch.manual_seed(1)
+    with autocast():
+        loss = losses.find(plan, autocast)(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return runs, [loss.detach(), *gradients, torch.get_rng_state()]
+
+
+MODELS = {
+    "all weights": (),
+    "lora": ("tricks.peft=lora", "lora.dropout=0.1"),
+    "lora, bf16": ("tricks.peft=lora", "lora.dropout=0.1", "tricks.precision=bf16"),
+    "lora, NF4": ("tricks.peft=lora", "lora.dropout=0.1", "tricks.quantization=nf4", "tricks.chunked_loss=true"),
+}
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS.keys())
+def test_switch_the_first_k_blocks(settings, four_blocks, rows):
+    """Of a real model exactly the first k blocks run twice, to the bits of no checkpointing, for every k."""
+    plain_runs, plain = learnt(four_blocks, rows, *settings)
+    assert plain_runs == [1] * BLOCKS
+    for k in range(BLOCKS + 1):
+        runs, found = learnt(four_blocks, rows, *settings, f"tricks.gradient_checkpointing={k}")
+        assert runs == [2] * k + [1] * (BLOCKS - k)
+        assert len(found) == len(plain)
+        assert all(map(torch.equal, found, plain))
+
+
+def test_switch_more_blocks_than_there_are(four_blocks):
+    with pytest.raises(BadInput) as caught:
+        prepare(four_blocks, f"tricks.gradient_checkpointing={BLOCKS + 1}")
+    name = str(four_blocks)
+    said = f"tricks.gradient_checkpointing=5: {name} has 4 blocks; set true for all, or 4 or less"
+    assert str(caught.value) == said

@@ -61,7 +61,7 @@ def test_switch(tiny_model, tokenizer, rows, tmp_path):
     torch.testing.assert_close(model.eval()(input_ids=ids).logits, loaded.model.eval()(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize(("other", "why"), [("packing", "first document"), ("chunked_loss", "below the learnt prompt")])
+@pytest.mark.parametrize(("other", "why"), [("packing", "see each other"), ("chunked_loss", "below the learnt prompt")])
 def test_what_would_pass_the_prompt_by_is_refused(other, why):
     recipe = with_settings(Recipe(), ["tricks.peft=prompt_tuning", f"tricks.{other}=true"])
     with pytest.raises(BadInput, match=f"{why}.*; set tricks.{other}=false"):

@@ -48,13 +48,13 @@ def choose(found, minutes):
     return min(possible, key=lambda offer: offer.cost) if possible else "none"
 
 # %% 3: ten more, on both
-usd_an_hour = 0.40 * 5.48 / 1.13
+usd_an_hour = 0.40 * 10.19 / 1.14
 
 # %% 3: ten more, on both
-usd_an_hour = 0.40 * (10 + 5.48) / 1.13
+usd_an_hour = 0.40 * (10 + 10.19) / 1.14
 
 # %% 3: what may an hour cost
-usd_an_hour = 0.40 * (10 + 5.48) / 60
+usd_an_hour = 0.40 * (10 + 10.19) / 60
 
 # %% 3: equal bills
-usd_an_hour = 0.40 * (10 + 1.13) / (10 + 5.48)
+usd_an_hour = 0.40 * (10 + 1.14) / (10 + 10.19)

@@ -1,0 +1,70 @@
+"""Count the kernels of a training step, because the host needs time to start each of them.
+
+A small model with short rows has little work in each kernel. Then the host, which starts one kernel after the other,
+is slower than the card. On a CPU each operation costs such a fixed time, too: Python, torch's dispatcher and autograd.
+
+The constants are counts of operations of transformers' Llama (5.23) under peft (0.21) that write a tensor; views start
+no kernel. ``tests/hardware/test_launches.py`` counts them again. Where several operations may be one kernel or one may
+be several (unpacking, the optimizer), a round number stands for them.
+"""
+
+from cria_tricks.bill.products import Blocks
+from cria_tricks.bill.work import Work
+
+BLOCK = 34
+"""Operations of the forward pass of a block in fp32: seven products, two norms, rotary embedding, attention, MLP."""
+UNFUSED = 8
+"""More of them with eager attention. torch's own kernels are one operation, also the one that computes all scores."""
+ADAPTER = 4
+"""For each adapted matrix: two products, the scaling, the addition."""
+BACKWARD = 22
+"""How many more the backward pass has than the forward pass, beside two for each matrix whose gradients it computes."""
+UNPACK = 2
+"""For each matrix that is stored in 4 or 8 bits."""
+COMPILED = 8
+"""What a compiled block needs beside its products, in each pass."""
+AROUND = 50
+"""Embedding, last norm, head and loss of a micro-batch, forward and backward."""
+CHUNK = 20
+"""Each chunk of the chunked loss."""
+UPDATE = 4
+"""For each trained matrix, once a step: clipping, the update, and setting its gradient to zero."""
+
+
+def of_blocks(work: Work, blocks: Blocks) -> int:
+    """Count the launches of all blocks in one micro-batch, forward, again and backward."""
+    matrices = len(work.shape.linears)
+    adapted = len(work.adapted)
+    learning = matrices if work.trains_blocks else adapted
+    unpack = UNPACK * matrices * (work.stored_itemsize < 2)
+    forward = BLOCK + ADAPTER * adapted + UNFUSED * (work.kernel == "eager") + _casts(work, matrices, adapted)
+    backward = forward + BACKWARD + 2 * learning
+    if work.fused_blocks:
+        forward = matrices + 2 * adapted + COMPILED
+        backward = matrices + 4 * learning + COMPILED
+    runs = blocks.passes
+    again = unpack * work.backward_unpacks
+    return (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + again)
+
+
+def _casts(work: Work, matrices: int, adapted: int) -> int:
+    """Count the casts of autocast in the forward pass of a block."""
+    if work.compute_itemsize == 4:
+        return 0
+    if work.trains_blocks:  # each weight, and each product's input
+        return 2 * matrices
+    # A and B are fp32. peft casts their inputs to fp32, and autocast casts them back.
+    return 4 + 2 * adapted * (1 + work.adapter_casts)
+
+
+def of_loss(work: Work) -> float:
+    """Count the launches around the blocks in one micro-batch."""
+    if work.logit_positions is None:
+        return AROUND
+    return AROUND + CHUNK / 2 * work.head_reads  # each chunk reads the head's weights twice
+
+
+def of_update(work: Work) -> int:
+    """Count the launches once a step: those of the optimizer."""
+    tensors = len(work.shape.linears) + 2 if work.trains_blocks else 2 * len(work.adapted)
+    return UPDATE * work.shape.layers * tensors

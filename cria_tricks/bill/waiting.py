@@ -1,0 +1,179 @@
+"""Compute what the blocks have saved for their backward pass, at each moment of a step that may be its peak [bytes]."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from cria_tricks.bill import block
+from cria_tricks.bill.block_operations import walk
+from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.lines import Line
+from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, BlockTensors, WaitingBytes
+
+
+class Waiting(NamedTuple):
+    """The bill's line for what blocks have saved for their backward pass, at six moments.
+
+    A block is open while its forward or backward pass runs. What an open block has alive is in lines of its own.
+
+    Attributes:
+        all: around the loss, when all blocks wait.
+        others: while the last block is open, and all others wait.
+        one: while the first block is open, and all others are done.
+        frozen: while a frozen block is open that has a trained copy beside it (side network).
+        checkpointed: while the last checkpointed block is open, and all blocks behind it are done.
+        kept: while the first block that is not checkpointed is open, and all behind it are done; in a side network,
+            while the last frozen block is open, and its copy is done.
+    """
+
+    all: Line
+    others: Line
+    one: Line
+    frozen: Line
+    checkpointed: Line
+    kept: Line
+
+
+def last_blocks(memory: StepFacts) -> StepFacts:
+    """Return the facts of the last block: if only the first blocks are checkpointed, it is not."""
+    if not memory.kept_blocks:
+        return memory
+    return replace(memory, checkpointed=False, kept_blocks=0)
+
+
+def _tensors_of(memory: StepFacts) -> BlockTensors:
+    """Collect what one block saves."""
+    operations = memory.learning_operations(memory)
+    tensors = block.kept(operations)
+    return BlockTensors(
+        input=block_input(memory),
+        kept=sum(tensors.values()),
+        pinned=block.pinned_bytes(operations),
+        joined=sum(tensors.get(name, 0) for name in JOINED),
+        # A matrix saves the block's input itself. A norm saves an fp32 copy, which is the input only if that is fp32.
+        keeps_input=INPUT in tensors or (memory.hidden_itemsize == FP32 and FIRST_NORM in tensors),
+        attended=block.attended_bytes(operations),
+        recomputed=memory.checkpointed,
+    )
+
+
+def waiting_at(memory: StepFacts) -> Waiting:
+    """Compute what waits in the blocks at the moments of :class:`Waiting`."""
+    operations = memory.learning_operations(memory)
+    a_block = _tensors_of(memory)
+    pinned = a_block.pinned
+    waits = memory.block_waits(a_block)
+    frozen = _frozen_beside(memory)
+    blocks = memory.learning_blocks
+    each = waits.each + frozen.each
+    below = frozen.below
+    # If nothing else trains, it is prompt tuning. The prompt and the embedded tokens are joined into a new tensor.
+    prompted = not (memory.trains_all or memory.adapted or memory.learns_beside)
+    if memory.checkpointed and not memory.trains_all and (prompted or memory.offloaded or memory.shape.scales_hidden):
+        below += block_input(memory)  # checkpointing asks for the gradient of the embedding's result, so that stays
+    through = below + frozen.between
+    if memory.adapted and not memory.checkpointed:
+        through -= block.below_adapters(memory, operations)  # the first block saves less
+    if memory.learns_beside and not memory.checkpointed and not memory.offloaded:
+        through -= block.kept(operations).get(FIRST_NORM, 0)  # and so does the first copy
+    why = waits.why + frozen.why
+    open_too = waits.open_too
+    everything = Line("saved activations", blocks * each + through, f"{blocks} blocks x {why}")
+    others = max(blocks - 1, 0) * each + open_too + through + frozen.pinned
+    # Pinned tensors are freed only when the whole backward pass has run.
+    one = open_too + below + blocks * frozen.pinned + frozen.stays + max(blocks - 1, 0) * pinned
+    beside = one if memory.checkpointed else others - frozen.open
+    # While a copy is open, the frozen block beside it still has its attention.
+    first = replace(everything, bytes=one + frozen.attended, why=f"1 block x {why}")
+    last = replace(everything, bytes=others + frozen.attended, why=f"{blocks - 1} blocks x {why}")
+    found = Waiting(everything, last, first, replace(first, bytes=beside), first, replace(last, bytes=others))
+    if not memory.kept_blocks:
+        return found
+    return _with_kept(found, memory, waits, below)
+
+
+def _with_kept(uniform: Waiting, memory: StepFacts, waits: WaitingBytes, below: int) -> Waiting:
+    """Change what waits if only the first k blocks are checkpointed, and the others keep all that they save.
+
+    Args:
+        uniform: what would wait if all blocks were checkpointed.
+        memory: the facts of the checkpointed blocks.
+        waits: what waits in each of these.
+        below: what waits below the first block.
+    """
+    others = last_blocks(memory)
+    tensors = _tensors_of(others)
+    kept = memory.block_waits(tensors)
+    k = memory.shape.layers - memory.kept_blocks
+    behind = memory.kept_blocks - 1
+    pinned = tensors.pinned
+    all_k = k * waits.each + below
+
+    def line(size: int, inputs: int, whole: int) -> Line:
+        why = f"{inputs} x {waits.why}, {whole} x all that is saved"
+        return replace(uniform.all, bytes=size, why=why)
+
+    return uniform._replace(
+        all=line(all_k + memory.kept_blocks * kept.each, k, memory.kept_blocks),
+        others=line(all_k + behind * kept.each + kept.open_too, k, behind),
+        kept=line(all_k + behind * pinned + kept.open_too, k, 0),
+        checkpointed=line(all_k - waits.each + waits.open_too + memory.kept_blocks * pinned, k - 1, 0),
+    )
+
+
+class _Frozen(NamedTuple):
+    """What the frozen blocks of a side network save [bytes].
+
+    Attributes:
+        each: comes on top for each block with a copy beside it.
+        between: of the frozen blocks beside copies, but the lowest, which the gradient does not reach.
+        open: the share of one of these blocks, which does not wait while that block is open.
+        stays: the part of ``between`` that stays until the whole backward pass has run.
+        below: of the frozen blocks below all copies.
+        pinned: the part of ``each`` that stays until the whole backward pass has run.
+        attended: what the attention of one frozen block has left, if checkpointed blocks keep that.
+        why: the words that the bill adds.
+    """
+
+    each: int = 0
+    between: int = 0
+    open: int = 0
+    stays: int = 0
+    below: int = 0
+    pinned: int = 0
+    attended: int = 0
+    why: str = ""
+
+
+def _frozen_beside(memory: StepFacts) -> _Frozen:
+    """Compute what frozen blocks save. The gradient goes only through those that have something to train below."""
+    if not memory.learns_beside:
+        return _Frozen()
+    operations = walk(memory)
+    pinned = block.pinned_bytes(operations)
+    if memory.checkpointed:
+        # Checkpointing asks for the gradient of the embedding's result, so it goes down through all frozen blocks.
+        below = memory.shape.layers - memory.learning_blocks
+        attended = memory.keeps_attention * block.attended_bytes(operations)
+        each = pinned + attended
+        one = each
+        if not memory.offloaded:
+            one += block_input(memory)
+        why = f", {below} x frozen blocks"
+        return _Frozen(each=each, pinned=pinned, below=below * one, attended=attended, why=why)
+    each = pinned
+    if not memory.offloaded:
+        saved = block.kept(operations)
+        each = sum(saved.values())
+        if (
+            memory.hidden_itemsize == FP32 and FIRST_NORM in saved
+        ):  # the copy saves the same fp32 input, so count it once
+            each -= block_input(memory)
+    between = memory.learning_blocks - 1
+    why = f", {between} x frozen blocks"
+    return _Frozen(between=between * each, open=each, stays=between * pinned, why=why)
+
+
+def block_input(memory: StepFacts) -> int:
+    """Return the bytes of one block's input."""
+    return memory.all_tokens * memory.shape.width * memory.hidden_itemsize

@@ -1,0 +1,59 @@
+"""How much of its datasheet's rates each card reaches in training, taken from public runs, with their spread.
+
+No training step reaches the peak rates of a datasheet. A T4, for example, is held to 70 watts. So an estimate of time
+divides by the share that public runs on the same card reached. We have measured on none of these cards.
+
+The runs are in ``benchmarks/published_runs.toml``, and ``python -m benchmarks.published_runs`` fits the shares again,
+also with each run left out. There are few runs, so there are few constants:
+
+- One share stands for 16-bit products (``half``) and for memory traffic (``memory``) on each card, because the runs do
+  not separate the two. Where products take most of the time (TinyLlama with Unsloth), a T4 reached 0.29, and where
+  memory does (TinyLlama with TRL), 0.29, too. Both shares stand here all the same: a calibrated machine has two.
+- ``launch`` is bound by one run: Qwen-7B on an A100 with rows of 256 tokens, which takes longer than its products and
+  its memory traffic. Every public run on a T4 has longer batches, which wait for the card and not for launches. So the
+  A100's value stands there, too; Colab's processors may be slower.
+- ``full``, the share of fp32 products, is bound by no run at all. It is that of the other products, and estimates in
+  fp32 have the wide range on every card.
+"""
+
+from dataclasses import dataclass
+
+SPREAD = 1.5
+"""The high end of a range divided by its low end, where public runs of the card back it [ratio]."""
+WIDE = 2.8
+"""The same where none does: from the low end of a T4's range to the high end of an A100's [ratio]."""
+LINK = 12 / 15.75
+"""The share of PCIe's rate that copies of large tensors reach: NCCL 2.30 counts 12.0 of 15.75 GB/s for PCIe 3.0 x16."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The shares of its peak rates that a card reaches, and the time that it takes to start a kernel.
+
+    Attributes:
+        half: share of the rate of 16-bit products.
+        full: share of the rate of fp32 products.
+        memory: share of the memory's bandwidth.
+        launch: time between the starts of two kernels [s]. The host starts them one after the other. Where the card is
+            faster than that, it waits.
+        spread: high over low of the range around an estimate, for steps with 16-bit products [ratio].
+        source: the runs that these are taken from.
+        link: share of the rate of the link between card and host.
+    """
+
+    half: float
+    full: float
+    memory: float
+    launch: float
+    spread: float
+    source: str
+    link: float = LINK
+
+
+LAUNCH = 17e-6
+"""Time between the starts of two kernels, by eager PyTorch with transformers and peft [s]."""
+
+DEFAULT = Reached(0.385, 0.385, 0.385, LAUNCH, WIDE, "no public run on this card: between a T4 and an A100")
+"""For cards without a public run: the geometric middle of the two below."""
+ON_A_T4 = Reached(0.283, 0.283, 0.283, LAUNCH, SPREAD, "six public runs: Llama-3.2-1B, TinyLlama (3), Llama-2-7B (2)")
+ON_AN_A100 = Reached(0.525, 0.525, 0.525, LAUNCH, SPREAD, "six public runs: Llama-2-7B (5), Qwen-7B")

@@ -1,0 +1,94 @@
+"""Estimate the memory that a run on a GPU needs on its host: the machine around the card.
+
+A notebook's machine may have less memory than its card, and Linux kills a process that asks for too much without a
+word. So the host has a bill and a verdict of its own. It is an upper estimate, and none of it was tried with a GPU.
+"""
+
+from dataclasses import dataclass
+
+from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.hardware.gpus import Host
+from cria_tricks.hardware.trust import verdict
+from cria_tricks.predict.toggles import Target, with_toggles
+from cria_tricks.recipe import Recipe
+
+LIBRARIES = 2_056_600 * 1024 + 312 * 2**20
+"""Resident bytes of Python, torch and CUDA once a tensor is on a card (pytorch issue 113326: an RTX 3090), and of the
+libraries that a run imports besides (534 MiB, of which torch alone is 222: on a CPU, torch 2.13, 2026-11-23)."""
+
+LARGEST_FILE = 5 * 10**9
+"""The hub's files of weights are rarely larger: save_pretrained cut models at 5 GB for years [bytes]."""
+
+A_TOKEN = 72
+"""Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
+
+
+@dataclass(frozen=True)
+class HostBill:
+    """The memory that a run needs on the host.
+
+    Attributes:
+        moments: while the weights are loaded, and while the model trains.
+        host: the machine; ``None`` if it is not known.
+        merge_bytes: what ``cria merge`` needs afterwards; it is not part of the verdict, because it can run elsewhere.
+    """
+
+    moments: tuple[Moment, ...]
+    host: Host | None
+    merge_bytes: int
+
+    @property
+    def peak(self) -> Moment:
+        """The moment that needs most."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``tight`` or ``does not fit``; empty if the machine is not known."""
+        return verdict(self.peak.bytes, self.host.memory_bytes) if self.host else ""
+
+
+def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) -> HostBill | None:
+    """Estimate what a run needs on the host; ``None`` on a CPU, where the host is the device.
+
+    Args:
+        target: the model and the card.
+        recipe: what would run.
+        host: the machine; ``None`` if it is not known.
+        rows: the number of training rows; 0 if it is not known.
+    """
+    if target.device.kind != "cuda":
+        return None
+    libraries = Line("Python, libraries and CUDA", LIBRARIES, "resident once a tensor is on the card")
+    data = Line("rows as tokens", rows * recipe.data.max_length * A_TOKEN, "as if each were full")
+    half = 2 * target.shape.weights
+    file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
+    waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
+    pinned = Line("offloaded activations", 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
+    if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):  # then each block's input is one tensor
+        each = max(waiting // target.shape.layers, 1)
+        pinned = Line("offloaded activations", target.shape.layers * _power_of_two(each) * (waiting > 0), "pinned")
+    states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")
+    paged = Line("paged optimizer states", states, "if the card has no room for them")
+    moments = (Moment("loading", (libraries, data, file)), Moment("training", (libraries, data, pinned, paged)))
+    # cria merge computes in fp32 on the host, and writes the model in 16 bits beside it.
+    return HostBill(moments, host, 3 * half)
+
+
+def _taken_off(target: Target, recipe: Recipe, toggle: str, line: str) -> int:
+    """Return the bytes that a toggle takes off the card: the largest difference of a line over the step's moments."""
+    without = with_toggles(recipe, {toggle: False})
+    if without == recipe:
+        return 0
+    before = {moment.name: _bytes_of(moment, line) for moment in target.memory(without).moments}
+    after = {moment.name: _bytes_of(moment, line) for moment in target.memory(recipe).moments}
+    return max(before[name] - after.get(name, 0) for name in before)
+
+
+def _bytes_of(moment: Moment, name: str) -> int:
+    return sum(line.bytes for line in moment.lines if line.name == name)
+
+
+def _power_of_two(size: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (size - 1).bit_length()

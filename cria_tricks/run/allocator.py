@@ -1,0 +1,46 @@
+"""Ask PyTorch's CUDA allocator for expandable segments before it takes its first memory."""
+
+import os
+import sys
+
+from cria_tricks.hardware.device import Device
+from cria_tricks.recipe import Recipe, with_settings
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The environment variables that torch reads when CUDA starts: since torch 2.9, and before."""
+OPTION = "expandable_segments"
+
+
+def ask_for_expandable_segments(recipe: Recipe) -> None:
+    """Switch expandable segments on if the recipe wants them (``train.expandable_segments``).
+
+    What the user has set in the environment stays as it is. Call it before CUDA is initialized; without a GPU it has
+    no effect. torch has expandable segments on Linux only.
+    """
+    if not recipe.train.expandable_segments or sys.platform != "linux" or OPTION in _options():
+        return
+    name = next((name for name in VARIABLES if os.environ.get(name)), VARIABLES[1])
+    others = os.environ.get(name, "")
+    os.environ[name] = f"{others},{OPTION}:True" if others else f"{OPTION}:True"
+
+
+def expandable_segments(device: Device) -> bool:
+    """Whether torch's allocator has expandable segments on this device."""
+    asked = _options().get(OPTION, "").strip().lower() == "true"
+    return asked and device.kind == "cuda" and sys.platform == "linux"
+
+
+def in_force(recipe: Recipe, device: Device) -> Recipe:
+    """Return the recipe with what is in force: the environment may say otherwise, and not every system can do it."""
+    return with_settings(recipe, [f"train.{OPTION}={str(expandable_segments(device)).lower()}"])
+
+
+def _options() -> dict[str, str]:
+    """Return what the environment asks of the allocator; the newer variable wins."""
+    found: dict[str, str] = {}
+    for name in reversed(VARIABLES):
+        for option in os.environ.get(name, "").split(","):
+            key, colon, value = option.partition(":")
+            if colon:
+                found[key.strip()] = value
+    return found
