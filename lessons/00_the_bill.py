@@ -385,8 +385,8 @@ if study:
 
 # %% [markdown]
 # What these errors do not cover: a bill counts tensors. A card also holds a CUDA context and cuBLAS's workspaces (we
-# bill 400 MB and 16 MiB), and its allocator *reserves* more than it gives out, because it rounds and keeps what was
-# freed.
+# bill 400 MB and 16 MiB), and its allocator *reserves* more than it gives out (lesson 19). Until then a bill is the
+# *least* that a card must have.
 #
 # ## 5. The production switch
 # There is none yet: every later lesson has one, and shows this bill before and after. For Llama-3.2-1B the same
@@ -409,7 +409,7 @@ bill = course.bill(plain)
 for line in bill.lines:
     print(f"{line.name:26}{line.bytes / MIB:10,.1f} MiB  {line.why}")
 print(f"{'peak, at the ' + bill.peak.name:26}{bill.peak_bytes / MIB:10,.1f} MiB = {bill.peak_bytes / GIB:.1f} GiB")
-print(f"{'needed, with CUDA':26}{bill.needed_bytes / MIB:10,.1f} MiB; a T4 has {T4.memory_bytes / MIB:,.1f}")
+print(f"{'least, with CUDA':26}{bill.least_bytes / MIB:10,.1f} MiB; a T4 has {T4.memory_bytes / MIB:,.1f}")
 for name, size in by_hand.items():
     assert size == sum(line.bytes for line in bill.lines if line.name.startswith(name)), name
 assert P1 == bill.facts.shape.weights == 1_235_814_400
@@ -478,11 +478,11 @@ course.show(
 # the last block is the peak. **A trick shrinks its own line; you gain the distance to the next moment.**
 #
 # Why not look the number up? For QLoRA of a model of $x$ billion weights, LLaMA-Factory's README says $x/2$ GB, here
-# 0.6. axolotl's guide says 6 to 8 GB for 1 to 3 billion. A factor of ten, from two good libraries; both say that they
-# estimate, and neither rule has the vocabulary in it. Between them lies what you switch on:
+# 0.6. axolotl's guide says 6 to 8 GB for 1 to 3 billion. A factor of ten; neither rule has the vocabulary in
+# it. Between them lies what you switch on:
 
 # %%
-early, finished = (course.bill(recipe).needed_bytes / 1e9 for recipe in (course.so_far("06_nf4"), course.CAPSTONE))
+early, finished = (course.bill(recipe).least_bytes / 1e9 for recipe in (course.so_far("06_nf4"), course.CAPSTONE))
 print(f"our bill: {early:.1f} GB after lesson 6, where QLoRA is complete, {finished:.1f} GB after the last")
 
 # %% [markdown]

@@ -308,7 +308,7 @@ print(f"in Llama-3.2-1B t is {share:.2%} of a unit: a step falls from 3 units to
 step_of = "attention=best precision=best gradient_checkpointing=true"
 course.on_a_gpu("lora", off=step_of, on=f"{step_of} peft=lora")
 full = course.bill(with_settings(course.so_far("00_the_bill"), settings_of(step_of, T4)))
-assert round(full.needed_bytes / GIB, 1) == 20.8
+assert round(full.least_bytes / GIB, 1) == 20.8
 assert not full.fits
 
 # %% [markdown]
@@ -504,7 +504,7 @@ def of_rank(answer):
     rank = int(answer)
     assert rank == answer, f"not {answer}; a rank is a whole number"
     found, higher = (course.bill(with_settings(after, [f"lora.r={r}"])) for r in (rank, rank + 1))
-    needed = f"{found.needed_bytes / MIB:,.1f} MiB, with the peak at the {found.peak.name}"
+    needed = f"{found.least_bytes / MIB:,.1f} MiB, with the peak at the {found.peak.name}"
     assert found.fits, f"rank {rank} needs {needed}; a T4 has {T4.memory_bytes / MIB:,.1f}"
     assert not higher.fits, f"a rank above {rank} still fits"
 

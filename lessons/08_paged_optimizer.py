@@ -54,14 +54,14 @@ full_paged = with_settings(full, ["tricks.paged_optimizer=true"])
 for with_states, without in zip(course.bill(full).moments, course.bill(full_paged).moments, strict=True):
     print(f"{with_states.name:16}{with_states.bytes / MIB:10,.0f} MiB, without states {without.bytes / MIB:10,.0f}")
 for name, recipe in (("kept", full), ("paged", full_paged)):
-    needed = course.bill(recipe).needed_bytes
-    print(f"{name:6} needs {needed / MIB:10,.1f} MiB with CUDA's own, and a T4 has {T4.memory_bytes / MIB:,.1f}")
+    needed = course.bill(recipe).least_bytes
+    print(f"{name:6} needs {needed / MIB:10,.1f} MiB, with CUDA's own, and a T4 has {T4.memory_bytes / MIB:,.1f}")
 assert course.bill(full_paged).fits
 assert not course.bill(full).fits
 
 # %% [markdown]
-# On the bill it fits, with 109 MiB to spare. But 9.2 GiB of states must be somewhere, and at every optimizer's step
-# they must come by. This lesson is about that price.
+# On the bill it fits, with 109 MiB to spare: `cria plan` calls that tight. But 9.2 GiB of states must be somewhere, and
+# at every optimizer's step they must come by. This lesson is about that price.
 #
 # ## 2. From scratch, in three steps
 # There is no GPU here, so this is a *model*: a card with room for some pages, a host with the rest, and a count of all
@@ -294,7 +294,7 @@ big_shape = find_shape(big.model)
 for how in ("paged_optimizer=false", "optimizer=adamw_8bit", "paged_optimizer=true"):
     chosen = with_settings(big, ["tricks.paged_optimizer=false", f"tricks.{how}"])
     tokens = longest(Target(big_shape, T4), chosen)
-    needed = estimate(chosen, big_shape, T4).needed_bytes / MIB
+    needed = estimate(chosen, big_shape, T4).least_bytes / MIB
     print(f"{how:24}needs {needed:9,.1f} MiB for 2,048 tokens; rows of {tokens:,} fit")
 
 # %% [markdown]
@@ -309,7 +309,7 @@ all_pages = pageable(big) // (2 * MIB)
 
 def room_at(tokens):
     """Pages that a row of so many tokens leaves room for."""
-    return min(all_pages, (T4.memory_bytes - estimate(big, big_shape, T4, tokens).needed_bytes) // (2 * MIB))
+    return min(all_pages, (T4.memory_bytes - estimate(big, big_shape, T4, tokens).least_bytes) // (2 * MIB))
 
 
 for gives_back in (True, False):
@@ -336,7 +336,7 @@ def rows_of_a_run(theme: Theme):
     drawn, axes = course.figure(height=3.0)
     states = 2 * all_pages / 1024
     for n, tokens in enumerate(SHORT + LONG + SHORT):
-        needed = estimate(big, big_shape, T4, tokens).needed_bytes / 2**30
+        needed = estimate(big, big_shape, T4, tokens).least_bytes / 2**30
         stay, first = room_at(tokens) * 2 / 1024, n == 0
         axes.bar(n, needed, color=theme.series[0], width=0.7, label="all but states" if first else None)
         axes.bar(n, stay, bottom=needed, color=theme.series[1], width=0.7, label="states" if first else None)

@@ -68,9 +68,9 @@ def cria(command):
 
 # %%
 def needed(model, method, card, tokens=2048):
-    """Bytes that a card must have: the bill, with CUDA's own."""
+    """Bytes that a card must have at least: the bill, with CUDA's own."""
     recipe = with_settings(recipe_for(method, card.device), [f"data.max_length={tokens}"])
-    return estimate(recipe, find_shape(model), card.device).needed_bytes
+    return estimate(recipe, find_shape(model), card.device).least_bytes
 
 
 A100 = CARDS["a100"]
@@ -241,7 +241,7 @@ for model in ("tiny", "llama-3.2-1b", "qwen2.5-7b", "llama-3.1-70b"):
             name: (work, round(moved)) for name, (work, moved) in parts(recipe, shape).items()
         }
         assert abs(seconds(recipe, shape, card) / theirs.seconds - 1) < 1e-9
-    advice = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens=10**6)
+    advice = advise(shape, estimate, tokens=10**6)
     mine = offers(model, 10**6)
     for option, offer in zip((o for o in advice.options if o.method == "qlora"), mine, strict=True):
         assert option.fits == offer.fits
@@ -354,9 +354,10 @@ for model, name, tokens, measured, words in (
     print(f"{share * reckoned.seconds / took:.2f} of its peaks, where we take {share}")
     assert reckoned.low < took < reckoned.high
 
+# %% [markdown]
 # Six such runs on a T4 reached 0.24 to 0.32 of its peaks, and five on an A100 0.46 to 0.56. A T4 is held to 70 watts,
 # and the A100's memory is five times as fast. So each card has its own share, the mean of its runs, and a range whose
-# high end is 1.5 times its low end. Predicted with itself left out, each of the eleven falls inside. For an L4 or an
+# high end is 1.5 times its low end. Predicted without itself, each of the eleven falls inside. For an L4 or an
 # A10G we found no run: their share lies between the two, and high over low is 2.8. Your own machine can be measured:
 # `cria doctor --calibrate`. The slope of a roof can be seen on any machine. This one, now, with one matrix of 2,048 x
 # 2,048 in fp32:

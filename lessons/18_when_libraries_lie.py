@@ -84,7 +84,7 @@ def plain_trainer(model, rows, *callbacks, **settings):
 # %%
 before, after = course.so_far("17_kwanzaa"), course.so_far("18_when_libraries_lie")
 assert course.bill(after) == course.bill(before)
-print(f"the bill: {course.bill(after).needed_bytes / 2**30:.2f} GiB, as before")
+print(f"the bill: {course.bill(after).least_bytes / 2**30:.2f} GiB, as before")
 price = prices(Target(find_shape(after.model), T4), after, rows=107)[0]
 minutes = price["minutes"]
 print(f"the job: {price['minutes_low']:.0f} to {price['minutes_high']:.0f} minutes of a T4 by estimate")

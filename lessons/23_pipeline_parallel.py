@@ -82,7 +82,7 @@ large = with_settings(recipes.kwanzaa(A100), ["model=llama-3.1-70b"])
 print(f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; QLoRA of Llama-3.1-70B needs in each")
 for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
     bill = per_process(large, find_shape(large.model), A100, way, N)
-    print(f"N = {N}, {way:8} {bill.needed_bytes / GIB:5.1f} GiB, {'fits' if bill.fits else 'does not fit'}")
+    print(f"N = {N}, {way:8} {bill.least_bytes / GIB:5.1f} GiB, {'fits' if bill.fits else 'does not fit'}")
     assert bill.fits == (N > 1)
 
 # %% [markdown]

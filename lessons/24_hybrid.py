@@ -94,7 +94,7 @@ def name(sizes):
 
 
 for recipe in (large, ours):
-    needed = {name(sizes): bill(recipe, sizes).needed_bytes / GIB for sizes in GRIDS}
+    needed = {name(sizes): bill(recipe, sizes).least_bytes / GIB for sizes in GRIDS}
     print(recipe.model, "GiB:", ", ".join(f"{grid}: {size:.1f}" for grid, size in needed.items()))
 fitting = [sizes for sizes in GRIDS if bill(large, sizes).fits]
 assert len(fitting) == 6
@@ -105,7 +105,7 @@ assert all(bill(ours, sizes).fits for sizes in GRIDS)
 def memory_of_grids(theme: Theme):
     """What a process needs, grid by grid, beside what an A100 has."""
     drawn, axes = course.figure(height=3.4)
-    sizes_of = [bill(large, sizes).needed_bytes / GIB for sizes in GRIDS]
+    sizes_of = [bill(large, sizes).least_bytes / GIB for sizes in GRIDS]
     has = A100.memory_bytes / GIB
     colours = [theme.series[0] if size <= has else theme.quiet for size in sizes_of]
     axes.barh(range(10), sizes_of, color=colours, height=0.66)
@@ -491,9 +491,9 @@ for cards, link, title in ((8, "hdr", "FSDP over eight"), (4, "nvlink_a100", "HS
     sharded = per_process(each, shape, A100, "fsdp", cards)
     gathers = sum(LINKS[link].seconds(call) for call in fsdp.traffic(each, shape, cards))
     computing = compute_seconds(each, shape, CARDS["a100"], "fsdp", cards)
-    print(f"{title}: {sharded.needed_bytes / GIB:.1f} GiB; gathers {gathers:.1f} s, computing {computing:.1f} s")
+    print(f"{title}: {sharded.least_bytes / GIB:.1f} GiB; gathers {gathers:.1f} s, computing {computing:.1f} s")
     assert sharded.fits == (cards == 8)
-print(f"and our job, on one T4: {course.bill(course.CAPSTONE).needed_bytes / GIB:.1f} GiB")
+print(f"and our job, on one T4: {course.bill(course.CAPSTONE).least_bytes / GIB:.1f} GiB")
 
 # %% [markdown]
 # HSDP would beat the cube, and does not fit 40 GB; on cards of 80 GB it is the first thing to try. FSDP over all eight

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cria_tricks.bill.fsdp_bytes import gathered
@@ -187,14 +188,16 @@ def of_advice(case: str) -> dict[str, Any]:
     options = {name: value for name, _, value in (word.partition("=") for word in asked.split())}
     given = {name: value if name == "kind" else json.loads(value) for name, value in options.items()}
 
-    def needed(recipe: Recipe, shape: Any, device: Any) -> int:
-        return int({"full": 16, "lora": 2, "qlora": 0.5}[recipe.name] * shape.weights) + recipe.data.max_length * 2**20
+    def estimate(recipe: Recipe, shape: Any, device: Any) -> Any:
+        each = {"full": 16, "lora": 2, "qlora": 0.5}[recipe.name]
+        needed = int(each * shape.weights) + recipe.data.max_length * 2**20
+        return SimpleNamespace(needed_bytes=needed, least_bytes=needed)
 
-    found = asdict(advise(find_shape(model), needed, **given))
+    found = asdict(advise(find_shape(model), estimate, **given))
     for option in found.pop("options"):
         money = [option[key] and rounded(option[key]) for key in ("minutes", "cost")]
         found[f"{option['method']} on {option['flavor']}"] = [
-            option["needed_bytes"], option["capacity_bytes"], option["fits"], *money, option["within_budget"],
+            option["needed_bytes"], option["capacity_bytes"], option["verdict"], *money, option["within_budget"],
         ]  # fmt: skip
     return found
 

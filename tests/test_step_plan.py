@@ -223,8 +223,8 @@ def test_the_whole_plan_of_some_toggles(device, settings, differs):
         (T4, "keep_attention=true gradient_checkpointing=true attention=sdpa compile=true",
          "tricks.keep_attention=true: a compiled block chooses itself what it keeps; set tricks.compile=false"),
         (CPU, "packing=true peft=prompt_tuning",
-         "tricks.packing=true with tricks.peft=prompt_tuning: only a row's first "
-         "document would see the prompt; set tricks.packing=false"),
+         "tricks.packing=true with tricks.peft=prompt_tuning: peft drops the position ids, so "
+         "the documents of a row would see each other; set tricks.packing=false"),
         (CPU, "chunked_loss=true peft=prompt_tuning",
          "tricks.chunked_loss=true with tricks.peft=prompt_tuning: it calls "
          "the model below the learnt prompt; set tricks.chunked_loss=false"),

@@ -32,7 +32,7 @@ class Formula:
     def __init__(self, polynomials: Iterable[Polynomial], sample: float):
         self.polynomials: list[Polynomial] = []
         for one in polynomials:
-            nonzero = {name: number for name, number in one.items() if number}
+            nonzero = one if all(one.values()) else {name: number for name, number in one.items() if number}
             if nonzero not in self.polynomials:
                 self.polynomials.append(nonzero)
         self.sample = sample
@@ -46,9 +46,12 @@ class Formula:
         if not isinstance(other, Formula) and not other:
             return self  # plus 0, with which sum() begins
         other = _formula(other)
+        sums = []
         # max(a, b) + max(c, d) is the largest of all pairs: a + c, a + d, b + c, b + d.
-        pairs = itertools.product(self.polynomials, other.polynomials)
-        sums = [{name: one.get(name, 0) + two.get(name, 0) for name in {**one, **two}} for one, two in pairs]
+        for one, two in itertools.product(self.polynomials, other.polynomials):
+            sums.append(dict(one))
+            for name, number in two.items():
+                sums[-1][name] = sums[-1].get(name, 0) + number
         return Formula(sums, self.sample + other.sample)
 
     def __mul__(self, other: Any) -> "Formula":

@@ -105,7 +105,7 @@ def hardware(
     with importing():  # this imports torch, which takes seconds; a wrong name was told before
         from cria_tricks.predict.machines import advise
         from cria_tricks.tricks.folds import estimate
-    found = advise(shape, lambda *what: estimate(*what).needed_bytes, tokens, budget, kind)
+    found = advise(shape, estimate, tokens, budget, kind)
     if as_json:
         print(json.dumps(dataclasses.asdict(found), indent=2, allow_nan=False))
         return
@@ -134,6 +134,6 @@ def _cell(option: "Option") -> str:
     from cria_tricks.predict.words import in_figures
 
     if option.minutes is None:
-        return f"[red]needs {human(option.needed_bytes)}[/]"
-    colour = "yellow" if option.within_budget is False else "green"
+        return f"[red]needs {human(option.least_bytes)}[/]"
+    colour = "yellow" if option.within_budget is False or option.verdict == "tight" else "green"
     return f"[{colour}]{in_figures(option)}[/]"

@@ -18,7 +18,7 @@ LESSON_OF: dict[str, str] = {}
 for _trick in tricks.TRICKS:
     LESSON_OF |= dict.fromkeys(_trick.SWITCHES, _trick.LESSON)
 PEAK = "peak of a step"
-NEEDED = "needed, with CUDA's own"
+NEEDED = "least, with CUDA's own"
 
 
 def so_far(lesson: str) -> Recipe:
@@ -60,4 +60,4 @@ def show_bill(before: Recipe, after: Recipe) -> None:
 def _lines(found: Bill) -> dict[str, int]:
     """Return the bytes of each line of a bill by its name, and of the totals."""
     lines = {line.name: line.bytes for line in found.lines}
-    return lines | {PEAK: found.peak_bytes, NEEDED: found.needed_bytes}
+    return lines | {PEAK: found.peak_bytes, NEEDED: found.least_bytes}

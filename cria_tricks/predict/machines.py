@@ -7,6 +7,7 @@ Our estimate is computed: the bytes by an estimator that the caller passes in, t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.step_time import ends, run_cost
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import A100_40GB, CARDS, FLAVORS, PRICES_DATE, TPUS, Flavor
@@ -24,8 +25,8 @@ from cria_tricks.predict.selection_guide import (
 from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
 from cria_tricks.tricks.folds import step
 
-Needed = Callable[[Recipe, Shape, Device], int]
-"""An estimator: from a recipe, a model and a card to the memory that must be free on the card [bytes]."""
+Estimate = Callable[[Recipe, Shape, Device], Bill]
+"""An estimator: from a recipe, a model and a card to the memory bill of the run on this card."""
 
 METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 """The three ways to train that are compared, each with its name on the screen."""
@@ -52,9 +53,10 @@ class Option:
     Attributes:
         flavor: the machine.
         method: ``full``, ``lora`` or ``qlora``.
-        needed_bytes: the memory that must be free on each of its cards.
+        needed_bytes: the memory that each of its cards should have.
+        least_bytes: the memory without which the run cannot work.
         capacity_bytes: the memory of each card.
-        fits: whether that is enough.
+        verdict: ``fits``, ``tight`` or ``does not fit``.
         minutes: the time of training, the middle of its range; ``None`` if it does not fit.
         cost: the price of these minutes [USD]; ``None`` if it does not fit.
         minutes_low: the low end of the range of the minutes.
@@ -68,8 +70,9 @@ class Option:
     flavor: str
     method: str
     needed_bytes: int
+    least_bytes: int
     capacity_bytes: int
-    fits: bool
+    verdict: str
     minutes: float | None
     cost: float | None
     within_budget: bool | None
@@ -77,6 +80,11 @@ class Option:
     minutes_high: float | None = None
     cost_low: float | None = None
     cost_high: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can work: the verdict is ``fits`` or ``tight``."""
+        return self.verdict != "does not fit"
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,8 @@ class Rule:
         method: ``full`` or ``lora``.
         gb_per_billion: the rule [GB per billion parameters].
         guide_bytes: the memory by the rule.
-        our_bytes: the memory by our estimate, on an A100, for rows of 2,048 tokens.
-        by_tokens: row length [tokens] -> our estimate on an A100 [bytes].
+        our_bytes: the least memory by our estimate, on an A100, for rows of 2,048 tokens.
+        by_tokens: row length [tokens] -> the least memory by our estimate, on an A100 [bytes].
         only_by_the_rule: the machines on which the model fits by the rule, but not by our estimate.
         only_by_ours: the machines on which the model fits by our estimate, but not by the rule.
         why: the reason for the difference.
@@ -161,7 +169,7 @@ class Advice:
 
 def advise(
     shape: Shape,
-    needed: Needed,
+    estimate: Estimate,
     tokens: int | None = None,
     budget: float | None = None,
     kind: str = "development",
@@ -170,7 +178,7 @@ def advise(
 
     Args:
         shape: the model's shape.
-        needed: the estimator.
+        estimate: the estimator.
         tokens: the tokens of the whole run, all epochs together; when left out, those of a run of this kind (rows x
             epochs x the default ``data.max_length``).
         budget: the budget for the run [USD].
@@ -185,7 +193,7 @@ def advise(
     options: list[Option] = []
     for flavor in FLAVORS.values():
         for method in METHODS:
-            options.append(_option(shape, needed, tokens, budget, flavor, method))
+            options.append(_option(shape, estimate, tokens, budget, flavor, method))
     return Advice(
         model=shape.name,
         parameters=shape.weights,
@@ -199,7 +207,7 @@ def advise(
         fastest={method: _best(options, method, lambda option: option.minutes) for method in METHODS},
         as_cheap={method: _close(options, method, "cost") for method in METHODS},
         as_fast={method: _close(options, method, "minutes") for method in METHODS},
-        rules=tuple(_rule(shape, needed, options, method) for method in GB_PER_BILLION),
+        rules=tuple(_rule(shape, estimate, options, method) for method in GB_PER_BILLION),
         notes=_notes(),
     )
 
@@ -235,12 +243,12 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     return Recipe(name=method, tricks=tricks, lora=lora, train=Train(batch_size=1))
 
 
-def _option(shape: Shape, needed: Needed, tokens: int, budget: float | None, flavor: Flavor, method: str) -> Option:
+def _option(shape: Shape, estimate: Estimate, tokens: int, budget: float | None, flavor: Flavor, method: str) -> Option:
     card = CARDS[flavor.card]
     recipe = recipe_for(method, card.device, shape)
-    want = needed(recipe, shape, card.device)
-    has = card.device.memory_bytes
-    option = Option(flavor.name, method, want, has, want <= has, None, None, None)
+    memory = estimate(recipe, shape, card.device)
+    want, least, has = memory.needed_bytes, memory.least_bytes, card.device.memory_bytes
+    option = Option(flavor.name, method, want, least, has, trust.verdict(want, has, least), None, None, None)
     if not option.fits:
         return option
     run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
@@ -298,19 +306,21 @@ def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Reco
     return (*found, Recommended("kind of training", kind, KINDS[kind].flavors, KINDS[kind].says))
 
 
-def _rule(shape: Shape, needed: Needed, options: Sequence[Option], method: str) -> Rule:
+def _rule(shape: Shape, estimate: Estimate, options: Sequence[Option], method: str) -> Rule:
     gb = GB_PER_BILLION[method]
     ours = {option.flavor: option for option in options if option.method == method}
     # N GB for each billion parameters are N bytes for each parameter.
     by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
     recipe = recipe_for(method, A100_40GB, shape)
-    by_tokens = {n: needed(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB) for n in ROWS}
+    by_tokens = {
+        n: estimate(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB).least_bytes for n in ROWS
+    }
     return Rule(
         method,
         gb,
         gb * shape.weights,
-        ours["a100-large"].needed_bytes,
+        ours["a100-large"].least_bytes,
         by_tokens,
         tuple(name for name in ours if name in by_rule - by_ours),
         tuple(name for name in ours if name in by_ours - by_rule),
@@ -328,6 +338,7 @@ def _notes() -> tuple[str, ...]:
         "t4-medium has the card of t4-small, and a10g-large that of a10g-small: the same memory and the same minutes.",
         f"Minutes are of training alone, {trust.TIME}. Loading, evaluations and checkpoints come on top.",
         f"Prices are those of Hugging Face Jobs' list of {PRICES_DATE}, in USD.",
-        f"Whether it fits is computed, not tried: {trust.FITS}.",
+        f"Whether it fits is {trust.FITS}.",
+        f"Tight means: {trust.TIGHT}.",
         f"Not estimated: {', '.join(TPUS)}. TPUs need code of their own.",
     )

@@ -27,11 +27,15 @@ def _where(found: Advice, method: str, flavor: str | None) -> str:
 
 
 def in_figures(option: Option) -> str:
-    """Write the range of minutes and of costs of a way to train on a machine; nothing if it does not fit."""
+    """Write the range of minutes and of costs of a way to train on a machine; nothing if it does not fit.
+
+    If it fits but is tight, the last word says so.
+    """
     if option.minutes_low is None or option.minutes_high is None or option.cost_low is None or option.cost_high is None:
         return ""
     minutes = between(60 * option.minutes_low, 60 * option.minutes_high)
-    return f"{minutes}, {money_between(option.cost_low, option.cost_high)}"
+    narrow = ", tight" if option.verdict == "tight" else ""
+    return f"{minutes}, {money_between(option.cost_low, option.cost_high)}{narrow}"
 
 
 def _or(flavors: Sequence[str]) -> str:

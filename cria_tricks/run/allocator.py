@@ -4,7 +4,7 @@ import os
 import sys
 
 from cria_tricks.hardware.device import Device
-from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipe import Recipe
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The environment variables that torch reads when CUDA starts: since torch 2.9, and before."""
@@ -32,7 +32,8 @@ def expandable_segments(device: Device) -> bool:
 
 def in_force(recipe: Recipe, device: Device) -> Recipe:
     """Return the recipe with what is in force: the environment may say otherwise, and not every system can do it."""
-    return with_settings(recipe, [f"train.{OPTION}={str(expandable_segments(device)).lower()}"])
+    train = recipe.train.model_copy(update={OPTION: expandable_segments(device)})
+    return recipe.model_copy(update={"train": train})
 
 
 def _options() -> dict[str, str]:

@@ -124,12 +124,12 @@
     const half = rates && Math.sqrt(rates.spread[s.precision]); // a range is its middle divided and multiplied by this
     const perToken = rates && seconds / (s.batch * s.tokens * s.gradient_accumulation);
     const hours = rates && (perToken * Math.ceil(s.rows * s.epochs) * s.tokens) / 3600;
-    const fits = needed - unused <= card.bytes; // what does not fit has no price
+    const least = needed - unused, fits = least <= card.bytes; // what does not fit has no price
     const prices = index.machines.filter((machine) => fits && machine.card === s.card)
       .map(({ name, price }) => ({ name, cost: hours * price, low: (hours * price) / half, high: hours * price * half }));
-    return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed,
-      capacity: card.bytes, fits, tight: fits && needed > (1 - index.margin) * card.bytes, seconds, half, minutes: rates && hours * 60, prices,
-      beyond: beyond(s), doubts: doubts(s) };
+    return { refused: [], moment: peak.name, rows: peak.rows, around, peak: peak.bytes, needed, least,
+      capacity: card.bytes, fits, tight: fits && needed > (1 - index.margin) * card.bytes, seconds, half,
+      minutes: rates && hours * 60, prices, beyond: beyond(s), doubts: doubts(s) };
   }
   const beyond = (s) => !s.packing && s.tokens > (index.models[s.model].context || Infinity);
   function doubts(s) { // what speaks against a choice that fits, and is not refused
@@ -281,7 +281,9 @@
     const groups = GROUPS.map(([name], number) => ({ name, number,
       bytes: all.filter((row) => groupOf(row.name) === number).reduce((sum, row) => sum + row.bytes, 0) })).filter(({ bytes }) => bytes);
     const left = found.capacity - found.needed;
-    const words = `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
+    const words = found.tight
+      ? `At least ${gib(found.least)} of ${gib(found.capacity)}, up to ${gib(found.needed)} with what PyTorch keeps.`
+      : `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
     const verdict = found.tight ? "It is tight. " : found.fits ? "It fits. " : "It does not fit. ";
     const beyond = found.beyond ? " Rows are longer than the model's context." : ""; // in sight on a phone, too
     shown.verdict.replaceChildren(el("strong", { class: found.fits && !found.tight ? "fits" : "not" }, verdict), words, beyond);

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, fields
+from typing import NamedTuple
 
 import pytest
 
@@ -12,20 +13,28 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS, L4, PRICES_DATE
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.machines import METHODS, advise, recipe_for
 from cria_tricks.predict.selection_guide import BY_BUDGET, BY_SIZE, recommendation_for
-from cria_tricks.predict.words import in_words, verdict
+from cria_tricks.predict.words import in_figures, in_words, verdict
 from cria_tricks.resolve import resolve
 
 GIB = 2**30
 
 
-def needed(recipe, shape, device) -> int:
-    """So many bytes a parameter, and a MiB a token."""
+class Memory(NamedTuple):
+    """What a run needs, and the least that it can work with."""
+
+    needed_bytes: int
+    least_bytes: int
+
+
+def estimate(recipe, shape, device) -> Memory:
+    """So many bytes a parameter, and a MiB a token; nothing is reserved besides."""
     each = {"full": 16, "lora": 2, "qlora": 0.5}[recipe.name]
-    return int(each * shape.weights) + recipe.data.max_length * 2**20
+    needed = int(each * shape.weights) + recipe.data.max_length * 2**20
+    return Memory(needed, needed)
 
 
 def ask(model="llama-3.2-1b", **options):
-    return advise(find_shape(model), needed, **options)
+    return advise(find_shape(model), estimate, **options)
 
 
 def option(found, method, flavor):
@@ -85,12 +94,22 @@ def test_cheapest_and_fastest_are_among_those_that_fit_and_can_be_paid():
     assert option(less, "full", "a100-large").within_budget is None
 
 
-@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
-def test_it_fits_to_the_last_byte_and_not_a_byte_beyond(spare, fits):
-    found = advise(find_shape("smollm2"), lambda *what: T4.memory_bytes - spare, tokens=1)
+@pytest.mark.parametrize(
+    ("least", "needed", "says"),
+    [
+        (T4.memory_bytes, T4.memory_bytes, "tight"),
+        (T4.memory_bytes + 1, T4.memory_bytes + 1, "does not fit"),
+        (GIB, T4.memory_bytes + GIB, "tight"),
+        (GIB, 95 * T4.memory_bytes // 100, "fits"),
+        (GIB, 95 * T4.memory_bytes // 100 + 1, "tight"),
+    ],
+)
+def test_it_fits_to_the_last_byte_and_not_a_byte_beyond(least, needed, says):
+    found = advise(find_shape("smollm2"), lambda *what: Memory(needed, least), tokens=1)
     assert found.tokens == 1, "the fewest"
     small = option(found, "lora", "t4-small")
-    assert (small.fits, small.minutes is None) == (fits, not fits)
+    assert (small.verdict, small.fits, small.minutes is None) == (says, says != "does not fit", not small.fits)
+    assert in_figures(small).endswith(", tight") is (says == "tight")
 
 
 @pytest.mark.parametrize(("weights", "fits"), [(800_000_000, True), (800_000_001, False)])
@@ -103,7 +122,7 @@ def test_a_rule_of_thumb_counts_to_the_last_byte_too(weights, fits):
     known = {field.name: getattr(find_shape("smollm2"), field.name) for field in fields(Shape)}
     monster = Exact(**known)
     Exact.weights = weights
-    full, _ = advise(monster, lambda *what: 10**18).rules
+    full, _ = advise(monster, lambda *what: Memory(10**18, 10**18)).rules
     assert ("t4-small" in full.only_by_the_rule) is fits
     assert full.only_by_ours == ()
 

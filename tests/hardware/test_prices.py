@@ -37,7 +37,7 @@ def by_plan(flavor):
 
 def by_hardware(flavor):
     """``cria hardware`` for as many tokens: its QLoRA is the capstone's."""
-    found = advise(LLAMA, lambda *what: estimate(*what).needed_bytes, ROWS * 3 * 2048)
+    found = advise(LLAMA, estimate, ROWS * 3 * 2048)
     option = next(o for o in found.options if (o.flavor, o.method) == (flavor.name, "qlora"))
     return option.minutes, option.cost
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit_has_no_price():
     t4 = CARDS["t4"].device
     large = with_settings(recipes.kwanzaa(t4), ["model=llama-3.1-70b"])
     assert plan_data.prices(Target(find_shape(large.model), t4), large, ROWS) == []
-    found = advise(find_shape("llama-3.1-70b"), lambda *what: estimate(*what).needed_bytes, 10**6)
+    found = advise(find_shape("llama-3.1-70b"), estimate, 10**6)
     assert [(o.minutes, o.cost) for o in found.options if not o.fits] == [(None, None)] * len(found.options)
 
 

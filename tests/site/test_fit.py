@@ -53,14 +53,14 @@ def planned(choice):
     """What ``cria plan`` says of it."""
     device = fit.ONE_CARD[choice["card"]].device
     settings = [f"model={choice['model']}", *(f"{field}={choice[name]}" for name, field in NUMBERS.items())]
-    settings += [f"tricks.{name}={str(choice[name]).lower()}" for name in Tricks.model_fields]
+    settings += [f"tricks.{name}={str(choice[name]).lower()}" for name in Tricks.model_fields if name in choice]
     if choice["peft"] == "lora":
         settings += lora_targets(find_shape(choice["model"]))
     recipe = with_settings(recipes.kwanzaa(device), settings)
     target = Target(find_shape(recipe.model), device)
     try:
         found = plan_data.bill(target, recipe)
-        found["doubts"] = plan_data.doubts(target, recipe, found["needed_bytes"])
+        found["doubts"] = plan_data.doubts(target, recipe, found["verdict"])
         return recipe, found, plan_data.prices(target, recipe, choice["rows"]), ""
     except BadInput as error:
         return recipe, {}, [], str(error)
@@ -80,7 +80,7 @@ def page(host, browser):
 
 
 def test_it_says_what_cria_plan_says(page, capsys):
-    draw, same, refused, took = random.Random(0), 0, 0, []
+    draw, same, refused, took, verdicts = random.Random(0), 0, 0, [], set()
     while same < 200:
         choice = a_choice(draw)
         found, milliseconds, command, facts = page.execute_async_script(GO, urlencode(as_text(choice)))
@@ -90,8 +90,11 @@ def test_it_says_what_cria_plan_says(page, capsys):
             refused += 1
             continue
         assert not found["refused"], (choice, found)
-        of_both = (("peak", "peak_bytes"), ("needed", "needed_bytes"), ("capacity", "capacity_bytes"), ("fits", "fits"))
-        assert [found[ours] for ours, _ in of_both] == [plan[theirs] for _, theirs in of_both], choice
+        names = ("peak", "least", "needed", "capacity")
+        assert [found[name] for name in names] == [plan[f"{name}_bytes"] for name in names], choice
+        verdict = "tight" if found["tight"] else "fits" if found["fits"] else "does not fit"
+        assert verdict == plan["verdict"], choice
+        verdicts.add(verdict)
         rows, theirs = ({row["name"]: row["bytes"] for row in rows} for rows in (found["rows"], plan["lines"]))
         assert rows == theirs, choice
         timed = fit.ONE_CARD[choice["card"]].card is not None
@@ -107,9 +110,9 @@ def test_it_says_what_cria_plan_says(page, capsys):
             assert f"the run {between(60 * there['minutes_low'], 60 * there['minutes_high'])}: " in facts
         step = between(plan["seconds_per_step_low"], plan["seconds_per_step_high"]) if timed else ""
         assert (f"An optimizer step takes {step}" if timed else "is not predicted: we know no rates") in facts
-        narrow = [trust.may_not_fit(plan["needed_bytes"], plan["capacity_bytes"])] if found["tight"] else []
-        said = [*found["doubts"], *narrow]
-        assert sorted(set(said) - {fit.PACKING}) == sorted(plan["doubts"]), choice
+        said = [*found["doubts"], *([trust.TIGHT] if found["tight"] else [])]
+        assert sorted(set(said) - {fit.PACKING, trust.HOST}) == sorted(plan["doubts"]), choice
+        assert (trust.HOST in said) is recipe.tricks.activation_offload
         assert (fit.PACKING in said) is recipe.tricks.packing
         said = shlex.split(command.replace("\\\n", " "))
         assert said[:3] == ["cria", "train", "kwanzaa"]
@@ -117,6 +120,7 @@ def test_it_says_what_cria_plan_says(page, capsys):
         assert with_settings(recipes.kwanzaa(fit.ONE_CARD[choice["card"]].device), settings) == recipe
         same, took = same + 1, [*took, milliseconds]
     assert refused
+    assert verdicts == {"fits", "tight", "does not fit"}
     with capsys.disabled():
         print(
             f"\n200 of 200 as cria plan, {refused} refused as there; redrawn in {statistics.median(took)} ms, "
@@ -271,8 +275,8 @@ def test_notes_stand_beside_the_answer(page):
     notes = "return document.querySelector('.fit .notes').innerText"
     verdict = "return document.querySelector('.fit .verdict').innerText"
     assert found["tight"], f"{found['needed'] / found['capacity']:.2f} of the card"
-    assert page.execute_script(verdict).startswith("It may not fit in practice.")
-    assert trust.FITS[1:] in page.execute_script(notes)
+    assert page.execute_script(verdict).startswith("It is tight. At least ")
+    assert trust.TIGHT[1:] in page.execute_script(notes)
     page.execute_async_script(GO, "model=tinyllama-1.1b&card=a100&tokens=4096&batch=1")
     assert "ows of up to 4096 tokens are longer than the model's context of 2048 " in page.execute_script(notes)
     assert page.execute_script(verdict).endswith("Rows are longer than the model's context.")
