@@ -297,7 +297,8 @@ def estimator(monkeypatch):
     each = {"full": 20, "lora": 2, "qlora": 1}
 
     def estimate(recipe, shape, device):
-        return SimpleNamespace(needed_bytes=each[recipe.name] * shape.weights)
+        needed = each[recipe.name] * shape.weights
+        return SimpleNamespace(needed_bytes=needed, least_bytes=needed)
 
     monkeypatch.setattr("cria_tricks.tricks.folds.estimate", estimate)
 

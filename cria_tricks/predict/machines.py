@@ -57,6 +57,7 @@ class Option:
         least_bytes: the memory without which the run cannot work.
         capacity_bytes: the memory of each card.
         verdict: ``fits``, ``tight`` or ``does not fit``.
+        fits: whether the run can work: the verdict is ``fits`` or ``tight``.
         minutes: the time of training, the middle of its range; ``None`` if it does not fit.
         cost: the price of these minutes [USD]; ``None`` if it does not fit.
         minutes_low: the low end of the range of the minutes.
@@ -73,6 +74,7 @@ class Option:
     least_bytes: int
     capacity_bytes: int
     verdict: str
+    fits: bool
     minutes: float | None
     cost: float | None
     within_budget: bool | None
@@ -80,11 +82,6 @@ class Option:
     minutes_high: float | None = None
     cost_low: float | None = None
     cost_high: float | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the run can work: the verdict is ``fits`` or ``tight``."""
-        return self.verdict != "does not fit"
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,8 @@ def _option(shape: Shape, estimate: Estimate, tokens: int, budget: float | None,
     recipe = recipe_for(method, card.device, shape)
     memory = estimate(recipe, shape, card.device)
     want, least, has = memory.needed_bytes, memory.least_bytes, card.device.memory_bytes
-    option = Option(flavor.name, method, want, least, has, trust.verdict(want, has, least), None, None, None)
+    verdict = trust.verdict(want, has, least)
+    option = Option(flavor.name, method, want, least, has, verdict, verdict != "does not fit", None, None, None)
     if not option.fits:
         return option
     run = run_cost(step(recipe, shape, card, cards=flavor.cards), tokens, flavor)
