@@ -14,6 +14,7 @@
   const GROUPS = [
     ["weights", /^weights: /], ["gradients", /^gradients|^(embedding|head)('s)? gradient/], ["optimizer states", /^optimizer/],
     ["activations", /^(blocks?: |open block|saved)/], ["logits", /./], ["batch", /^batch/], ["the card's own", /^(CUDA|cuBLAS)/],
+    ["reserved, not used", /^reserved/],
   ];
   const models = {};
   let index, state, asked = 0;
@@ -259,7 +260,7 @@
         el("h2", { id: "the-command" }, "The command"), el("pre", {}, shown.command), shown.open)];
   }
   const groupOf = (name) => {
-    const found = [GROUPS[6], GROUPS[5], ...GROUPS.slice(0, 5)].find(([, pattern]) => pattern.test(name));
+    const found = [...GROUPS.slice(5), ...GROUPS.slice(0, 5)].find(([, pattern]) => pattern.test(name));
     return GROUPS.indexOf(found);
   };
   function withExperts(row) { // of a mixture of experts most of "all others" are the experts
@@ -286,7 +287,7 @@
       : `${gib(found.needed)} of ${gib(found.capacity)}, ${gib(Math.abs(left))} ${left < 0 ? "too much" : "to spare"}.`;
     const verdict = found.tight ? "It is tight. " : found.fits ? "It fits. " : "It does not fit. ";
     const beyond = found.beyond ? " Rows are longer than the model's context." : ""; // in sight on a phone, too
-    shown.verdict.replaceChildren(el("strong", { class: found.fits && !found.tight ? "fits" : "not" }, verdict), words, beyond);
+    shown.verdict.replaceChildren(el("strong", { class: found.tight ? "tight" : found.fits ? "fits" : "not" }, verdict), words, beyond);
     const notes = [...(found.tight ? [index.says.tight] : []), ...found.doubts];
     shown.notes.replaceChildren(...notes.map((text) => el("li", {}, sentence(text))));
     const share = (bytes) => `${(100 * bytes) / room}%`;

@@ -277,6 +277,10 @@ def test_notes_stand_beside_the_answer(page):
     assert found["tight"], f"{found['needed'] / found['capacity']:.2f} of the card"
     assert page.execute_script(verdict).startswith("It is tight. At least ")
     assert trust.TIGHT[1:] in page.execute_script(notes)
+    legend = page.execute_script("return document.querySelector('.fit .legend').innerText")
+    unused = (found["needed"] - found["least"]) / 2**30
+    assert f"reserved, not used {unused:.2f} GiB" in legend
+    assert "logits" not in legend, "at the last block there are none"
     page.execute_async_script(GO, "model=tinyllama-1.1b&card=a100&tokens=4096&batch=1")
     assert "ows of up to 4096 tokens are longer than the model's context of 2048 " in page.execute_script(notes)
     assert page.execute_script(verdict).endswith("Rows are longer than the model's context.")
