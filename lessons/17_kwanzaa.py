@@ -130,8 +130,8 @@ if DATA == "kwanzaa":
 # ## 1. The bill
 # Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32 fine-tuning
 # the answer was 31.3, and the card has 14.74. `cria plan` answers on paper: no weight is loaded, so it runs anywhere.
-# Rows are taken as full, 2,048 tokens each. The bill counts allocated bytes; PyTorch's allocator reserves 3 to 17 %
-# more than that (by a model of its rules, not yet on a card), which matters near the card's limit.
+# Rows are taken as full, 2,048 tokens each. The last line counts what PyTorch's allocator may
+# reserve beyond the tensors, too (lesson 19; by a model of its rules, not yet on a card).
 
 # %%
 bill = ask("plan", "kwanzaa", "--rows", 107)
