@@ -11,7 +11,7 @@ from cria_tricks.hardware import T4, this_device
 from cria_tricks.predict import toggles
 from cria_tricks.recipe import Recipe, with_settings
 
-EVERY = tuple(field for field in toggles.switched_on(recipes.kwanzaa(T4)) if field != "gradient_accumulation")
+EVERY = tuple(field for field in toggles.switched_on(recipes.capstone(T4)) if field != "gradient_accumulation")
 
 
 def words(fields) -> str:
@@ -22,7 +22,7 @@ def words(fields) -> str:
 
 def capstone() -> Recipe:
     """For this device: a CPU's has no fp16, and nothing that is for cards."""
-    return with_settings(recipes.kwanzaa(this_device()), ["tricks.gradient_accumulation=1"])
+    return with_settings(recipes.capstone(this_device()), ["tricks.gradient_accumulation=1"])
 
 
 def on_here() -> list[str]:

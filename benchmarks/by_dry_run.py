@@ -54,7 +54,7 @@ def beside(recipe: Recipe, peak: int) -> dict[str, Any]:
 
 def rungs() -> dict[str, Recipe]:
     """The capstone's ladder in the order of the lessons, from plain fp32 full fine-tuning at 1 x 2048."""
-    capstone = recipes.kwanzaa(T4)
+    capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
     return {setting.set[0]: setting.recipe for setting in toggles.ladder(target, capstone)}
 

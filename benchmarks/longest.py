@@ -34,7 +34,7 @@ CLOSE = 1.01
 
 def capstone(shape: str, device: Device) -> Recipe:
     """One row a step, so that gradients are not there twice."""
-    return with_settings(recipes.kwanzaa(device), [f"model=random:{shape}", "tricks.gradient_accumulation=1"])
+    return with_settings(recipes.capstone(device), [f"model=random:{shape}", "tricks.gradient_accumulation=1"])
 
 
 def search(shape: str, device: Device, console: Console) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["ladder"] = tables.ladder(ladder["cases"])
     if frontier := study("frontier"):
         found["frontier"] = tables.frontier(frontier)
+    if seconds_error := study("seconds_error"):
+        found["seconds_error"] = tables.seconds_error(seconds_error)
     if quality := study("quality"):
         found["quality"] = tables.quality(quality["runs"])
     return found

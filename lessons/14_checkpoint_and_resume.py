@@ -447,7 +447,7 @@ durable({"adapter": adapter, "optimizer": optimizer.state_dict()}, new_place(), 
 print(f"{counted / 1e6:.0f} MB, synced: {time.perf_counter() - began:.2f} s")
 
 # %% [markdown]
-# For scale: our run takes some 8 minutes on a T4 by estimate, and its recipe saves every 7 of 42 steps. Its small
+# For scale: our run takes 6 to 9 minutes on a T4 by estimate, and its recipe saves every 7 of 42 steps. Its small
 # sibling took 109 minutes (two Xeon cores at 2.5 GHz, 2026-11-21); there a clock counts.
 #
 # ## 5. The production switch

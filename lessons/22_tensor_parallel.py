@@ -72,7 +72,7 @@ MIB = 2**20
 
 # %%
 A100 = CARDS["a100"]
-ours = recipes.kwanzaa(A100.device)
+ours = recipes.capstone(A100.device)
 refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
 whole = with_settings(ours, [f"tricks.{one}" for one in refused])
 shape = find_shape(whole.model)
@@ -453,7 +453,7 @@ course.show(
 
 # %%
 l4 = [seconds_of("l4", whole, N, "pcie4") for N in (1, 2)]
-t4 = seconds_of("t4", recipes.kwanzaa(T4), 1, "pcie3")
+t4 = seconds_of("t4", recipes.capstone(T4), 1, "pcie3")
 two_t4 = seconds_of("t4", with_settings(whole, ["tricks.precision=fp32"]), 2, "pcie3")
 print(f"one L4 {l4[0]:.1f} s, two {l4[1]:.1f}; one T4 as the course runs it {t4:.1f}, two in fp32 {two_t4:.1f}")
 assert l4[0] / 1.5 < l4[1] < l4[0]

@@ -78,7 +78,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 # %%
 A100 = CARDS["a100"].device
-large = with_settings(recipes.kwanzaa(A100), ["model=llama-3.1-70b"])
+large = with_settings(recipes.capstone(A100), ["model=llama-3.1-70b"])
 print(f"an A100 has {A100.memory_bytes / GIB:.1f} GiB; QLoRA of Llama-3.1-70B needs in each")
 for way, N in (("none", 1), ("model", 2), ("pipeline", 2), ("pipeline", 4)):
     bill = per_process(large, find_shape(large.model), A100, way, N)

@@ -72,7 +72,7 @@ GIB = 2**30
 # %%
 A100 = CARDS["a100"].device
 refused = ["quantization=none", "double_quantization=false", "optimizer=adamw", "paged_optimizer=false"]
-ours = with_settings(recipes.kwanzaa(A100), [f"tricks.{one}" for one in refused])
+ours = with_settings(recipes.capstone(A100), [f"tricks.{one}" for one in refused])
 large = with_settings(ours, ["model=llama-3.1-70b"])
 GRIDS = [{"data": N, "stage": S, "tensor": 8 // N // S} for N in (1, 2, 4, 8) for S in (1, 2, 4, 8) if N * S <= 8]
 

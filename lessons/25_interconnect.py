@@ -76,7 +76,7 @@ def sent_by_each(all_reduce):
 
 # %%
 A100, shape = CARDS["a100"], find_shape("llama-3.2-1b")
-job = recipes.kwanzaa(A100.device)
+job = recipes.capstone(A100.device)
 plain_adamw = with_settings(job, ["tricks.optimizer=adamw", "tricks.paged_optimizer=false"])  # sharding wants it
 bf16 = with_settings(plain_adamw, ["tricks.quantization=none", "tricks.double_quantization=false"])  # as in lesson 22
 RECIPES = {"ddp": job, "fsdp": plain_adamw, "tensor": bf16}

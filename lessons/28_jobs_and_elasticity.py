@@ -70,7 +70,7 @@ assert a100.most > 3.5 * cheapest.most
 assert a100.price / 2 > 3 * cheapest.most  # whatever the estimate of its speed
 
 # %% [markdown]
-# The T4's job costs a quarter, and of its $0.34 seven cents are training. (A job that ends earlier costs less.) This
+# The T4's job costs a quarter, and of its $0.30 five cents are training. (A job that ends earlier costs less.) This
 # does not depend on the estimate: the A100 costs more even if it trains in no time. Around a short training the price
 # of the hour decides. And around a long one?
 
@@ -252,7 +252,7 @@ for settings in ([f"name={token}"], ["data.train=mine.jsonl"], ["model=/models/m
 # **A restart** costs the steps since the last checkpoint, half an interval in the mean, and a start. **Checkpoints**
 # cost their writing. That is lesson 14's rule: if a save takes $C$ seconds and machines are lost every $M$ seconds,
 # saving every $T$ seconds loses $C/T + T/2M$ of the time, and least at $T = \sqrt{2CM}$ (Young 1974). Say a save of
-# three seconds, and a machine that is taken away every two hours. How many of our T4's steps, of eight seconds each?
+# three seconds, and a machine that is taken away every two hours. How many of our T4's steps, of eleven seconds each?
 
 # %%
 t4 = CARDS["t4"]
@@ -309,7 +309,7 @@ assert 90 / saved_share < seconds_left < 900
 # %% [markdown]
 # (Both cards in one machine; 10 Gbit Ethernet between two would add less than a hundredth.) For this job an
 # *autoscaler*, which rents machines by itself, is worth nothing, and a counted decision says so before anybody writes
-# one. For 300 epochs it would pay: nine hours become less than five. What would it need beyond torchrun?
+# one. For 300 epochs it would pay: twelve hours become less than seven. What would it need beyond torchrun?
 #
 # 1. **The decision above**, repeated with measured step times: from $n$ machines to $m$ if $R < S (1 - t_m / t_n)$. A
 #    restart takes $R$ seconds, $S$ are left on $n$ machines, a step takes $t_n$. And the price, which is paid for all

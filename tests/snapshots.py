@@ -24,7 +24,8 @@ CASES = {
     "plan": "plan kwanzaa --gpu t4 --rows 107 --rows-full",
     "plan_tables": "plan kwanzaa --gpu t4 --rows-full --toggles --ladder --front --longest",
     "plan_does_not_fit": "plan kwanzaa --gpu t4 --rows-full --model llama-3.1-70b",
-    "plan_tight": "plan kwanzaa --gpu t4 --rows-full --set data.max_length=8192 --set train.batch_size=7",
+    "plan_tight": "plan kwanzaa --gpu t4 --rows-full --set data.max_length=8192 --set train.batch_size=7 "
+    "--set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true",
     "plan_two_cards": "plan kwanzaa --gpu t4 --rows-full --nproc 2",
     "tricks": "tricks",
     "hardware": "hardware",

@@ -16,7 +16,6 @@ from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import with_settings
 from tools import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,14 +96,14 @@ def test_a_message_among_the_symptoms_is_what_the_library_says(symptom, file):
         assert part.strip().encode() in text, part
 
 
-@pytest.mark.parametrize("row", ["T4", "T4, `tricks.expand_kv=false`", "L4", "A10G", "A100"])
+@pytest.mark.parametrize("row", ["T4", "T4, the fewest bytes", "L4", "A10G", "A100"])
 def test_the_table_of_costs_is_what_the_estimate_gives(row):
     text = (ROOT / "docs/guide/where_to_train.md").read_text(encoding="utf-8")
     said = next(line for line in text.splitlines() if line.startswith(f"| {row} |")).split(" | ")[1:]
     card = find_card(re.split(r"\W", row)[0])
     recipe = recipes.kwanzaa(card.device)
-    if "expand_kv" in row:
-        recipe = with_settings(recipe, ["tricks.expand_kv=false"])
+    if "fewest" in row:
+        recipe = recipes.capstone(card.device)
     target = Target(find_shape(recipe.model), card.device)
     found, run = plan_data.bill(target, recipe), plan_data.prices(target, recipe, 107)[0]
     a_step = between(found["seconds_per_step_low"], found["seconds_per_step_high"])

@@ -16,6 +16,13 @@ def test_readme_is_short():
     assert len(README.encode()) < 8192
 
 
+def test_the_answer_about_a_3b_is_that_of_its_command(run_cria):
+    ((command, needs),) = re.findall(r"`cria (plan [^`]+--gpu 8GiB)` \(yes: ([\d.]+ GiB)\)", README)
+    code, stdout, _ = run_cria(*command.split())
+    assert code == 0
+    assert stdout.startswith(f"verdict  fits: needs {needs} of 8.0 GiB")
+
+
 @pytest.mark.parametrize("page", front.PAGES, ids=lambda page: page.name)
 def test_what_is_made_is_as_it_is_made(page):
     assert front.filled(page) == page.read_text(encoding="utf-8"), "run: python -m tools.front"

@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -488,10 +489,11 @@ def set_in(recipe: Recipe) -> dict:
     return recipe.model_dump(exclude_defaults=True)
 
 
-FOUR_BITS = {"quantization": "nf4", "double_quantization": True, "peft": "lora", "chunked_loss": True}
+SMALL = {"gradient_checkpointing": True, "chunked_loss": True}
+"""What a card with room for the whole step leaves out."""
 KWANZAA = {
-    **FOUR_BITS, "attention": "sdpa", "gradient_accumulation": 8, "gradient_checkpointing": True,
-    "optimizer": "adamw_8bit", "paged_optimizer": True,
+    "quantization": "nf4", "double_quantization": True, "peft": "lora", "attention": "sdpa",
+    "gradient_accumulation": 8, "optimizer": "adamw_8bit", "paged_optimizer": True,
 }  # fmt: skip
 
 
@@ -499,11 +501,21 @@ KWANZAA = {
     ("device", "precision", "on_the_card"),
     [
         (T4, {"precision": "fp16"}, {"expand_kv": True, "lean_preparation": True}),
-        (Device("cuda", "7.9", (7, 9), False, 1), {"precision": "fp16"}, {"expand_kv": True, "lean_preparation": True}),
-        (Device("cuda", "8.0", (8, 0), True, 1), {"precision": "bf16"}, {"lean_preparation": True}),
+        (replace(T4, memory_bytes=recipes.ROOM), {"precision": "fp16"}, {"expand_kv": True, "lean_preparation": True}),
+        (
+            replace(T4, memory_bytes=recipes.ROOM - 1),
+            {"precision": "fp16"},
+            {"expand_kv": True, "lean_preparation": True, **SMALL},
+        ),
+        (
+            Device("cuda", "7.9", (7, 9), False, 1),
+            {"precision": "fp16"},
+            {"expand_kv": True, "lean_preparation": True, **SMALL},
+        ),
+        (Device("cuda", "8.0", (8, 0), True, 1), {"precision": "bf16"}, {"lean_preparation": True, **SMALL}),
         (H200, {"precision": "bf16"}, {"lean_preparation": True}),
-        (Device("cpu", "old", (0, 0), False, 1), {}, {}),
-        (Device("cpu", "new", (0, 0), True, 1), {"precision": "bf16"}, {}),
+        (Device("cpu", "old", (0, 0), False, 1), {}, SMALL),
+        (Device("cpu", "new", (0, 0), True, 1), {"precision": "bf16"}, SMALL),
     ],
     ids=lambda value: value.name if isinstance(value, Device) else "",
 )
@@ -518,9 +530,12 @@ def test_what_each_named_recipe_sets(device, precision, on_the_card):
     small = {**kwanzaa, "name": "kwanzaa_small", "train": {**kwanzaa["train"], "save_steps": 5, "learning_rate": 5e-4}}
     assert set_in(recipes.smoke(device)) == {
         "name": "smoke", "data": at_1024, "train": {"learning_rate": 1e-3, "eval_steps": 4, **on_oom},
-        "tricks": {**FOUR_BITS, **precision, "attention": "sdpa", "gradient_accumulation": 4},
+        "tricks": {"quantization": "nf4", "double_quantization": True, "peft": "lora", "chunked_loss": True,
+                   "attention": "sdpa", "gradient_accumulation": 4, **precision},
     }  # fmt: skip
     assert set_in(recipes.kwanzaa(device)) == {**kwanzaa, "name": "kwanzaa", "model": "llama-3.2-1b"}
+    smallest = {**kwanzaa, "name": "kwanzaa", "model": "llama-3.2-1b", "tricks": {**kwanzaa["tricks"], **SMALL}}
+    assert set_in(recipes.capstone(device)) == smallest, "with a card's room, too"
     assert set_in(recipes.kwanzaa_small(device)) == small
     assert set_in(recipes.baseline(device)) == {"name": "baseline", "data": at_1024, "train": {"learning_rate": 2e-5}}
 

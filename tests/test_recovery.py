@@ -438,7 +438,7 @@ def test_a_model_that_drops_something_keeps_its_attention_and_its_micro_batch(tm
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
 def test_on_a_card_the_next_set_is_the_fastest_on_another_machine_the_nearest(share):
-    recipe = with_settings(recipes.kwanzaa(T4), ["data.max_length=1024", "tricks.gradient_checkpointing=false"])
+    recipe = with_settings(recipes.capstone(T4), ["data.max_length=1024", "tricks.gradient_checkpointing=false"])
     lengths = full(recipe, "")
     for device in (T4, CPU):
         target = Target(find_shape("llama-3.2-1b"), device)

@@ -7,6 +7,7 @@ import pytest
 
 from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput, OutOfMemory
+from cria_tricks.common.units import human
 from cria_tricks.data.lengths import Lengths, full
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.trust import MARGIN
@@ -18,7 +19,8 @@ from cria_tricks.tricks import TRICKS
 
 
 def kwanzaa(*settings: str) -> Recipe:
-    return with_settings(recipes.kwanzaa(T4), settings)
+    """The smallest set, so that there is something to find."""
+    return with_settings(recipes.capstone(T4), settings)
 
 
 def found(recipe: Recipe, aim: str = "fastest", **more) -> search.Found:
@@ -31,6 +33,7 @@ def seconds(recipe: Recipe) -> float:
     return setting.seconds * recipe.rows_per_step * recipe.data.max_length
 
 
+UNKNOWN = Device("cuda", "a card of 8 GiB", (8, 6), real_bf16=True, memory_bytes=8 * 2**30)
 SMALL = ("data.max_length=512",)
 BIG = ("model=llama-3.1-8b",)
 
@@ -49,6 +52,11 @@ def test_the_fastest_set_fits_with_a_margin_and_no_neighbour_that_fits_is_faster
         other = search._changed(chosen.recipe, {"gradient_checkpointing": value}, chosen.recipe.train.batch_size)
         if target.works(other) and target.memory(other).needed_bytes <= limit:
             assert seconds(other) >= chosen.seconds * 0.999
+
+
+def test_the_kwanzaa_recipe_on_a_t4_is_what_is_found():
+    assert found(kwanzaa()).chosen.recipe == recipes.kwanzaa(T4)
+    assert found(recipes.kwanzaa(T4)).chosen.recipe == recipes.kwanzaa(T4)
 
 
 def test_what_is_learnt_stays_and_so_do_the_rows_of_a_step():
@@ -140,11 +148,17 @@ def test_unknown_words_are_refused_in_one_line(aim, may_change, says):
         found(kwanzaa(), aim, may_change=may_change)
 
 
-def test_a_card_whose_speed_is_not_known_cannot_be_searched():
-    recipe = kwanzaa()
-    device = Device("cuda", "a card of 8 GiB", (8, 6), real_bf16=True, memory_bytes=8 * 2**30)
-    with pytest.raises(BadInput, match="the speed of a card of 8 GiB is not known"):
-        search.search(Target(find_shape(recipe.model), device), recipe, "fastest", full(recipe, ""))
+def test_a_card_whose_speed_is_not_known_is_searched_by_bytes_alone():
+    recipe = with_settings(recipes.kwanzaa(UNKNOWN), ["model=llama-3.2-3b"])
+    target = Target(find_shape(recipe.model), UNKNOWN)
+    with pytest.raises(BadInput, match="the speed of a card of 8 GiB is not known.*; --fit smallest and --fit longest"):
+        search.search(target, recipe, "fastest", full(recipe, ""))
+    smallest, longest = (search.search(target, recipe, aim, full(recipe, "")) for aim in ("smallest", "longest"))
+    needed = smallest.chosen.memory.needed_bytes
+    assert needed < min(target.memory(recipe).needed_bytes, longest.chosen.memory.needed_bytes)
+    assert longest.chosen.tokens > recipe.data.max_length
+    assert search.as_data(smallest)["chosen"]["seconds_per_step"] is None
+    assert search.in_words(smallest).endswith(f"(needs {human(needed)})")
 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-70b"])

@@ -50,7 +50,7 @@ def test_all_off_is_plain_fp32():
 
 
 def test_the_capstone_on_a_t4():
-    capstone = resolve(recipes.kwanzaa(T4), T4)
+    capstone = resolve(recipes.capstone(T4), T4)
     assert capstone.model == {"dtype": "float16", "attn_implementation": "sdpa_expanded"}
     assert capstone.quantization == {
         "load_in_4bit": True,

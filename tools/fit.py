@@ -397,15 +397,15 @@ def model(name: str) -> dict[str, Any]:
 
 def index() -> dict[str, Any]:
     """Everything that does not: switches, cards, machines, rules."""
-    capstone = recipes.kwanzaa(OLD.device)
-    found = estimate(capstone, find_shape(capstone.model), OLD.device)
+    run = recipes.kwanzaa(OLD.device)
+    found = estimate(run, find_shape(run.model), OLD.device)
     around = [line for line in found.around if line != found.unused]  # the page computes that one itself
     return {
         "models": {name: _about(find_shape(name)) for name in MODELS},
         "values": VALUES,
         "defaults": Tricks().model_dump(),
-        "capstone": {"model": capstone.model, "batch": capstone.train.batch_size, "tokens": capstone.data.max_length,
-                     "epochs": capstone.train.epochs, "rows": len(row_lengths("train"))},
+        "run": {"model": run.model, "batch": run.train.batch_size, "tokens": run.data.max_length,
+                "epochs": run.train.epochs, "rows": len(row_lengths("train"))},
         "lessons": {switch.partition("=")[0]: lesson for switch, lesson in LESSON_OF.items()},
         "install": notebooks.INSTALL,
         "notebook": notebooks.colab_address("17_kwanzaa"),
@@ -415,7 +415,8 @@ def index() -> dict[str, Any]:
                 "bytes": gpu.device.memory_bytes,
                 "new": gpu.device.capability >= (8, 0),
                 "rates": _rates(gpu.card),
-                "capstone": recipes.kwanzaa(gpu.device).tricks.model_dump(),
+                "recipe": recipes.kwanzaa(gpu.device).tricks.model_dump(),
+                "capstone": recipes.capstone(gpu.device).tricks.model_dump(),
             }
             for name, gpu in ONE_CARD.items()
         },

@@ -33,7 +33,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 def bills() -> dict[str, Bill]:
     """The bill of each rung on a T4: Llama-3.2-1B, one row of 2,048 tokens."""
-    capstone = recipes.kwanzaa(T4)
+    capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
     found = {}
     on: list[str] = []
@@ -72,7 +72,7 @@ def says() -> str:
     first, *_, last = rungs()
     return (
         f"Memory of one training step of Llama-3.2-1B, from {first.peak / style.GIB:.1f} GiB in plain fp32 to "
-        f"{last.peak / style.GIB:.1f} GiB with all techniques, one more in each bar; a T4 has "
+        f"{last.peak / style.GIB:.1f} GiB with all techniques; a T4 has "
         f"{T4.memory_bytes / style.GIB:.1f} GiB"
     )
 

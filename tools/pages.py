@@ -125,7 +125,7 @@ GROUPS = {
 
 def the_map() -> str:
     """What each toggle of the capstone takes off each group of rows, and off the peak, in MiB."""
-    capstone = recipes.kwanzaa(T4)
+    capstone = recipes.capstone(T4)
     rungs = toggles.ladder(toggles.Target(find_shape(capstone.model), T4), capstone)
     rows = []
     for before, after in itertools.pairwise(rungs):

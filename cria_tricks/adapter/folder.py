@@ -18,11 +18,11 @@ CONFIGS = ("adapter_config.json", SIDE_NETWORK)
 MODEL_FILES = (*CONFIGS, "config.json")
 """A folder that holds one of these files holds an adapter or a whole model."""
 RESULTS = ("adapter", "model", "merged")
-"""Names of the folders inside a run's folder in which the run, or ``cria merge`` after it, saves a model."""
+"""Folders of a run that hold a model: the run writes one of the first two, ``cria merge`` the third."""
 RECIPE = "recipe.toml"
 PROVENANCE = "provenance.json"
 _UNREAD = re.compile(r"\..*|.*\.(md|png|jpe?g|gif|svg|pdf)|licen[cs]e.*|notice.*|desktop\.ini", re.IGNORECASE)
-"""Names that no loader opens: hidden files and folders (the hub adds .gitattributes and .cache/), texts, pictures."""
+"""Names of files that no loader opens: hidden files, Markdown, pictures, PDFs, licences, notices, desktop.ini."""
 
 
 def save(
@@ -35,7 +35,9 @@ def save(
     provenance: Mapping[str, Any] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save what was trained. The folder gets its name only when it is complete, so no crash leaves half a folder.
+    """Save what was trained.
+
+    The folder gets its name only when it is complete, so no crash leaves half a folder under this name.
 
     Args:
         folder: ``.../adapter`` for an adapter, ``.../model`` for a fully fine-tuned model.
@@ -103,7 +105,9 @@ def refuse_moved_base(folder: Path, base: str) -> None:
 
 
 def refuse_another(folder: Path, *more: str) -> None:
-    """Refuse a folder that holds neither an adapter nor a model; if a folder inside holds one, the error names it.
+    """Refuse a folder that holds neither an adapter nor a model.
+
+    If adapter/, model/ or merged/ inside it holds one, the error names that folder.
 
     Args:
         folder: the folder as the user named it.
@@ -142,7 +146,7 @@ def adapter_config(folder: Path) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder holds a whole model, that is, no adapter's config."""
+    """Tell whether a folder has no adapter's config; if :func:`refuse_another` accepts it, it is a whole model then."""
     return adapter_config(folder) is None
 
 
@@ -180,9 +184,13 @@ def verify(folder: str | Path) -> Verified:
         BadInput: naming the first file that is missing, changed, or does not belong in an adapter's folder.
     """
     folder = usable_path("adapter", folder)
+    # A manifest alone is enough here: if the config is lost, the comparison with the manifest names it as missing.
     refuse_another(folder, atomic_files.MANIFEST)
     if not (folder / atomic_files.MANIFEST).is_file():
-        raise BadInput(f"{folder}: has no {atomic_files.MANIFEST}, so it is no folder that cria train wrote")
+        raise BadInput(
+            f"{folder}: has no {atomic_files.MANIFEST}: either it was lost, or neither cria train nor cria merge wrote "
+            "this folder"
+        )
     refuse_unsafe(folder)
     files = atomic_files.listed(folder)
     size = sum(about["bytes"] for about in files.values())
@@ -190,20 +198,25 @@ def verify(folder: str | Path) -> Verified:
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuse a damaged folder, and one whose files could do harm; chat, merge, publish and evaluation call this first.
+    """Refuse a damaged folder, and one whose files could do harm.
+
+    Chat, merge, publish and evaluation call this before they load a model or send files from the folder.
 
     A folder that we wrote is compared with its manifest. That finds damage by a disk, a transfer or a careless edit.
     But the manifest is no signature: a person who can write the folder can write the manifest, too. Therefore no file
     in the folder may run code when it is read, and no link may lead out of the folder, whatever the manifest says.
-    These two rules also hold for a folder that plain peft wrote, which has no manifest. They do not cover the base
-    model, which may lie anywhere; it is always loaded without remote code and without pickles.
+    (Only in the hub's cache are links into its folder ``blobs`` allowed.) These two rules also hold for a folder that
+    plain peft wrote, which has no manifest. They do not cover the base model, which may lie anywhere; it is always
+    loaded without remote code and without pickles.
 
     Raises:
         BadInput: naming the file, and what is wrong with it.
     """
     again = "take the folder from its source again"
+    # One of the three shows that we wrote the folder, because the others may be lost. Plain peft writes none of them.
     ours = any((folder / name).exists() for name in (atomic_files.MANIFEST, PROVENANCE, RECIPE))
-    # The order matters: later checks open files, so links come first; then damage, because later checks trust content.
+    # Links are checked first, because the other checks open files. Damage is checked second, because the checks after
+    # it read the content of files.
     why = safe_files.way_out(folder)
     if why:
         raise BadInput(f"{folder}: {why}; {again}")
@@ -241,11 +254,13 @@ def adapter(
         The folder's path.
 
     Raises:
-        BadInput: if it is no such folder, is damaged or not safe to read, or its base cannot be found.
+        BadInput: if it is no such folder, or an adapter that is damaged, not safe to read, or without its base.
     """
     path = usable_path("adapter", folder)
     refuse_another(path)
     named = named_base(path)
+    # A whole model, and an adapter whose config names no base or cannot be read, are checked when they are opened
+    # (base_of in adapter/chat.py).
     if named:
         refuse_unsafe(path)
         if look_at_base and not base:

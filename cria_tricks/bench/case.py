@@ -34,6 +34,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import best_precision
 from cria_tricks.resolve import resolve
+from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
@@ -111,6 +112,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
         what was being done, if memory ran out.
     """
     device = this_device()
+    keep_freed_memory(device)
     settings = settings_of(words, device)
     recipe = with_settings(
         Recipe(), [f"model=random:{setup.shape}", f"data.max_length={setup.tokens}", "train.save_minutes=0", *settings]

@@ -1,4 +1,4 @@
-"""Draw a reader's own benchmark run beside the committed ones: the same figures and tables, with one more device."""
+"""Draw a reader's own benchmark run beside the committed ones, in the figures and tables that any cases can fill."""
 
 from pathlib import Path
 
@@ -20,15 +20,19 @@ def report(file: Path, out: Path, committed: Path = results.COMMITTED) -> list[C
         The reader's cases.
 
     Raises:
-        BadInput: if the file holds no cases, or ``out`` is no folder.
+        BadInput: if the file cannot be read, holds no cases or a wrong one, or ``out`` is no folder.
+        Unwritten: if the results cannot be written.
     """
     mine = results.read_benchmark_json(file)
     if out.exists() and not out.is_dir():
         raise BadInput(f"--out {out}: is a file; name a folder")
+    # Cases are grouped by device. The reader's may have the name of a committed one, so it gets a name of its own.
     named = [case.model_copy(update={"device": f"{case.device} (yours)"}) for case in mine]
     cases = [*results.read(committed), *named]
+    # Peaks that dry runs counted while one size grows: the growth figures and tables show them beside measured cases.
     counted = (results.study("growth", committed) or {"cases": {}})["cases"]
     drawings = figures.of_cases(cases, counted)
+    # If Ctrl-C stops the program from here on, it prints this sentence.
     interrupts.now_saved(f"{out} may hold a part of the files; the same command writes all of them")
     for name, drawing in drawings.items():
         for theme in style.THEMES:

@@ -286,6 +286,17 @@ def public_runs(found: Mapping[str, Any]) -> str:
     return table(columns, rows)
 
 
+def seconds_error(found: Mapping[str, Any]) -> str:
+    """Lay out predicted and measured seconds of a step on a calibrated machine."""
+    columns = ("set", "tokens", "predicted", "range", "measured", "error")
+    rows = []
+    for run in found["runs"]:
+        span = f"{run['low']:.2f} to {run['high']:.2f}"
+        numbers = (f"{run['predicted']:.2f}", span, f"{run['measured']:.2f}", f"{run['error']:+.0%}")
+        rows.append((f"`{run['set'] or 'everything off'}`", str(run["tokens"]), *numbers))
+    return table(columns, rows)
+
+
 def _bytes(count: float | None) -> str:
     return human(count) if count is not None else ""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cria_tricks.predict.machines import Advice, Option
 
 
-MORE = "[dim]more: --toggles, --ladder, --front, --longest, --rows N; as data: --json[/]"
+MORE = "[dim]more: --fit AIM, --toggles, --ladder, --front, --longest, --rows N, --json[/]"
 """The last line of the answer of ``cria plan``."""
 
 

@@ -155,7 +155,7 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
     as_json: Json = False,
 ) -> None:
-    """Draw a benchmark run of yours beside the committed ones: the same figures and tables, one device more."""
+    """Draw a benchmark run of yours beside the committed ones, in the figures and tables that any run can fill."""
     from cria_tricks.bench import compare
 
     cases = compare.report(file, out)

@@ -1,4 +1,8 @@
-"""Define the errors that a user can meet; any other exception that ends a command is a bug of this package."""
+"""Define the errors that a user can meet, and functions that word their messages.
+
+``cli/main.py`` ends a command with one line and an exit code for these errors, and also for a wrong option, for Ctrl-C,
+and when memory runs out in a library. Any other exception that ends a command is a bug of this package.
+"""
 
 import errno
 import logging
@@ -22,7 +26,8 @@ class BadInput(ValueError):
     """The input is wrong: one line says what, where, and what would be right. Exit code 2.
 
     Args:
-        line: the message. It may quote a word of the user's; the middle of a word of 300 or more letters is left out.
+        line: the message. In a word of 300 or more characters, such as a long path that the user typed, dots replace
+            the middle.
     """
 
     def __init__(self, line: str):
@@ -30,7 +35,7 @@ class BadInput(ValueError):
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""The system's error numbers for a full disk: no space, quota used up, file too large."""
+"""The system's error numbers for which making room may help: no space, quota used up, file too large."""
 
 
 class Unwritten(BadInput):
@@ -39,11 +44,13 @@ class Unwritten(BadInput):
     Args:
         path: what could not be written.
         reason: why, in the system's words.
-        number: the system's error number, or ``None`` if it is unknown; for a full disk the advice is to make room.
-            The default is a full disk, for a library that reports a half-written file without a number.
+        number: the system's error number, or ``None`` if it is unknown. It decides the advice: to make room, or to mend
+            what the reason names. The default is a full disk, because some libraries report a half-written file
+            without a number.
     """
 
     def __init__(self, path: Path, reason: str, number: int | None = errno.ENOSPC):
+        # A warning about train.mirror quotes only this part, because the run goes on without the mirror.
         self.reason = f"{path}: cannot be written: {reason}"
         cure = "make room" if number in _FULL else "mend that"
         super().__init__(f"{self.reason}; {WHOLE}: {cure}, then {AGAIN}")
@@ -67,11 +74,14 @@ class Unfinished(RuntimeError):
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradients stopped being finite; no adapter was written. Exit code 1."""
+    """A loss or the gradients are not finite, or an evaluation's loss is above its limit. Exit code 1.
+
+    A training run that ends with it has written no adapter.
+    """
 
 
 class OutOfMemory(RuntimeError):
-    """The run does not fit; its state was saved where that was possible. Exit code 3.
+    """Memory ran out, or by the estimate it would. In training the state was saved if that was possible. Exit code 3.
 
     Args:
         line: the message.
@@ -84,15 +94,15 @@ class OutOfMemory(RuntimeError):
 
 
 class Lost(RuntimeError):
-    """Another process of the run died or stopped answering; everything saved before is complete. Exit code 1."""
+    """Another process died, stopped answering or did not start; everything saved before is complete. Exit code 1."""
 
 
 class JobFailed(RuntimeError):
-    """A job on a rented machine was refused, or ended with an error. Exit code 1."""
+    """A job on a rented machine was refused or failed, or its log or result could not be fetched. Exit code 1."""
 
 
 class Interrupted(RuntimeError):
-    """The user, or the system, stopped the run and its state was saved. Exit code 130."""
+    """The user, or the system, stopped the run; its state was saved if it had done a step. Exit code 130."""
 
 
 FORESEEN = (BadInput, Unfinished, Diverged, OutOfMemory, Lost, JobFailed, Interrupted)
@@ -128,7 +138,8 @@ def usable_path(option: str, text: str | Path) -> Path:
         The path, with ``~`` replaced by the home folder.
 
     Raises:
-        BadInput: if it is too long, cannot be written as UTF-8, holds a zero byte, or access is denied.
+        BadInput: if the system refuses it, for example because it is too long, cannot be written as UTF-8, holds a zero
+            byte, begins with ``~NAME`` for an unknown user, or access is denied.
     """
     try:
         str(text).encode()
@@ -136,7 +147,7 @@ def usable_path(option: str, text: str | Path) -> Path:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: expanduser does not know the user of ~NAME
         reason = getattr(error, "strerror", None) or first_line(error)
         raise BadInput(f"{option} {str(text)[:80]!r}: is no path that can be used: {reason}") from None
     return path
@@ -156,7 +167,7 @@ def cure(error: BaseException, cures: Mapping[int, str]) -> str:
     """Look up the advice for a library's HTTP error, to append to a message: ``"; is the token right?"``.
 
     Args:
-        error: an HTTP error has a ``response`` with a status code.
+        error: the library's error; only an HTTP error has a ``response`` with a status code, and so may get advice.
         cures: the advice, by status code.
 
     Returns:
@@ -171,5 +182,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's error is recognised by its name, because importing torch here would take seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
+    # CUDA says the first, torch's allocator for the machine's memory the next two (Linux, Windows), cuBLAS the last.
     words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -26,6 +26,7 @@ from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
 
+# LoRA, because the pipeline takes nothing else; four micro-batches in a step, enough for two pipelines of two stages.
 TINY = (
     "model=random:tiny", "tricks.peft=lora", "lora.r=4", "tricks.gradient_accumulation=4", "train.learning_rate=0.005",
 )  # fmt: skip
@@ -60,18 +61,20 @@ def over_the_cube(
     sizes: Mapping[str, int],
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
-    """Train on rows in all processes of a cube; every process calls this, and returns the same losses.
+    """Train on rows in all processes of a cube. Every process calls this and gets the same losses.
 
     Args:
         recipe: what to train.
         rows: the tokenised rows.
-        sizes: the lengths of the cube's axes ``data``, ``stage`` and ``tensor``.
+        sizes: the lengths of the cube's axes ``data``, ``stage`` and ``tensor``. Their order decides which ranks are
+            neighbours: those that differ only on the last axis.
         callbacks: passed to transformers' Trainer.
     """
     plan = planned(recipe, numbers.processes(), sizes)
     torch.manual_seed(recipe.train.seed)  # so that all processes draw the same weights
     loaded = load(plan, models.find(recipe.model))
     mesh = processes.grid(plan.device.kind, **sizes)
+    # Here only the matrices are cut. The trainer removes the blocks of other stages, before it makes the optimizer.
     tensor.split(loaded.model, mesh["tensor"])
     world = World(numbers.rank(), numbers.processes(), sizes["data"], mesh)
     return _fitted(loaded, plan, recipe, rows, world, callbacks)
@@ -92,7 +95,7 @@ def _fitted(
     world: World,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Run:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # fit writes checkpoints, and nobody needs them here
         checkpoints = Checkpoints(Path(folder))
         return fit(loaded, plan, recipe.train, rows, (), checkpoints, pad_id=0, world=world, callbacks=callbacks)
 
@@ -104,6 +107,7 @@ def random_rows(many: int = 11, longest: int = 24) -> list[dict[str, list[int]]]
     tokens of a row are not trained, like the tokens of a prompt.
     """
     draw = random.Random(0)
-    # 0 is the padding id, see _fitted; 1 and 2 are the tiny model's ids for the beginning and the end of a text.
+    # 0 is the padding id, see _fitted; 1 and 2 are the tiny model's ids for the beginning and the end of a text. The
+    # model knows 49,152 ids; the first 500 are enough here.
     rows = [[draw.randrange(3, 500) for _ in range(draw.randint(6, longest))] for _ in range(many)]
     return [{"input_ids": ids, "labels": [IGNORED] * 3 + ids[3:]} for ids in rows]

@@ -12,7 +12,7 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.folds import estimate
 
 MIB = 2**20
-CAPSTONE = recipes.kwanzaa(T4)
+CAPSTONE = recipes.capstone(T4)
 LESSON_OF: dict[str, str] = {}
 """The file name of the lesson that explains a toggle, by the toggle's setting (``peft=lora``)."""
 for _trick in tricks.TRICKS:

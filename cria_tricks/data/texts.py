@@ -1,9 +1,10 @@
 """Read plain text files: leave out Project Gutenberg's licence, and cut long texts into pieces.
 
-Each file is one document. Its body is the text between the lines ``*** START OF`` and ``*** END OF``, which separate it
-from Project Gutenberg's licence; without these lines it is the whole file. A body of more than ``PIECE`` bytes is cut
-into pieces, at blank lines where possible, and each piece is a document of its own. So only one piece at a time has to
-be in memory.
+Each file is one document. Project Gutenberg puts its licence before a line ``*** START OF ... GUTENBERG`` and behind a
+line ``*** END OF ... GUTENBERG``. If the first line is near the beginning of the file, the body begins after it. If the
+second is near the end of the file, the body ends before it. Each works without the other; without both, the body is the
+whole file. A body of more than ``PIECE`` bytes is cut into pieces, at blank lines where possible, and each piece is a
+document of its own. So a stream can read one piece at a time.
 """
 
 import mmap
@@ -18,7 +19,7 @@ from cria_tricks.data.rows import Chat
 PIECE = 2**20
 """The most bytes in a piece. 1 MiB of English is about a quarter of a million tokens, and longer than most books."""
 EDGE = 2**17
-"""How many bytes at the beginning and at the end of a file are searched for the licence, which has about 20,000."""
+"""How many bytes at each end of a file are searched for the lines beside the licence, which has about 20,000 bytes."""
 
 _BEGINS = re.compile(rb"^\*\*\* ?START OF[^\r\n]*GUTENBERG[^\r\n]*\r?\n", re.MULTILINE)
 _ENDS = re.compile(rb"^\*\*\* ?END OF[^\r\n]*GUTENBERG", re.MULTILINE)
@@ -50,14 +51,14 @@ def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
 
     Args:
         path: a text file.
-        piece: the most bytes in a piece.
+        piece: the most bytes in a piece. Only a piece of a single character may be longer, if the character is.
 
     Raises:
         BadInput: if it cannot be read.
     """
     try:
         size = path.stat().st_size
-        if not size:
+        if not size:  # mmap cannot map an empty file
             return
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             at, end = _body(content, size)
@@ -73,6 +74,7 @@ def spans(path: Path, piece: int = PIECE) -> Iterator[Span]:
 
 def _body(content: mmap.mmap, size: int) -> tuple[int, int]:
     """Find the bytes at which the text begins and ends, without Project Gutenberg's licence."""
+    # A text may contain such lines itself, so the body reaches from the first beginning to the last end.
     licence_before = _BEGINS.search(content, 0, EDGE)
     licences_behind = list(_ENDS.finditer(content, max(0, size - EDGE)))
     begin = licence_before.end() if licence_before else 0
@@ -83,7 +85,8 @@ def _body(content: mmap.mmap, size: int) -> tuple[int, int]:
 def _cut(content: mmap.mmap, begin: int, end: int) -> int:
     """Find the byte at which to cut a piece: after the last blank line in its second half.
 
-    Without a blank line there, cut after the last line break; without that, between two characters.
+    A cut in the first half would make the piece short. Without a blank line in the second half, cut after its last line
+    break; without that, between two characters.
     """
     for mark in (b"\n\n", b"\n\r\n", b"\n"):
         found = content.rfind(mark, (begin + end) // 2, end)
@@ -122,4 +125,4 @@ def read(span: Span) -> Chat | None:
     if not text:
         return None
     where = f"{span.path} (bytes {span.begin} to {span.end})"
-    return Chat((), "", "", where, text)
+    return Chat((), "", "", where, text)  # no turns, prompt or completion: a text row, trained on all of it

@@ -25,6 +25,7 @@ from cria_tricks.load.model import quiet_libraries
 from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.tricks import adamw_8bit, folds
 
 TOKENS = 512
@@ -35,6 +36,8 @@ LEAST = 3
 """How often each piece is repeated at least."""
 RANK = 16
 """Of the thin matrices."""
+FEW_TOKENS = 32
+"""The row for large products in a precision that the processor does not compute in, which take many times as long."""
 COPIES = 6
 """How many blocks' weights take turns, so that a processor's cache does not hold them."""
 LARGE = (1024, 2048)
@@ -55,6 +58,7 @@ def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
     """
     quiet_libraries()
     device = this_device()
+    keep_freed_memory(device)  # as a run does
     model = model or ("llama-3.2-1b" if device.kind == "cuda" else "smollm2")
     shape = find_shape(model)
     rates: dict[str, float] = {}
@@ -100,11 +104,14 @@ Piece = tuple[str, float, Callable[[], Any]]
 
 def _pieces(shape: Shape, device: Device) -> Iterator[Piece]:
     """List what is measured. Each is made when its turn comes, so that memory holds one at a time."""
+    small = replace(shape, layers=1)
     for precision in ("fp32", "bf16" if device.real_bf16 or device.kind == "cpu" else "fp16"):
         dtype = getattr(torch, DTYPE[precision])
-        yield _products(shape, device, precision, dtype)
+        emulated = precision == "bf16" and not device.real_bf16
+        tokens = FEW_TOKENS if emulated else TOKENS
+        yield _products(small if emulated else shape, device, precision, dtype, tokens)
         yield _adapters(shape, device, precision, dtype)
-        yield _head(shape, device, precision, dtype)
+        yield _head(shape, device, precision, dtype, tokens // 2)
         yield _attention(shape, device, precision, dtype)
         yield _scores(shape, device, precision, dtype)
         yield _between(shape, device, precision, dtype)
@@ -114,12 +121,10 @@ def _pieces(shape: Shape, device: Device) -> Iterator[Piece]:
             yield _casts(shape, device, precision, dtype)
         yield from _optimizers(device, precision)
     if device.kind == "cpu":
-        # A CPU without fp16 units takes ten times as long in it, so the product is small.
-        small = replace(shape, layers=1)
-        yield _products(small, device, "fp16", torch.float16, tokens=32)
+        yield _products(small, device, "fp16", torch.float16, FEW_TOKENS)
 
 
-def _products(shape: Shape, device: Device, precision: str, dtype: torch.dtype, tokens: int = TOKENS) -> Piece:
+def _products(shape: Shape, device: Device, precision: str, dtype: torch.dtype, tokens: int) -> Piece:
     """Products of the blocks' matrices with activations, and with gradients."""
     pairs = []
     for _ in range(min(COPIES, shape.layers)):
@@ -160,15 +165,15 @@ def _adapters(shape: Shape, device: Device, precision: str, dtype: torch.dtype) 
     return f"flops adapter {precision}", flops, run
 
 
-def _head(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
+def _head(shape: Shape, device: Device, precision: str, dtype: torch.dtype, tokens: int) -> Piece:
     """The head's product, and that of its input's gradient, for the tokens of one chunk."""
     matrix = torch.ones(shape.vocabulary, shape.width, dtype=dtype, device=device.kind)
-    x = torch.ones(TOKENS // 2, shape.width, dtype=dtype, device=device.kind)
+    x = torch.ones(tokens, shape.width, dtype=dtype, device=device.kind)
 
     def run() -> None:
         (x @ matrix.T) @ matrix
 
-    return f"flops head {precision}", 2 * 2 * (TOKENS // 2) * matrix.numel(), run
+    return f"flops head {precision}", 2 * 2 * tokens * matrix.numel(), run
 
 
 def _heads(shape: Shape, device: Device, dtype: torch.dtype, tokens: int) -> list[torch.Tensor]:
@@ -179,12 +184,13 @@ def _heads(shape: Shape, device: Device, dtype: torch.dtype, tokens: int) -> lis
 
 def _attention(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:
     """torch's attention without a mask; the estimate counts half of seven products: two forward, five backward."""
-    q, k, v = _heads(shape, device, dtype, TOKENS)
+    tokens = 2 * TOKENS  # a short row takes little time in attention, so a long one sets the rate
+    q, k, v = _heads(shape, device, dtype, tokens)
 
     def run() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
-    return f"flops attention {precision}", 0.5 * 7 * 2 * shape.query_width * TOKENS**2, run
+    return f"flops attention {precision}", 0.5 * 7 * 2 * shape.query_width * tokens**2, run
 
 
 def _scores(shape: Shape, device: Device, precision: str, dtype: torch.dtype) -> Piece:

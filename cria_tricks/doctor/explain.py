@@ -143,7 +143,7 @@ def off_the_capstone() -> dict[str, int]:
     Returns:
         Setting, e.g. ``"quantization=nf4"``, -> bytes. Settings that the capstone does not use are left out.
     """
-    capstone = recipes.kwanzaa(T4)
+    capstone = recipes.capstone(T4)
     target = toggles.Target(find_shape(capstone.model), T4)
     return {change.set: change.saved_bytes for change in toggles.removed(target, capstone)}
 

@@ -28,7 +28,7 @@ The perplexity is exp(loss), which must be a Python float, and floats end at exp
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """Tokenise the prompt of each row; the list is empty for a text, and for a completion without a prompt.
+    """Tokenise the prompt of each row. A text, or a completion without a prompt, gets an empty list.
 
     Raises:
         BadInput: if the tokenizer's chat template cannot format a prompt.
@@ -49,7 +49,10 @@ def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash all files of an adapter's folder that decide its answers: all but the model card and the manifest."""
+    """Hash the files of an adapter's folder, except the model card and the manifest, which do not change its answers.
+
+    Files in folders below it are not hashed.
+    """
     hashes = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name not in ("README.md", atomic_files.MANIFEST):
@@ -77,8 +80,9 @@ def answer_rows(
 ) -> None:
     """Answer all rows that are not answered yet, and measure the loss of their references.
 
-    Rows with prompts of similar length form a batch, so that it has little padding. The shortest prompts come first. A
-    row without a prompt is not answered.
+    Rows with prompts of similar length form a batch, so that it has little padding. The shortest prompts come
+    first, because long ones need more memory: if it runs out, the answers before are saved. A row without a prompt is
+    not answered.
 
     Args:
         model: a causal language model in eval mode.
@@ -93,7 +97,7 @@ def answer_rows(
         system: the name of the system in the progress display.
 
     Raises:
-        Diverged: if a loss is not finite. The batches before it are saved.
+        Diverged: if a loss is not finite or not below :data:`BROKEN`. The batches before it are saved.
         OutOfMemory: naming a way out. The batches before are saved.
     """
     missing = set(range(len(chats))) - answers.rows.keys()
@@ -129,7 +133,7 @@ def _answered(
     Returns:
         For each row the text, the length (tokens), and whether the model ended the answer.
     """
-    answers = dict.fromkeys(prompts, ("", 0, True))
+    answers = dict.fromkeys(prompts, ("", 0, True))  # True, because nothing was cut off
     asked = [row for row in prompts if prompts[row]]
     if asked:
         found = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens)
@@ -173,7 +177,7 @@ def answer_batch(
             attention_mask=mask_BT,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            use_cache=model.config.use_cache,
+            use_cache=model.config.use_cache,  # off for a side network, which cannot use a KV cache
             pad_token_id=pad,
             eos_token_id=ends,
         )
@@ -196,7 +200,8 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
     """Return the loss of a row, summed over its trained tokens (nats), and the number of these tokens.
 
-    A text is cut into rows of ``text_length`` tokens, as in training. No other row is cut.
+    A text is cut into rows of ``text_length`` tokens, which overlap by one token, whatever ``data.overlap`` was in
+    training. No other row is cut.
 
     Raises:
         Diverged: if the loss is not finite, or beyond what any model reaches (:data:`BROKEN`).
@@ -206,6 +211,7 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
     loss = 0.0
     pretrained.refuse_unknown_tokens(model, max(max(row["input_ids"]) for row in rows), "this model")
     for row in rows:
+        # A single row needs no padding, so any padding id will do.
         batch = {name: tensor.to(model.device) for name, tensor in PadToLongest(0)([row]).items()}
         with torch.no_grad():
             loss += full_loss_sum(model, batch).item()
@@ -217,7 +223,10 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config.
+
+    The tokenizer names only one. A chat model may end its turns with another one, which only the config names.
+    """
     ends = [tokenizer.eos_token_id]
     named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
     if isinstance(named, list):

@@ -14,7 +14,8 @@ from cria_tricks.data.tokens import IGNORED
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""The tensors of a batch, by name; ``trained`` is a tuple of three (see :func:`chunked_loss_sum`)."""
 Loss = Callable[[Any, Batch], torch.Tensor]
 """A function from a model and a batch to the summed loss."""
 
@@ -51,10 +52,11 @@ LOSSES: dict[str, Callable[[Plan, Callable[[], Any]], Loss]] = {"full": _full, "
 
 
 class LossSum(torch.nn.Module):
-    """A model and its loss as one module, from a batch to a number, for strategies that wrap a module, such as ddp.
+    """A module that holds the model and maps a batch to its summed loss. Strategies such as ddp wrap it.
 
-    The chunked loss calls modules inside the model, and not the model's ``forward``. A wrapper around the model alone
-    would not notice these calls.
+    A wrapper acts when its own ``forward`` is called: DDP then prepares to average the gradients, and FSDP gathers
+    weights. The chunked loss calls modules inside the model, and not the model's ``forward``. So a wrapper around the
+    model alone would miss these calls.
 
     Args:
         model: the model that is trained.
@@ -82,12 +84,13 @@ def chunked_loss_sum(model: Any, batch: Batch, tokens_per_chunk: int) -> torch.T
 
     Args:
         model: a causal language model, or peft's wrapper of one.
-        batch: a batch with ``labels``; or, if the caller knows the places already, with ``trained``: the three tensors
-            of :func:`trained_places`. (The dry run needs this, because its fake labels have no values.)
+        batch: the model's inputs, and either ``labels`` or ``trained``, the three tensors that :func:`trained_places`
+            finds from labels. (The dry run gives ``trained``, because its fake labels have no values.)
         tokens_per_chunk: number of tokens whose logits are in memory at the same time.
     """
     causal_lm = model
-    if hasattr(model, "get_base_model"):  # peft's wrapper; LoRA's layers are inside the base model, so they still run
+    # The base_model of peft's wrapper still has the head, so unwrap. LoRA's layers are inside the model, so they run.
+    if hasattr(model, "get_base_model"):
         causal_lm = model.get_base_model()
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "trained")}
     hidden_BTD = causal_lm.base_model(**inputs).last_hidden_state  # the model without its head

@@ -1,15 +1,16 @@
 r"""Data x tensor parallelism: groups of processes share the matrices, and the groups share the rows.
 
-Saves    what tensor parallelism saves, with N / M times the speed of one of its groups  [bytes, seconds]
-Costs    tensor parallelism's sums inside a group, and once a step an all-reduce of each process's gradients over the
-         groups
+Saves    as many bytes as tensor parallelism over M processes; time, because N / M groups share the rows of a step
+         [bytes, seconds]
+Costs    tensor parallelism's sums inside each group; once a step each process all-reduces its gradients with the
+         processes that hold the same pieces in the other groups
 Claim    exact within rounding
 Needs    processes = groups x parallel.tensor_size; as many micro-batches a step as groups, or a multiple; dropout 0 for
          the same losses as one process
 Breaks   what tensor parallelism breaks; a group that spans two machines: its sums then cross the slow network
 Sources  Shoeybi et al. 2019, arXiv:1909.08053, sec. 5.1; Narayanan et al. 2021, arXiv:2104.04473, sec. 3.2
-Ours     15 lines: gradients are averaged over one dimension of the grid. torch's DistributedDataParallel takes no
-         DTensor, so the switch does the same after the last backward pass, in one all-reduce
+Ours     15 lines: gradients are averaged over one dimension of the grid. torch's DistributedDataParallel by itself
+         takes no DTensor, so the switch does the same after the last backward pass, in one all-reduce
 
 Shapes: a grid of (N / M, M) processes: N / M groups of parallel.tensor_size = M; a window of k micro-batches, k M / N
 for each group.
@@ -36,7 +37,7 @@ from cria_tricks.tricks import folds
 
 SWITCHES = ("strategy=ddp_tensor",)
 CLAIM = "exact"
-IN_PIECES = True
+IN_PIECES = True  # a process holds only pieces of the matrices, so the trainer clips by the norm over all pieces
 LESSON = "24_hybrid"
 REFERENCE = ("average_gradients", "add_up")
 PLAIN = """
@@ -60,6 +61,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.Proc
 
     gradients = [own(p.grad) for p in parameters if p.grad is not None]
     add_up(gradients, group)
+    # The trainer multiplies each loss by the number of groups, as it does for DDP, which averages, too.
     for gradient in gradients:
         gradient /= dist.get_world_size(group)
 
@@ -68,10 +70,11 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
     """Divide the micro-batches of each window among the groups, and the blocks' matrices among a group's processes."""
     several("ddp_tensor", processes)
     size = recipe.parallel.tensor_size
+    # A single group is refused, too: that is parallel.strategy=tensor.
     if processes % size or processes == size:
         raise BadInput(
             f"parallel.strategy=ddp_tensor with {processes} processes: they make no grid of two groups or more of "
-            f"parallel.tensor_size={size}; start {2 * size}, or another multiple of {size}"
+            f"parallel.tensor_size={size}; start {2 * size}, or a larger multiple of {size}"
         )
     tensor.refuse_unsplittable(recipe)
     plan = plan.with_("parallel", strategy="ddp_tensor", data=processes // size)
@@ -79,13 +82,16 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
 
 
 def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
-    """Cut the blocks' matrices inside each group."""
+    """Cut the blocks' matrices inside each group; ``total`` is a :class:`cria_tricks.load.losses.LossSum`."""
     return tensor.spread(total, plan, world)
 
 
 @contextlib.contextmanager
 def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
-    """Average the gradients over the groups, after the backward pass of the window's last micro-batch."""
+    """Average the gradients over the groups, after the backward pass of the window's last micro-batch.
+
+    A window is the micro-batches of one optimizer step. ``total`` is what :func:`spread` returned.
+    """
     yield
     if last:
         assert world.mesh is not None
@@ -93,7 +99,10 @@ def window(total: torch.nn.Module, world: World, last: bool) -> Iterator[None]:
 
 
 def traffic(recipe: Recipe, shape: Shape, processes: int) -> list[Call]:
-    """Return what one process sends in an optimizer step: its group's sums, then its own gradients over the groups."""
+    """Return what one process sends in an optimizer step: its group's sums, then its own gradients over the groups.
+
+    The few numbers that the trainer adds up, such as losses, trained tokens and the gradients' norm, are left out.
+    """
     size = recipe.parallel.tensor_size
     groups = processes // size
     # tensor.traffic counts all micro-batches of a step, and each group runs only its share of them.
@@ -116,7 +125,8 @@ def own_weights(recipe: Recipe, shape: Shape, size: int) -> int:
     if whole.trains_blocks:
         cut = 0
         for name, (d_in, d_out) in shape.linears.items():
-            # A matrix that is cut along its result has its bias cut, too; the others add theirs after the sum, whole.
+            # In a column-parallel matrix the outputs are cut, and so is the bias. A row-parallel matrix keeps its whole
+            # bias, because it is added once, after the sum over the processes.
             cut += d_in * d_out + d_out * (name in shape.biased and name not in tensor.ROWS)
         cut *= shape.layers
         return whole.trained_weights - cut + cut // size

@@ -1,4 +1,8 @@
-"""Compute when each stage of a pipeline runs which pass, if sending takes no time, and how long the stages are idle."""
+"""Compute when each stage of a pipeline runs each pass, if sending takes no time, and the share of time it is idle.
+
+Lesson 23 and the tests compare this share with the formula (``bubble`` in ``parallel/pipeline.py``). The trainer
+records the passes that it has measured as :class:`Slot`, too (``trainer/pipeline_stage.py``).
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -23,8 +27,9 @@ def timetable(orders: Sequence[Sequence[Pass]], forward: float = 1.0, backward: 
     Args:
         orders: each stage's passes, e.g. ``[one_forward_one_backward(s, 4, 8) for s in range(4)]``.
         forward: the duration of a forward pass, in any unit of time.
-        backward: the duration of a backward pass; it takes about twice as long, because it computes two gradients, one
-            for the input and one for the weights.
+        backward: the duration of a backward pass. In full fine-tuning it takes about twice as long, because it computes
+            two gradients, one for the input and one for the weights. With LoRA it takes less, because frozen matrices
+            need only the input's gradient.
     """
     done: dict[tuple[str, int, int], float] = {}  # (pass, micro-batch, stage) -> its end
     slots: list[list[Slot]] = [[] for _ in orders]

@@ -95,14 +95,14 @@ class HostMemory(_Frozen):
 class FitChoice(_Frozen):
     """A set of toggles that fits: its changes of the recipe, the bytes that it needs, and the time of a step [s].
 
-    The time is a range, with its middle.
+    The time is a range, with its middle; ``None`` if the card's speed is not known.
     """
 
     set: list[str]
     needed_bytes: int
-    seconds_per_step: float
-    seconds_per_step_low: float
-    seconds_per_step_high: float
+    seconds_per_step: float | None
+    seconds_per_step_low: float | None
+    seconds_per_step_high: float | None
 
 
 class Fit(_Frozen):

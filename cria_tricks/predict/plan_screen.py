@@ -69,7 +69,8 @@ def _show_fit(fit: dict[str, Any], screen: Screen) -> None:
         choice = fit[name]
         if choice:
             changes = "\n".join(choice["set"]) or "as it is"
-            time = between(choice["seconds_per_step_low"], choice["seconds_per_step_high"])
+            ends = choice["seconds_per_step_low"], choice["seconds_per_step_high"]
+            time = "not known" if choice["seconds_per_step"] is None else between(*ends)
             shown.add_row(what, changes, human(choice["needed_bytes"]), time)
     screen.wrapped("", shown)
 
@@ -181,7 +182,7 @@ def _show_suggestions(entries: list[dict[str, Any]], screen: Screen) -> None:
     for entry in entries:
         saved, peak = human(entry["saved_bytes"]), human(entry["peak_bytes"])
         shown.add_row(entry["set"], saved, speed(entry["slowdown"]), peak, _yes_or_no(entry))
-    _show("What to switch on, the smallest slowdown first", shown, screen)
+    _show("What to switch on, the smallest slowdown first (or let --fit fastest choose)", shown, screen)
 
 
 def _show_toggles(found: dict[str, Any], screen: Screen) -> None:

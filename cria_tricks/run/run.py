@@ -15,7 +15,7 @@ from cria_tricks.processes.world import World
 from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
 from cria_tricks.run import given
-from cria_tricks.run.allocator import ask_for_expandable_segments
+from cria_tricks.run.allocator import ask_for_expandable_segments, keep_freed_memory
 from cria_tricks.run.job import checked, look_at_files
 
 
@@ -55,6 +55,7 @@ def train(
     numbers.see_one_card()
     ask_for_expandable_segments(recipe)
     plan = resolve(recipe, processes=numbers.processes())
+    keep_freed_memory(plan.device)
     with processes.joined(recipe.parallel.timeout, numbers.go_on()):
         divided = "stage" if plan.parallel["strategy"] == "pipeline" else "tensor"
         world = World.of(plan.parallel["data"], plan.device.kind, divided)

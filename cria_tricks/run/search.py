@@ -101,7 +101,7 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
         may_change: names of :data:`ALLOWED` that may change, too.
 
     Raises:
-        BadInput: for an unknown aim or name, or if the card's speed is not known.
+        BadInput: for an unknown aim or name, or for ``fastest`` if the card's speed is not known.
         OutOfMemory: if no set fits.
     """
     may_change = tuple(may_change)
@@ -145,8 +145,11 @@ def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> No
         if name not in known:
             there_are = f"there are {', '.join(known)}"
             raise BadInput(f"{option} {name}: {hint(nearest(name, known), there_are)}")
-    if target.card is None:
-        raise BadInput(f"--fit {aim}: the speed of {target.device.name} is not known, so sets cannot be compared")
+    if target.card is None and aim == "fastest":
+        raise BadInput(
+            f"--fit {aim}: the speed of {target.device.name} is not known, so it cannot be said which set is faster; "
+            "--fit smallest and --fit longest compare bytes alone"
+        )
 
 
 def _candidates(target: Target, recipe: Recipe, may_change: tuple[str, ...]) -> Iterator[Recipe]:
@@ -245,7 +248,7 @@ class Wanted:
             tokens = min(longest(self.target, best), self.target.shape.context or LONGEST)
             best = as_long_as(tokens, best)
         setting = self.target.bill(best)
-        assert setting.seconds is not None or self.aim == NEAREST  # _refuse_unknown has seen to it
+        assert setting.seconds is not None or self.aim != "fastest"  # _refuse_unknown has seen to it
         mean = tokens or self.lengths.mean_of(best.train.batch_size)
         seconds = (setting.seconds or 0.0) * best.rows_per_step * mean
         return Choice(differences(self.recipe, best), best, setting.memory, seconds, setting.spread, tokens)
@@ -258,7 +261,8 @@ def as_data(found: Found) -> dict[str, Any]:
         if one is None:
             return None
         low, high = one.range
-        times = {"seconds_per_step": one.seconds, "seconds_per_step_low": low, "seconds_per_step_high": high}
+        known = {"seconds_per_step": one.seconds, "seconds_per_step_low": low, "seconds_per_step_high": high}
+        times = known if one.seconds else dict.fromkeys(known)
         return {"set": list(one.set), "needed_bytes": one.memory.needed_bytes, **times}
 
     alternatives = {"runner_up": choice(found.runner_up), "safer": choice(found.safer)}
@@ -269,8 +273,10 @@ def in_words(found: Found) -> str:
     """Say in one line what was chosen, what it needs, and how long a step takes."""
     chosen = found.chosen
     changes = " ".join(chosen.set) or "the recipe as it is"
-    needed = human(chosen.memory.needed_bytes)
-    return f"--fit {found.aim}: {changes} (needs {needed}, {between(*chosen.range)} a step by estimate)"
+    needs = [f"needs {human(chosen.memory.needed_bytes)}"]
+    if chosen.seconds:
+        needs.append(f"{between(*chosen.range)} a step by estimate")
+    return f"--fit {found.aim}: {changes} ({', '.join(needs)})"
 
 
 def lengths_of(found: Found, lengths: Lengths) -> Lengths:

@@ -62,6 +62,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first that is large enough is the best fit
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[index] <= capacity, "rows are cut or dropped before they are packed"
+        # -1 sorts before every row number, so a row with exactly this much room is found, too.
         at = bisect.bisect_left(room, (lengths[index], -1))
         left, row = room.pop(at) if at < len(room) else (capacity, len(rows))
         if row == len(rows):
@@ -103,6 +104,7 @@ def documents(position_ids_BT: torch.Tensor) -> torch.Tensor:
     Returns:
         Each token's document, shape (B, T), int64, from 0.
     """
+    # The first token then begins nothing, so a row's first document has number 0.
     begins_BT = position_ids_BT.diff(dim=1, prepend=position_ids_BT[:, :1] - 1) != 1
     return begins_BT.cumsum(dim=1)
 
@@ -126,9 +128,10 @@ def document_lengths(begins_BT: torch.Tensor) -> torch.Tensor:
     """Count the tokens of each document in packed rows.
 
     Args:
-        begins_BT: True on the first token of each document and of each row, shape (B, T), bool. Neighbours that are
-            documents of one token each count as one. Only padding looks like this, because real documents have two
-            tokens or more. So the padding of a row costs one call of the kernel, and not one for each token.
+        begins_BT: True on the first token of each document and of each row, shape (B, T), bool. Consecutive documents
+            of one token count as one document. Only padding consists of such documents (``PadToLongest`` gives each
+            padding token position 0), because a real one has at least two tokens. So a row's padding costs one call of
+            the kernel.
 
     Returns:
         Lengths, row after row, shape (N,), int64; their sum is B T.
@@ -169,7 +172,13 @@ def by_document(
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Set the length of a packed row; ``trainer/fit.py`` packs the training rows, and not those of the evaluation."""
+    """Set the length of a packed row, and with sdpa the attention function that attends document by document.
+
+    ``trainer/fit.py`` packs the training rows, and not those of the evaluation.
+
+    Raises:
+        BadInput: for ``flash_attention_2`` with several rows in a batch.
+    """
     if not recipe.tricks.packing:
         return plan
     attention = recipe.tricks.attention
@@ -191,15 +200,18 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     """
     if not recipe.tricks.packing:
         return memory
-    if recipe.tricks.attention == "sdpa" and shape.window:  # blocks with a window get a mask, however long it is
+    # repeats=True, because sdpa_by_document (load/attention.py) always repeats the key and value heads.
+    if recipe.tricks.attention == "sdpa" and shape.window:
+        # A block with a sliding window always gets a mask, even if the window is longer than the row.
         memory = with_kernel(memory, masked=True, repeats=True)
     elif recipe.tricks.attention == "sdpa":
+        # by_document copies the results into one tensor, which the output projection saves.
         memory = replace(with_kernel(memory, masked=False, repeats=True), joins_documents=True)
     return memory
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Count attention without a mask, but with one in a model with a window.
+    """Count attention with a mask if the model has a sliding window, else without; only fused kernels read ``masked``.
 
     A row is taken as one document, the most expensive case.
     """
@@ -209,4 +221,4 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     masked = shape.window > 0
     if tricks.attention == "eager":
         return replace(work, masked=masked)
-    return in_kernel(work, masked=masked, repeats=True)
+    return in_kernel(work, masked=masked, repeats=True)  # repeats: as in estimate

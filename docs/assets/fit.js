@@ -143,7 +143,7 @@
 
   // The state and the URL ------------------------------------------------------------------------------------------
 
-  const capstone = () => ({ card: "t4", ...index.capstone, ...index.cards.t4.capstone });
+  const capstone = () => ({ card: "t4", ...index.run, ...index.cards.t4.capstone });
   function read(text) { // a link's choice, and what it says that this page cannot answer for
     const found = capstone(), strange = [];
     for (const [name, value] of new URLSearchParams(text)) {
@@ -168,10 +168,10 @@
   const said = (s) => String(new URLSearchParams(Object.entries(s).map(([name, value]) => [name, String(value)])));
 
   function settings(s) { // what differs from `cria train kwanzaa` on that card
-    const there = { ...index.capstone, ...index.cards[s.card].capstone };
+    const { recipe } = index.cards[s.card], there = { ...index.run, ...recipe };
     const names = { model: "model", batch: "train.batch_size", tokens: "data.max_length", epochs: "train.epochs" };
     const found = Object.entries(names).filter(([name]) => s[name] !== there[name]).map(([name, full]) => `${full}=${s[name]}`);
-    found.push(...Object.keys(index.cards[s.card].capstone).filter((name) => s[name] !== there[name])
+    found.push(...Object.keys(recipe).filter((name) => s[name] !== there[name])
       .map((name) => `tricks.${name}=${s[name]}`));
     if (s.peft === "none") found.push("train.learning_rate=2e-5");
     if (s.peft === "lora") found.push(...index.models[s.model].lora);
@@ -217,7 +217,8 @@
       return made;
     };
     const buttons = el("p", { class: "buttons" }, button("All tricks off", () => index.defaults),
-      button("The capstone's tricks", () => index.cards[state.card].capstone));
+      button("The Kwanzaa recipe's tricks", () => index.cards[state.card].recipe),
+      button("The same, to save memory", () => index.cards[state.card].capstone));
     const made = el("form", {}, run, tricks, buttons);
     made.addEventListener("submit", (event) => event.preventDefault());
     made.addEventListener("input", ({ target }) => {
@@ -314,9 +315,9 @@
     const set = settings(state);
     shown.command.textContent = ["cria train kwanzaa", ...set].join(" \\\n  ");
     shown.get.href = `data:application/x-ipynb+json;charset=utf-8,${encodeURIComponent(notebook(state))}`;
-    const direct = !set.length && state.card === "t4" && state.rows === index.capstone.rows;
+    const direct = !set.length && state.card === "t4" && state.rows === index.run.rows;
     shown.open.replaceChildren(...(direct
-      ? ["This is the capstone: ", el("a", { href: index.notebook }, "open its notebook in Colab"), "."]
+      ? ["This is the Kwanzaa run: ", el("a", { href: index.notebook }, "open its notebook in Colab"), "."]
       : [shown.get, ...(COLAB[state.card]
         ? [", and open it in ", el("a", { href: "https://colab.research.google.com/" }, "Colab"), " (File, Upload notebook)."]
         : [". Colab has no such card."])]));

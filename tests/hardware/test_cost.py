@@ -12,7 +12,7 @@ from cria_tricks.hardware.reached import ON_A_T4, SPREAD
 from cria_tricks.measure.counting import Traffic
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.recipes import kwanzaa
+from cria_tricks.recipes import capstone
 from cria_tricks.tricks import adamw_8bit, chunked_loss, folds, nf4
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.chunked_loss import chunked_cross_entropy
@@ -152,7 +152,7 @@ def test_seconds_read_the_bytes_that_the_bill_stores_but_for_the_tables(double):
 
 def test_a_part_takes_the_longer_of_its_two_times_and_parts_are_added():
     card = find_card("t4")
-    found = folds.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
+    found = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card)
     *working, launches = found.parts
     for part in working:
         ideal = max(part.flops / 65e12, part.bytes / 320e9) / ON_A_T4.half
@@ -168,7 +168,7 @@ USUAL = ["expand_kv=false", "lean_preparation=false"]
 
 
 def part(name: str, settings: list[str], card: str = "t4", **options) -> step_time.StepPart:
-    recipe = with_settings(kwanzaa(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
+    recipe = with_settings(capstone(CARDS[card].device), [f"tricks.{setting}" for setting in [*USUAL, *settings]])
     found = folds.step(recipe, find_shape("llama-3.2-1b"), CARDS[card], **options)
     return next(part for part in found.parts if part.name == name)
 
@@ -200,7 +200,7 @@ def test_on_a_t4_grouped_rows_without_a_mask_pay_for_the_math_kernel():
 
 
 def test_a_fused_kernel_leaves_out_the_half_that_a_token_may_not_see_unless_a_mask_says_what_it_is():
-    recipe, shape, card = kwanzaa(CARDS["l4"].device), find_shape("llama-3.2-1b"), CARDS["l4"]
+    recipe, shape, card = capstone(CARDS["l4"].device), find_shape("llama-3.2-1b"), CARDS["l4"]
     one, two = (
         next(
             part.flops
@@ -255,7 +255,7 @@ def test_keys_of_as_many_heads_need_not_be_repeated(settings, kernel):
 
 def test_one_card_and_tokens_that_are_all_trained_are_what_is_meant_when_nothing_is_said():
     card, shape = CARDS["t4"], find_shape("smollm2")
-    recipe = with_settings(kwanzaa(card.device), ["tricks.chunked_loss=true"])
+    recipe = with_settings(capstone(card.device), ["tricks.chunked_loss=true"])
     assert folds.step(recipe, shape, card, 512) == folds.step(recipe, shape, card, 512, 1.0, 1)
     assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 0.9, 1)
     assert folds.step(recipe, shape, card, 512) != folds.step(recipe, shape, card, 512, 1.0, 2)
@@ -269,7 +269,7 @@ def test_emulated_bf16_is_computed_in_fp32():
 
 def test_a_step_is_a_range_around_its_middle():
     card = CARDS["t4"]
-    found = folds.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card)
+    found = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card)
     assert found.high / found.low == pytest.approx(SPREAD)
     assert found.low * found.high == pytest.approx(found.seconds**2)
 
@@ -290,7 +290,7 @@ def test_the_range_is_narrow_only_where_public_runs_back_it(card, precision, spr
 
 def test_short_rows_wait_for_the_host_that_starts_kernels():
     card, shape = CARDS["a100"], find_shape("smollm2")
-    recipe = with_settings(kwanzaa(card.device), ["tricks.gradient_accumulation=1"])
+    recipe = with_settings(capstone(card.device), ["tricks.gradient_accumulation=1"])
     for tokens, waits in ((16, True), (8192, False)):
         found = folds.step(recipe, shape, card, tokens)
         *working, launches = found.parts
@@ -302,7 +302,7 @@ def test_short_rows_wait_for_the_host_that_starts_kernels():
 
 def test_a_cpu_spends_the_launches_itself():
     cpu = replace(CARDS["a100"], device=replace(T4, kind="cpu"))
-    recipe, shape = kwanzaa(T4), find_shape("smollm2")
+    recipe, shape = capstone(T4), find_shape("smollm2")
     *working, launches = folds.step(recipe, shape, cpu, 2048).parts
     started = sum(part.launches for part in step_time.counts(folds.work(recipe, shape, cpu.device, 2048)))
     assert launches.seconds == pytest.approx(started * cpu.reached.launch)
@@ -311,7 +311,7 @@ def test_a_cpu_spends_the_launches_itself():
 
 def test_minutes_and_price_of_a_run():
     flavor, card = FLAVORS["l4x4"], CARDS["l4"]
-    step = folds.step(kwanzaa(card.device), find_shape("llama-3.2-1b"), card, cards=4)
+    step = folds.step(capstone(card.device), find_shape("llama-3.2-1b"), card, cards=4)
     run = step_time.run_cost(step, 1_000_000, flavor)
     hours = 1_000_000 / step.tokens / 4 * step.seconds / 3600
     assert (run.minutes, run.cost) == pytest.approx((hours * 60, hours * flavor.price))

@@ -35,7 +35,7 @@ def test_every_model_is_planned_on_every_card(model, recipe):
     ("model", "gpu", "added"),
     [
         ("phi-4-mini", "8GiB", "--set lora.target_modules=qkv_proj,o_proj,gate_up_proj,down_proj"),
-        ("granite-3.1-2b", "p100", "--set tricks.chunked_loss=false"),
+        ("granite-3.1-2b", "8GiB", "--set tricks.chunked_loss=false"),
         ("mixtral-8x7b", "h100", "--set lora.target_modules=q_proj,k_proj,v_proj,o_proj"),
         ("qwen3-4b", "rtx3060", ""),
     ],
@@ -50,7 +50,7 @@ def test_the_whole_answer_says_which_settings_a_model_needs(model, gpu, added):
 
 
 def test_settings_of_the_user_are_not_changed():
-    recipe = recipes.kwanzaa(GPUS["t4"].device)
+    recipe = recipes.capstone(GPUS["t4"].device)
     granite = find_shape("granite-3.1-2b")
     assert needed(recipe, granite) == ["tricks.chunked_loss=false"]
     assert needed(recipe, granite, ["chunked_loss=true"]) == needed(recipe, granite, ["tricks.chunked_loss=true"]) == []

@@ -27,10 +27,13 @@ ROWS = 107
 SINGLE = [name for name, flavor in FLAVORS.items() if flavor.cards == 1]
 
 
+SMALLEST = ["tricks.gradient_checkpointing=true", "tricks.chunked_loss=true"]
+
+
 def by_plan(flavor):
-    """``cria plan kwanzaa --gpu CARD --rows 107``."""
+    """``cria plan kwanzaa --gpu CARD --rows 107``, with all toggles as the QLoRA of ``cria hardware`` has them."""
     card = CARDS[flavor.card]
-    found = plan_data.prices(Target(LLAMA, card.device), recipes.kwanzaa(card.device), ROWS)
+    found = plan_data.prices(Target(LLAMA, card.device), recipes.capstone(card.device), ROWS)
     price = next(price for price in found if price["flavor"] == flavor.name)
     return price["minutes"], price["cost"]
 
@@ -44,7 +47,7 @@ def by_hardware(flavor):
 
 def by_launch(flavor):
     """``cria launch kwanzaa --on hf-jobs --flavor NAME``."""
-    job = jobs.prepare("kwanzaa", "me/mine", flavor=flavor.name)
+    job = jobs.prepare("kwanzaa", "me/mine", SMALLEST, flavor=flavor.name)
     said = "\n".join(hub.shown(job))
     low, high = job.training_range
     cost = money_between(job.price * low / 3600, job.price * high / 3600)

@@ -48,7 +48,7 @@ def test_switch():
     assert plan.parallel == {"strategy": "ddp_tensor", "data": 2}
     assert plan.training["gradient_accumulation_steps"] == 2
     for processes in (2, 3, 5):
-        with pytest.raises(BadInput, match=r"they make no grid .*parallel.tensor_size=2; start 4, or another multiple"):
+        with pytest.raises(BadInput, match=r"they make no grid .*tensor_size=2; start 4, or a larger multiple"):
             resolve(steps.recipe_of("parallel.strategy=ddp_tensor"), processes=processes)
     with pytest.raises(BadInput, match="quantization=nf4"):
         resolve(steps.recipe_of("parallel.strategy=ddp_tensor", "tricks.quantization=nf4"), processes=4)

@@ -1,0 +1,87 @@
+"""How a run sets up the allocators of GPU and host memory, and what it leaves as the user has set it."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from cria_tricks.hardware import T4, Device
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import allocator
+
+CPU = Device("cpu", "a CPU", (0, 0), False, 1)
+FAULTS = """
+import resource, torch
+from cria_tricks.hardware import Device
+from cria_tricks.run.allocator import keep_freed_memory
+
+done = keep_freed_memory(Device("cpu", "a CPU", (0, 0), False, 1))
+faults = []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    sum(float(torch.zeros(n * 2**20).sum()) for n in (16, 24))
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(done, faults[-1])
+"""
+"""Two tensors of 64 and 96 MiB, made and freed three times; pages that the system had to fill in the last round."""
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+
+
+def third_round(**environment: str) -> tuple[str, int]:
+    others = {name: value for name, value in os.environ.items() if not name.startswith(allocator.OF_GLIBC)}
+    done = subprocess.run([sys.executable, "-c", FAULTS], env=others | environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    said, faults = done.stdout.split()
+    return said, int(faults)
+
+
+@glibc
+def test_freed_memory_is_kept_so_the_next_step_finds_its_pages():
+    pages = (64 + 96) * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    said, faults = third_round()
+    assert said == "True"
+    assert faults < 0.05 * pages
+    said, faults = third_round(MALLOC_ARENA_MAX="4")  # the user's own settings stay
+    assert said == "False"
+    assert faults > 0.3 * pages
+
+
+def test_nothing_is_changed_on_a_gpu_or_with_another_c_library(monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: pytest.fail("the C library was asked"))
+    assert not allocator.keep_freed_memory(T4)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not allocator.keep_freed_memory(CPU)
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "system", "found"),
+    [
+        ({}, [], "linux", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, ["train.expandable_segments=false"], "linux", {}),
+        ({}, [], "darwin", {}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            [],
+            "linux",
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            [],
+            "linux",
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+        ),
+    ],
+    ids=["asked", "off", "not on Linux", "beside others", "the user's own"],
+)
+def test_expandable_segments_are_asked_for_and_the_users_own_choice_stays(
+    environment, settings, system, found, monkeypatch
+):
+    monkeypatch.setattr(os, "environ", dict(environment))
+    monkeypatch.setattr(allocator.sys, "platform", system)
+    allocator.ask_for_expandable_segments(with_settings(Recipe(), settings))
+    assert os.environ == found
+    assert allocator.expandable_segments(T4) is (system == "linux" and str(found).count("True") == 1)
