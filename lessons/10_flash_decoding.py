@@ -8,8 +8,8 @@
 # %% [markdown]
 # # 10. Flash-Decoding: one query, many readers
 # > **Promise.** You cut one token's attention into any number of pieces, merge them in any order, and get plain
-# > attention back within a bound that you count; and you find that for each new token transformers moves the whole
-# > cache 3 times, and as `cria chat` asks on a T4, 11 times.
+# > attention back within a bound that you count. Then you find that each new token moves the whole cache 3 times in
+# > transformers, 11 times where a T4 needs repeated heads, and you bring it down to once.
 #
 # > **Card.** saves time, where one token leaves most of a card idle / costs one output more for each piece / exact
 # > within rounding / 30 minutes / after lesson 9
@@ -20,13 +20,22 @@
 
 # %% tags=["hide-input"]
 import math
+import types
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.benchmark import Timer
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import cria_tricks.load.attention  # noqa: F401 (names lesson 9's repeated heads to transformers)
 from cria_tricks import course
@@ -34,11 +43,13 @@ from cria_tricks.bench import results, tables
 from cria_tricks.bench.style import Theme
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.hardware.cards import A100_40GB, CARDS
+from cria_tricks.load.cache import for_answers
 from cria_tricks.measure.counting import flops, peak_bytes
 from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape
 from cria_tricks.tricks.expand_kv import expand_kv
 from cria_tricks.tricks.flash_decoding import flash_decoding, for_chat
+from cria_tricks.tricks.kv_cache import append, groups_as_rows
 
 torch.manual_seed(0)
 MIB = 2**20
@@ -343,17 +354,18 @@ for machine in (A100_40GB, T4):
 # %% [markdown]
 # From compute capability 8.0 on, torch's flash kernel, like the package flash-attn, counts pieces and SMs, and splits
 # (`num_splits_heuristic`, exercise 2). vLLM's `paged_attention_v2` cuts every 512 tokens and merges in a second kernel.
-# FlashInfer has `merge_state`, and supports Turing. On a T4 torch has no kernel that splits; there we repeat the heads,
-# as in lesson 9: 32 pieces of work, of 4 times the bytes.
+# FlashInfer has `merge_state`, and supports Turing. On a T4 torch has no kernel that splits. Its fast kernel does not
+# even take shared heads, so a prompt's heads are repeated there, as in lesson 9.
 #
-# How often does the cache move for one token? Ideally once: attention reads it. But transformers' `DynamicCache`
-# appends with `torch.cat`, which reads the old cache and writes a new one. Predict both factors, then count in a small
-# Llama, which runs here, asked as there.
+# How often does the cache move for one new token? Once would be ideal, because attention must read it. But the
+# `DynamicCache` of transformers appends with `torch.cat`, which reads the old cache and writes a new one. And heads
+# that are repeated for one token are read, written 4 times and read again. Predict both factors, then count them in a
+# small Llama, which runs here.
 
 
 # %%
 class Moved(TorchDispatchMode):
-    """Bytes that operations read and write; views move none."""
+    """Bytes that operations read and write; views move none, and repeated heads are read where they are stored."""
 
     bytes = 0
 
@@ -361,16 +373,27 @@ class Moved(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.overloadpacket.__name__ != "_unsafe_view":
             tensors = (x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
-            self.bytes += sum(x.untyped_storage().nbytes() for x in tensors)
+            self.bytes += sum(min(x.untyped_storage().nbytes(), x.numel() * x.itemsize) for x in tensors)
         return out
 
 
-widths = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
-config = LlamaConfig(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, **widths)
+def repeated(module, query, key, value, *arguments, **named):
+    """Attention as a T4's fast kernel needs it, also for one token."""
+    groups, ungrouped = query.shape[1] // key.shape[1], types.SimpleNamespace(is_causal=True)
+    return sdpa_attention_forward(
+        ungrouped, query, expand_kv(key, groups), expand_kv(value, groups), *arguments, **named
+    )
 
 
-def moved(machine, past):
-    model, cache = AutoModelForCausalLM.from_config(config, **for_chat(machine)), DynamicCache(config=config)
+AttentionInterface.register("repeated", repeated)
+AttentionMaskInterface.register("repeated", sdpa_mask)
+widths = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def moved(past, in_place=False, **attention):
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=2, **widths)
+    model = AutoModelForCausalLM.from_config(config, **attention)
+    cache = for_answers(model, past + 1)["past_key_values"] if in_place else DynamicCache(config=config)
     with torch.no_grad():
         model(torch.zeros(1, past, dtype=torch.long), past_key_values=cache)
         with Moved() as count:
@@ -378,16 +401,44 @@ def moved(machine, past):
     return count.bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-times = {}
-for machine, predicted in ((A100_40GB, 2 + 1), (T4, 2 + (1 + 4) + 4)):
-    (less, small), (more, large) = moved(machine, 256), moved(machine, 512)
-    times[machine.name] = (more - less) / (large - small)  # what grows with the past
-    print(f"{machine.name}: predicted {predicted}, counted {times[machine.name]:.2f} times the cache")
-    assert times[machine.name] == predicted
-for factor in (1, *times.values()):
+def factor(**how):
+    (less, small), (more, large) = moved(256, **how), moved(512, **how)
+    return (more - less) / (large - small)  # what grows with the past
+
+
+for name, how, predicted in (
+    ("shared heads, as on an A100", {}, 2 + 1),
+    ("repeated heads, as on a T4", {"attn_implementation": "repeated"}, 2 + (1 + 4) + 4),
+):
+    print(f"{name}: predicted {predicted}, counted {factor(**how):.2f} times the cache")
+    assert factor(**how) == predicted
+
+# %% [markdown]
+# Both can be mended in a few lines. We know how long the answer can get, so take that room once, and write each new
+# token behind the others. And the 4 queries that share a head can be 4 *rows* of that head, because one new token may
+# see the whole past and needs no causal mask. Here are both, and what they do to the two counts:
+
+# %%
+room, (first, new) = torch.zeros(1, K, 8, D), (torch.randn(1, K, 5, D), torch.randn(1, K, 1, D))
+append(room, 0, first)
+kept = append(room, 5, new)
+assert torch.equal(kept, torch.cat([first, new], dim=2))
+assert kept.data_ptr() == room.data_ptr()
+query = torch.randn(1, H, 1, D)
+rows = groups_as_rows(query, K)
+print(f"queries {tuple(query.shape)} -> {tuple(rows.shape)}")
+shared = F.scaled_dot_product_attention(rows, kept, kept).flatten(1, 2).unsqueeze(2)
+plain = F.scaled_dot_product_attention(query, expand_kv(kept, H // K), expand_kv(kept, H // K))
+torch.testing.assert_close(shared, plain)
+
+for machine in (A100_40GB, T4):
+    often = factor(in_place=True, **for_chat(machine))
+    print(f"{machine.name}, as `cria chat` and `cria eval` answer: {often:.2f} times the cache")
+    assert often == 1
+for often in (11, 3, 1):
     *others, cache = answering(longest).values()
-    bytes_read = sum(others) + factor * cache
-    print(f"{factor:2.0f} times: at most {card.memory_rate / bytes_read:.1f} tokens/s after {longest:,}")
+    bytes_read = sum(others) + often * cache
+    print(f"{often:2.0f} times: at most {card.memory_rate / bytes_read:.1f} tokens/s after {longest:,}")
 
 
 # %% tags=["hide-input"]
@@ -395,10 +446,10 @@ def speed_limits(theme: Theme):
     """Tokens a second that a T4's bandwidth allows, over the length of the past."""
     drawn, axes = course.figure(height=3.1)
     pasts = [2 ** (7 + i / 4) for i in range(41)]
-    named = ((1, "the cache once"), (3, "3 times: DynamicCache"), (11, "11 times: repeated heads, too"))
-    for (factor, name), colour in zip(named, theme.series, strict=False):
+    named = ((1, "once: in place"), (3, "3 times: DynamicCache"), (11, "11 times: repeated heads, too"))
+    for (often, name), colour in zip(named, theme.series, strict=False):
         others = sum(answering(0).values())
-        limits = [card.memory_rate / (others + factor * cached * past) for past in pasts]
+        limits = [card.memory_rate / (others + often * cached * past) for past in pasts]
         axes.semilogx(pasts, limits, color=colour, base=2, label=name)
     axes.axvline(2048, color=theme.quiet, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(2048, 6, "  our rows", color=theme.quiet)
@@ -415,9 +466,10 @@ course.show(
 )
 
 # %% [markdown]
-# So before you ask for splits, look at what moves. And our choice for the T4 is not the best there is: *4 rows a head*
-# repeats nothing (transformers does so for padded rows, `pack_gqa`). That leaves 8 pieces, but a fifth of the card for
-# one cache is quicker than all of it for nine. By arithmetic: we had no T4.
+# So before you ask for splits, look at what moves. Rows of a shared head leave 8 pieces of work on a T4, but a fifth of
+# the card for one cache is quicker than all of it for nine. (By arithmetic: we had no T4.) `transformers` makes rows of
+# a group, too, where a batch has padding (`pack_gqa`); the copy of the whole cache stays. Its own way out is
+# `cache_implementation="static"`. It writes in place as well, but attends to all the room, and hides what is empty.
 #
 # ## 6. Where it breaks
 # **Wrong numbers, no error.** Somebody merged with `mean`. One key of 2,048 is what the query looks for, and four of
@@ -603,7 +655,7 @@ course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_
 # - **Exact within rounding**: merging adds sums, so any cut and any order will do.
 # - **When**: long pasts, few conversations, many SMs. From compute capability 8.0 on kernels do it by themselves.
 # - **When not**: training; short pasts, which wait for weights; many conversations. First count how often your library
-#   moves the cache.
+#   moves the cache: in place it is once, and that is worth more than splits.
 #
 # ## Sources
 # - Dao, Haziza, Massa, Sizov 2023, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding.
@@ -615,5 +667,5 @@ course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_
 #   (`DynamicLayer.update`), `integrations/sdpa_attention.py` (`pack_gqa`).
 # - vLLM: `csrc/attention/paged_attention_v2.cu`. FlashInfer's documentation, `flashinfer.cascade`, and its README
 #   (Turing). NVIDIA: T4 data sheet (2,560 cores, 320 GB/s), Turing whitepaper (64 cores a multiprocessor).
-# - Ours: `cria_tricks/tricks/flash_decoding.py`, `tests/tricks/test_flash_decoding.py`,
-#   `benchmarks/bench_flash_decoding.py`.
+# - Ours: `cria_tricks/tricks/flash_decoding.py` and `kv_cache.py`, their tests in `tests/tricks/`,
+#   `benchmarks/bench_flash_decoding.py` and `bench_kv_cache.py`.

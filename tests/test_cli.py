@@ -275,7 +275,7 @@ def test_doctor_and_tricks(run_cria):
     assert all(f"{row}: {kernel}" in stdout for row, kernel in found["attention"].items())
     code, stdout, _ = run_cria("tricks")
     assert code == 0
-    answering = 1  # flash_decoding has no toggle, and works everywhere
+    answering = 2  # flash_decoding and kv_cache have no toggle, and work everywhere
     lines = [line.split() for line in stdout.splitlines()]
     works = sum(entry["status"] == "works" for entry in found["toggles"])
     assert sum("works" in line[1:3] for line in lines) == works + answering
@@ -287,7 +287,8 @@ def test_doctor_and_tricks(run_cria):
     here = {f"tricks.{one}": is_ for row in listed for one, is_ in row["here"].items() if "=" in one}
     assert here == status
     off = {one: saved for row in listed for one, saved in row["off_the_capstone_bytes"].items()}
-    plan = json.loads(run_cria("plan", "kwanzaa", "--gpu", "t4", "--json")[1])
+    smallest = ("--set", "tricks.gradient_checkpointing=true", "--set", "tricks.chunked_loss=true")
+    plan = json.loads(run_cria("plan", "kwanzaa", "--gpu", "t4", "--json", *smallest)[1])
     assert off == {entry["set"]: entry["saved_bytes"] for entry in plan["removed"]}
 
 

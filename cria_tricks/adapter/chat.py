@@ -25,6 +25,7 @@ from cria_tricks.common.atomic_files import MANIFEST
 from cria_tricks.common.errors import BadInput, first_line, is_out_of_memory, usable_path
 from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
+from cria_tricks.load import cache
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.load.adapters import add_side_network
 from cria_tricks.load.model import quiet_libraries
@@ -255,9 +256,9 @@ def answer(
     with torch.no_grad():
         out = model.generate(
             **prompt,
+            **cache.for_answers(model, prompt["input_ids"].shape[1] + max_new_tokens),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            use_cache=model.config.use_cache,  # off for a side network, which cannot use a KV cache
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             streamer=streamer,
         )

@@ -50,8 +50,9 @@ def tricks(as_json: Json = False) -> None:
 
 
 TRICKS = (
-    "MiB saved: what the peak of cria plan kwanzaa --gpu t4 would grow by without it; empty where that run does not "
-    "use it.\ngradient_checkpointing=8 checkpoints the first 8 blocks only: true is all blocks, 1 is one.\n"
+    "MiB saved: what the peak of the course's job (QLoRA of Llama-3.2-1B on a T4, with all that saves memory) would "
+    "grow by without it; empty where the job does not use it.\n"
+    "gradient_checkpointing=8 checkpoints the first 8 blocks only: true is all blocks, 1 is one.\n"
     "One technique in full: cria explain nf4. Why something does not work here: cria doctor."
 )
 """What ``cria tricks`` says below its table."""

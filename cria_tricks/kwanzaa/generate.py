@@ -17,6 +17,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
 from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.load import cache
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
 
@@ -175,9 +176,9 @@ def answer_batch(
         out_BT = model.generate(
             input_ids=ids_BT,
             attention_mask=mask_BT,
+            **cache.for_answers(model, longest + max_new_tokens),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            use_cache=model.config.use_cache,  # off for a side network, which cannot use a KV cache
             pad_token_id=pad,
             eos_token_id=ends,
         )

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cria_tricks.tricks import expand_kv, packing
+from cria_tricks.tricks import expand_kv, kv_cache, packing
 
 
 def sdpa_expanded(
@@ -30,16 +30,32 @@ def sdpa_expanded(
 ) -> tuple[torch.Tensor, None]:
     """Repeat the shared key and value heads for all query heads, then call the sdpa attention of transformers.
 
+    For one new token nothing is repeated: the queries that share a head become its rows.
+
     Returns:
         The output, shape (B, T, H, D), and ``None`` in place of the attention weights.
     """
     groups = getattr(module, "num_key_value_groups", 1)
+    if query_BHTD.shape[2] == 1 and groups > 1:
+        return _one_token(query_BHTD, key_BKSD, value_BKSD, *arguments, **named)
     key = expand_kv.expand_kv(key_BKSD, groups)
     value = expand_kv.expand_kv(value_BKSD, groups)
     # transformers reads from the module how many query heads share a key head. It would leave such groups to torch, or
     # repeat the heads once more. So it gets a stand-in for the module, without groups.
     ungrouped: Any = types.SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(ungrouped, query_BHTD, key, value, *arguments, **named)
+
+
+def _one_token(
+    query_BH1D: torch.Tensor, key_BKSD: torch.Tensor, value_BKSD: torch.Tensor, *arguments: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend with the queries of one token, those of a group as the rows of its shared head."""
+    rows_BKGD = kv_cache.groups_as_rows(query_BH1D, key_BKSD.shape[1])
+    # The rows all belong to the same token, so none is causal. A mask has one row, which is right for all of them.
+    module: Any = types.SimpleNamespace(is_causal=False)
+    named["is_causal"] = False
+    out_BGKD, _ = sdpa_attention_forward(module, rows_BKGD, key_BKSD, value_BKSD, *arguments, **named)
+    return out_BGKD.transpose(1, 2).flatten(1, 2).unsqueeze(1), None
 
 
 @torch.compiler.disable  # the lengths differ in every batch, and a compiled block would be compiled again for each

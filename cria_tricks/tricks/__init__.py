@@ -3,7 +3,7 @@
 Each module opens with a card of eight lines, names its ``SWITCHES`` (the settings of ``recipe.tricks`` that it answers
 to), states its ``CLAIM`` (how exact it is), and holds ``switch_on(plan, recipe) -> Plan``. Its ``estimate`` and its
 ``seconds`` say what the trick does to the bytes and the time of a step (``folds.py`` calls them). Techniques in
-:data:`INFERENCE` have no toggle and hold ``for_chat(device)`` instead.
+:data:`INFERENCE` have no toggle: their ``COMMAND`` always uses them.
 """
 
 import re
@@ -22,6 +22,7 @@ from cria_tricks.tricks import (
     head_only,
     int8,
     keep_attention,
+    kv_cache,
     lean_preparation,
     lora,
     mixed_precision,
@@ -64,8 +65,8 @@ TRICKS: tuple[ModuleType, ...] = (
 )
 """Every trick, in the order of switching on; the comments give the reasons for the order."""
 
-INFERENCE: tuple[ModuleType, ...] = (flash_decoding,)
-"""Techniques for answering, not for training: no toggle; ``for_chat(device)`` says what ``cria chat`` asks for."""
+INFERENCE: tuple[ModuleType, ...] = (flash_decoding, kv_cache)
+"""Techniques for answering, not for training: no toggle, because answers always use them (``COMMAND``)."""
 
 CARD = ("Saves", "Costs", "Claim", "Needs", "Breaks", "Sources", "Ours", "Shapes")
 """The lines of a card, in their order."""

@@ -94,10 +94,11 @@ def for_chat(device: Device) -> dict[str, str]:
 
     From compute capability 8.0 on the default is right: transformers takes sdpa, and torch's flash kernel chooses the
     number of splits for one query itself (``num_splits_heuristic`` in torch's ``flash_api.cpp``). An older card, such
-    as a T4, has no kernel that splits. There the shared heads are repeated, because one token would otherwise go
-    through the math kernel (see ``expand_kv``). The CPU's flash kernel takes shared heads, and does not split: its
-    cores divide heads and queries among them. ``flash_attn_with_kvcache`` of the package flash-attn splits too, but
-    transformers (5.23) calls it only for continuous batching.
+    as a T4, has no kernel that splits, and its fast kernel takes no shared heads. There the heads are repeated for the
+    prompt (see ``expand_kv``), and for one new token the queries that share a head become its rows (see ``kv_cache``).
+    The CPU's flash kernel takes shared heads, and does not split: its cores divide heads and queries among them.
+    ``flash_attn_with_kvcache`` of the package flash-attn splits too, but transformers (5.23) calls it only for
+    continuous batching.
 
     Args:
         device: the machine that chats.

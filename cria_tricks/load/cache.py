@@ -1,0 +1,59 @@
+"""A KV cache for transformers whose new tokens are written in place (``tricks/kv_cache.py``)."""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from cria_tricks.tricks import kv_cache
+
+
+class InPlaceLayer(DynamicLayer):
+    """The keys and values of one block, in memory that is taken once, for as many tokens as there can be.
+
+    ``keys`` and ``values`` are views of what is there, as in the layer of transformers that this one replaces.
+    """
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room  # of prompt and answer [tokens]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take the memory, when the first keys and values tell their sizes."""
+        super().lazy_initialization(key_states, value_states)
+        self.rooms = [new.new_empty(*new.shape[:2], self.room, new.shape[3]) for new in (key_states, value_states)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of new tokens, shape (B, K, T, D), and return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length = self.get_seq_length()
+        self.keys, self.values = (
+            kv_cache.append(room, length, new) for room, new in zip(self.rooms, (key_states, value_states), strict=True)
+        )
+        return self.keys, self.values
+
+
+def for_answers(model: Any, room: int) -> dict[str, Any]:
+    """Make the cache for one call of ``generate``.
+
+    Args:
+        model: the model that answers.
+        room: the longest prompt and answer together [tokens].
+
+    Returns:
+        Keyword arguments for ``generate``. They name no cache for a model that cannot use one, and for a learnt prompt,
+        which peft lays before the tokens only if it makes the cache itself.
+    """
+    if not model.config.use_cache:  # off for a side network
+        return {"use_cache": False}
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        return {"use_cache": True}
+    cache = DynamicCache(config=model.config)
+    # A sliding window forgets tokens, so its layers stay as they are.
+    cache.layers = [InPlaceLayer(room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return {"use_cache": True, "past_key_values": cache}
