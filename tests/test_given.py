@@ -53,7 +53,7 @@ CASES = {
             "smoke --set trian.max_steps=5": "unknown field trian.max_steps; did you mean train.max_steps?",
             "smoke --set train.max_steps=-1": "must be greater than or equal to 0",
             "smoke --set tricks.quantization=nf5": "did you mean nf4?",
-            "smoke --set data.min_words=9 --set data.max_words=3": "no row can be both",
+            "smoke --set data.min_words=9 --set data.max_words=3": "no row can have at least 9 and",
             "smoke --set model=smolm2": NO_MODEL,
             "smoke --set model=random:tinny": "unknown shape tinny; did you mean random:tiny?",
             "smoke --set model={folder}/modle": "did you mean {folder}/model?",

@@ -1,9 +1,9 @@
-r"""Add up what one block of a decoder has alive at each of its operations, and find its deepest point [bytes].
+r"""Add up what one block of a decoder has alive at each of its operations [bytes].
 
 The block is walked once, operation by operation. When an operation has run, the saved tensors of all operations up to
 it are alive. The same tensors are alive in its backward pass, because those that later operations saved have been freed
 by then. On top come temporary tensors, which are alive only around this operation. The largest of these sums is the
-block's deepest point.
+block's deepest point, which ``bill/moments.py`` picks.
 
 In the code n is the number of tokens of a micro-batch.
 """
@@ -85,7 +85,8 @@ def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)
-    # Of these matrices, DoRA's whole weight and the dropout mask are needed only for the gradient of the input.
+    # For the first adapted matrices DoRA's whole weight and the dropout mask are not saved either, because only the
+    # gradient of their input would need them.
     above = kept(learning)
     spared = sum(above.get(f"{name} whole", 0) + above.get(f"{name}'s dropout", 0) for name in alike)
     if memory.kernel in ("eager", "math"):
@@ -100,6 +101,9 @@ def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
     gradient only if their matrix has an adapter. So a factor is not saved if none of the matrices listed here with it
     has one.
     """
+    # Queries are saved for the gradient of the keys, and keys for that of the queries. Values are saved for the
+    # gradient of the probabilities, which leads to the scores and so to queries and keys. Probabilities are saved for
+    # two: by softmax for the gradient of the scores, and by the product for that of the values.
     scores = {"q_proj", "k_proj"}
     needed = {"queries": {"k_proj"}, "keys": {"q_proj"}, "values": scores, "probabilities": scores | {"v_proj"}}
     if "probabilities in 16 bits" in above:  # the values are multiplied by this copy
@@ -112,7 +116,7 @@ def _factors_without_use(memory: StepFacts, above: dict[str, int]) -> int:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What is alive beside every operation of a block while the block runs.
+    """What is alive beside every operation while the block runs forward, for the first time or in a repetition.
 
     Attributes:
         bytes: all of it [bytes].
@@ -126,26 +130,30 @@ class _Beside:
 def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     n = memory.all_tokens
     width = memory.shape.width
+    # If no block learns, no backward pass reaches one, so none is repeated.
     again = memory.checkpointed and not memory.keeps_nothing
-    # The backward pass of a quantised matrix without an adapter needs no saved activation. So if down_proj, the last
-    # product, is such a matrix, its backward pass runs first. Then the block is repeated up to the operation before it,
-    # while the gradient of down_proj's input waits. If a norm follows down_proj, that norm's backward pass comes first,
-    # and it needs the whole block repeated. The same holds for DoRA's down_proj below.
+    # Checkpointing repeats a block as soon as the backward pass asks autograd for a saved tensor. A frozen matrix needs
+    # no activation, but autograd saves its weight. bitsandbytes keeps a quantised weight out of autograd's sight. So if
+    # down_proj, the last product, is quantised and has no adapter, its backward pass runs before the repetition. Then
+    # the block is repeated up to the operation before it, while the gradient of down_proj's input waits.
+    # But if a norm follows down_proj, the norm's backward pass comes first and needs the whole block repeated. That is
+    # also why DoRA's down_proj, below, counts only without such a norm.
     last = not memory.shape.ends_with_norm
     frozen_down = any(operation.name == "down_proj" and not operation.learns for operation in operations)
     late = memory.checkpointed and memory.quantised and frozen_down and last
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted and last
-    # How many tensors as large as the hidden states are alive beside an operation. In a forward pass there are three:
-    # the embedding's result, the block's input, and the residual stream after attention. Norms save fp32 ones as they
-    # are, so those are counted already; only below the first adapters no norm saves the embedding's result. In a
-    # repetition there are: the residual stream after attention, the gradient of the block's result, and the same
-    # gradient once more on its way through the last operation.
+    # How many tensors as large as the hidden states are alive beside an operation.
     if again:
+        # The residual stream after attention (norms save an fp32 one as it is, so that is counted already), the
+        # gradient of the block's result, and the same gradient once more on its way through the last operation. If
+        # down_proj's backward pass runs before the repetition, what is added to `found` below stands for the last one.
         # Granite multiplies what a block adds, so there the gradient on its way is another tensor in any case.
         many = (memory.hidden_itemsize < FP32) + 2 - ((late or magnitudes) and not memory.shape.scales_hidden)
     elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
-        many = 3
+        many = 3  # the embedding's result, the block's input, and the residual stream after attention
     else:
+        # The same three in fp32. Norms save these as they are, so they are counted already. Only below the first
+        # adapter no norm saves the embedding's result.
         many = int(bool(memory.adapted))
     # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
     raises = again and not last and memory.product_itemsize < FP32
@@ -189,7 +197,8 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         if memory.keeps_nothing:
             held = pins | dict(operation.reads) | tensors
         if operation.name in ("first norm", "second norm"):
-            normed = f"{operation.name}'s output"  # alive until the next norm has run
+            # The block's code has it in a variable until the next norm has run, even if no operation saves it.
+            normed = f"{operation.name}'s output"
         opened = operation.forward + beside
         if normed and normed not in held:
             opened += hidden
@@ -202,10 +211,14 @@ def points(memory: StepFacts, operations: list[Operation], *, learns: bool = Fal
         # Pinned tensors are freed only when the whole backward pass has run.
         alive = sum((pinned | tensors).values())
         if memory.checkpointed:
+            # What the repetition pinned is freed at its end. What the first forward pass pinned is in another line of
+            # the bill, that of waiting tensors.
             alive = sum(tensors.values())
         if memory.keeps_nothing and operation.fetched is not None:
+            # Beside the pinned tensors only those are on the device that come back from the host for this operation.
             alive = sum(pinned.values()) + operation.fetched
         made = operation.learns * memory.accumulates  # a new gradient, before it is added to an earlier one
+        # `beside` is not added: the variables of the forward pass are gone, and `backward` has the waiting gradients.
         found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
         if learns:
             learnt -= operation.learns  # at the next operation this gradient does not exist yet

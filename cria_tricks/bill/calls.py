@@ -1,7 +1,7 @@
 r"""Describe the collectives of a step for the estimate, and count those that a real step runs.
 
 The size of a collective is that of the whole tensor that it makes or consumes: the input of an all-reduce or a
-reduce-scatter, the output of an all-gather, the tensor that one process sends to another. How many of these bytes each
+reduce-scatter, the output of an all-gather, the tensor that is broadcast or sent. How many of these bytes each
 process sends follows from the ring algorithm. N processes cut the tensor into N pieces. Each piece travels N - 1 hops
 until it is summed over all processes, and N - 1 more until all have the sum (Patarasuk and Yuan 2009, "Bandwidth
 optimal all-reduce algorithms", sec. 3).
@@ -44,21 +44,24 @@ class Call:
 
     @property
     def sent(self) -> float:
-        """Bytes that each process sends in one step with the ring algorithm."""
+        """Bytes that each process sends in one step with the ring algorithm; see :func:`ring_share`."""
         return self.total * ring_share(self.kind, self.processes)
 
 
 def ring_share(kind: str, processes: int) -> float:
     """Return how much each process sends with the ring algorithm, as a multiple of the whole tensor.
 
-    An all-reduce is a reduce-scatter and an all-gather, so it sends twice as much as either.
+    An all-reduce is a reduce-scatter and an all-gather, so it sends twice as much as either. For a broadcast it is the
+    mean over all processes, and for a send what the sender sends.
 
     Examples:
         >>> ring_share("all_reduce", 2), ring_share("all_gather", 4)
         (1.0, 0.75)
     """
-    hops = (processes - 1) / processes
-    return {"all_reduce": 2 * hops, "all_gather": hops, "reduce_scatter": hops, "broadcast": hops, "send": 1.0}[kind]
+    # Each of the N pieces, 1 / N of the tensor, is sent N - 1 times: over all processes together N - 1 tensors, so each
+    # process sends (N - 1) / N of one. In a broadcast all processes but the last pass on the tensor: N - 1, too.
+    once = (processes - 1) / processes
+    return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "broadcast": once, "send": 1.0}[kind]
 
 
 def totals(calls: Iterable[Call]) -> dict[str, int]:
@@ -72,9 +75,9 @@ def totals(calls: Iterable[Call]) -> dict[str, int]:
 class CountCollectives(TorchDispatchMode):
     """Count the bytes of the collectives that this process takes part in, by kind.
 
-    It sees all collectives and sends that go through torch's dispatcher: those of DistributedDataParallel, FSDP2,
-    DTensor, and the functions of ``torch.distributed``. Python objects are pickled into tensors first, so they appear
-    with the size of the pickle.
+    It sees the operators of torch's dispatcher that ``_KIND`` lists: those that DistributedDataParallel, FSDP2, DTensor
+    and the functions of ``torch.distributed`` call here. Others, such as an all-to-all, are not counted. Python objects
+    are pickled into tensors first, so they appear with the size of the pickle.
 
     Attributes:
         bytes: bytes of the whole tensors by kind; the same measure as :attr:`Call.total`.
@@ -116,7 +119,7 @@ _KIND = {
 
 
 def _whole(func: Any) -> int:
-    """Return which argument is the whole tensor: the input of a reduce-scatter (the second), else the first."""
+    """Return which argument is the whole tensor: of c10d's reduce-scatters the second, the input; else the first."""
     return 1 if func.name() in ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_") else 0
 
 

@@ -31,7 +31,10 @@ MORE = "[dim]more: --fit AIM, --toggles, --ladder, --front, --longest, --rows N,
 def plan(
     recipe: Annotated[str, typer.Argument(help="A named recipe, or a TOML file.")] = "smoke",
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="t4, l4, a10g, a100, here; this machine's card, or t4.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A card (t4, rtx3060), its memory (8GiB), or here. Left out: this machine's card, or a t4."),
+    ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
     toggles: Toggles = False,

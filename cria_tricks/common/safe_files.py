@@ -1,9 +1,10 @@
 """Check a folder before anything in it is loaded: it may contain only plain files, and none that runs code.
 
-JSON, TOML, text and safetensors files hold data. But a pickle is a program, which runs when it is loaded. A config can
-name a Python module, which transformers then fetches and runs. And a symbolic link, or a file name in a config, can
-point to a file outside the folder. Each check loads none of these. It returns a sentence on the first problem that it
-finds, or an empty string.
+The folders of adapters and checkpoints are checked in this way. JSON, TOML, text and safetensors files hold data. But a
+pickle is a program, which runs when it is loaded. A config can name a Python module, which transformers fetches and
+runs if its caller sets ``trust_remote_code``. And a symbolic link, or a file name in a config, can point to a file
+outside the folder. The checks read bytes and JSON, and load none of these files. Each check returns a sentence on the
+first problem that it finds, or an empty string.
 """
 
 import json
@@ -56,7 +57,10 @@ def way_out(folder: Path) -> str:
 
 
 def program(folder: Path, but: Collection[str] = ()) -> str:
-    """Find a file that could run code when it is loaded: a pickle by name or content, or a config that asks for code.
+    """Find a file that is not safe to load.
+
+    That is a pickle or an archive by its name or first bytes, a damaged safetensors file, a file that cannot be read,
+    or a config that asks for code or for a file outside the folder.
 
     Args:
         folder: its files are checked by their first bytes, and the configs by their whole content.
@@ -70,7 +74,10 @@ def program(folder: Path, but: Collection[str] = ()) -> str:
         if name in but or not path.is_file():
             continue
         if path.suffix.lower() in PICKLES:
-            return f"{name} may be a pickle, a program that runs when it is read; no adapter needs it: take it away"
+            return (
+                f"{name} may be a pickle, a program that runs when it is read; neither an adapter nor a checkpoint "
+                "needs it: take it away"
+            )
         try:
             why = _runs(path, name)
         except OSError as error:
@@ -108,7 +115,8 @@ def _everything(folder: Path) -> Iterator[Path]:
 
 
 def _begins_like_a_program(start: bytes) -> bool:
-    # A pickle of protocol 2 to 5 begins with the byte 0x80 and the number of the protocol.
+    # A pickle of protocol 2 to 5 begins with the byte 0x80 and the number of the protocol. Protocols 0 and 1 have no
+    # such mark, so their files are found only by their names.
     is_pickle = len(start) > 1 and start[:1] == b"\x80" and start[1:2] <= b"\x05"
     return start.startswith(_ARCHIVES) or is_pickle
 
@@ -122,7 +130,7 @@ def _no_safetensors(path: Path) -> str:
 
 
 def _asks_for(path: Path) -> str:
-    """Describe what a config asks for and may not have: code, or a file outside its folder; empty if nothing.
+    """Describe why a config is refused: it asks for code, or for a file outside its folder. Empty if it is safe.
 
     A config that is not valid JSON is left to the library that reads it.
     """
@@ -157,8 +165,11 @@ def _refused(key: str, value: Any) -> str:
     # Old tokenizers wrote this field: a path on their author's machine. No library reads it, so it does no harm.
     if key == "special_tokens_map_file":
         return ""
+    # weight_map is the table of an index: tensor -> file. transformers_weights in a config names the weight file.
+    # Fields such as vocab_file name files of the tokenizer.
     if key == "weight_map" or key == "transformers_weights" or key.endswith(("_file", "_files")):
         for name in _named_files(key, value):
+            # An empty name asks for no file. leaves refuses it only because a manifest must not have one.
             if isinstance(name, str) and name != "" and leaves(name):
                 return f"{key} names {name}, which is not in the folder"
     return ""

@@ -40,7 +40,7 @@ ROW = 5
 NEAR = 0.8
 """The similarity from which a training row counts as a near duplicate of another."""
 SIGNED = 4000
-"""How many words of a row, from its beginning, its signature is computed from."""
+"""A row's signature is computed from its first 4,000 words at most."""
 PERMUTATIONS = 128
 """Numbers in a MinHash signature: 16 bands of 8."""
 BANDS = 16
@@ -50,7 +50,7 @@ and 0.06 at s = 0.5."""
 
 
 def words(text: str) -> list[str]:
-    """Split a text into its words, in lower case; a text without any, as of emoji, into what stands between spaces."""
+    """Split a text into its words, in lower case. A text without words, as of emoji, is split at its spaces."""
     return _WORD.findall(text.lower()) or text.split()
 
 
@@ -71,6 +71,7 @@ def shingles(found: Sequence[str], size: int) -> np.ndarray:
     # Hash all shingles at once: step i mixes the i-th word of each shingle into its hash.
     mixed = np.zeros(len(found) - size + 1, np.uint64)
     for place in range(size):
+        # Without the 1, a word of hash 0 at the beginning of a shingle would leave its hash at 0.
         mixed = (mixed + word_hashes[place : place + len(mixed)] + np.uint64(1)) * np.uint64(_FACTOR)
     # In a product, a bit changes only the bits above it. So the upper bits are mixed into the lower ones once.
     return np.unique(mixed ^ (mixed >> np.uint64(29)))
@@ -88,20 +89,22 @@ class Leak:
     Attributes:
         row: file and line of the training row.
         held_out: file and line of the evaluation row.
-        similarity: how similar they are, up to 1 for the same words.
+        similarity: how similar they are, up to 1. Two texts have similarity 1 also if one contains the other.
+        same: whether their words, or those of their questions, are the same.
     """
 
     row: str
     held_out: str
     similarity: float
+    same: bool = False
 
 
 class Guard:
     """Find training rows that are the same as an evaluation row, or nearly.
 
-    Two chats are compared by the user's turns, because the form of the answers is the same in all rows. The retrieved
-    documents are the same in many rows, too. So a turn's question is what comes after ``Query:`` or ``Question:``, or
-    the whole turn if it has no such mark. The similarity of two chats is the larger of:
+    Two chats are compared by the user's turns, because in data such as Kwanzaa's the form of the answers is the same in
+    all rows. There the retrieved documents are the same in many rows, too. So a turn's question is what comes after
+    ``Query:`` or ``Question:``, or the whole turn if it has no such mark. The similarity of two chats is the larger of:
 
     - J of the word pairs (two consecutive words) in their questions;
     - the smaller of J of the words in their questions and J of the word pairs in their whole turns, with documents.
@@ -137,7 +140,7 @@ class Guard:
         asked = _asked(row)
         same = self.same.get(digest(asked.question))
         if same is not None:
-            return Leak(row.where, self.rows[same].where, 1.0)
+            return Leak(row.where, self.rows[same].where, 1.0, same=True)
         similarities = self._similarities(asked)
         number = int(similarities.argmax())
         similarity = float(similarities[number])
@@ -207,12 +210,14 @@ class _Table:
         return shared / np.maximum(self.sizes + len(mine) - shared, 1)
 
     def shares(self, mine: np.ndarray) -> np.ndarray:
-        """Compute, for a set and each row, which share of the smaller one the other has, too; shape (N,)."""
+        """Compute for a set and each row which share of the smaller one the larger one has, too, shape (N,)."""
         return self.shared(mine) / np.maximum(np.minimum(self.sizes, len(mine)), 1)
 
 
 class Repeats:
-    """Find rows that repeat an earlier row, exactly or nearly.
+    """Find rows that repeat an earlier row which was kept, exactly or nearly.
+
+    Exactly means with the same words in the same order; case and punctuation are ignored.
 
     Args:
         near: whether rows that are nearly the same count as repeats, too. Then each row that is not left out takes some

@@ -57,8 +57,10 @@ class RowFilter:
         if leak is None:
             return True
         said = f"{leak.row} is nearly {leak.held_out} (similarity {leak.similarity:.2f})"
-        if leak.similarity == 1:
+        if leak.same:
             said = f"{leak.row} is {leak.held_out}"
+        elif leak.similarity == 1:
+            said = f"{leak.row} contains {leak.held_out}, or is part of it"
         if self.settings.leakage == "error":
             raise BadInput(f"data.leakage=error: {said}; take it out of one of the two, or set data.leakage=drop")
         if self.settings.leakage == "drop":

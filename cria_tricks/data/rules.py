@@ -3,6 +3,7 @@
 import importlib.util
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.data import sources
 from cria_tricks.recipe import Data, Recipe
 
 
@@ -20,18 +21,24 @@ def refuse(recipe: Recipe) -> None:
         )
     if 0 < data.max_words < data.min_words:
         raise BadInput(
-            f"data.min_words={data.min_words} with data.max_words={data.max_words}: no row can be both; raise "
-            "data.max_words, or set it to 0"
+            f"data.min_words={data.min_words} with data.max_words={data.max_words}: no row can have at least "
+            f"{data.min_words} and at most {data.max_words} words; raise data.max_words, or set it to 0"
         )
     if data.stream and not recipe.train.max_steps:
         raise BadInput(
-            "data.stream=true: a stream has no end, so epochs cannot be counted; set train.max_steps, e.g. "
-            "--set train.max_steps=1000"
+            "data.stream=true: a stream has no known number of rows, so train.epochs gives no number of steps; set "
+            "train.max_steps, e.g. --set train.max_steps=1000"
         )
     if data.stream and recipe.tricks.packing:
         raise BadInput(
-            "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false (rows of "
-            "texts are full without it)"
+            "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false "
+            "(plain texts are cut into rows of full length, so they need no packing)"
+        )
+    if data.stream and data.duplicates != "keep" and sources.is_hub_set(data.train):
+        # A row that is left out is found again by its file and line, and a streamed row of the hub has neither.
+        raise BadInput(
+            f"data.duplicates={data.duplicates} with data.stream=true and data.train={data.train}: a streamed row of a "
+            "hub data set has no line by which a duplicate is left out; set data.duplicates=keep or data.stream=false"
         )
 
 

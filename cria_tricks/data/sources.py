@@ -3,6 +3,7 @@
 import hashlib
 import http.client
 import json
+import os
 import re
 import urllib.request
 from dataclasses import dataclass
@@ -107,12 +108,19 @@ def place(name: str, part: Part) -> Path | str:
     path = usable_path(f"data.{part}", name)
     if path.exists():
         return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name) and path.suffix not in (".jsonl", ".json", ".txt"):
+    if is_hub_set(name):
         return name
     raise BadInput(
         f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
         "them, or a hub data set owner/name"
     )
+
+
+def is_hub_set(name: str) -> bool:
+    """Tell whether a name means a hub data set: it looks like ``owner/name[:split]``, and nothing local has it."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.\[\]%:-]+)?", name):
+        return False
+    return Path(name).suffix not in (".jsonl", ".json", ".txt") and not os.path.exists(name)
 
 
 def _from_texts(path: Path, part: Part) -> DataSource:

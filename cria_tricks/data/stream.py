@@ -1,9 +1,12 @@
 """Stream training rows: read them as they are needed, without an end, and continue a resumed run where it stopped.
 
 A step takes k micro-batches, and the stream has k lanes: micro-batch i of every step comes from lane i, which has
-shards of its own. With N processes, process r reads the k / N lanes r, r + N, r + 2 N, ... So each process reads only
-its part of the data, a step has the same rows for any N, and a run can be resumed with another N. When a lane has read
-all its shards, it begins again, with the shards in another order.
+shards of its own. With N data-parallel ranks, rank r reads the k / N lanes r, r + N, r + 2 N, ... So each rank reads
+only its part of the data, a step has the same rows for any N, and a run can be resumed with another N. When a lane has
+read all its shards, it begins again, with the shards in another order.
+
+A hub data set differs: its shards are never shuffled, and if k lanes cannot divide them evenly, each lane reads all
+rows and keeps every k-th.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +61,7 @@ class Stream(torch.utils.data.IterableDataset):
         self.source = source
         self.tokenizer = tokenizer
         self.say = say
-        self.held_out = held_out.sha256
+        self.held_out_sha256 = held_out.sha256
         self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"), augment)
         mine = range(world.data_rank, source.lanes, world.data)
         found = datasets_of(source, recipe.train.seed, mine)
@@ -86,12 +89,13 @@ class Stream(torch.utils.data.IterableDataset):
         if data.duplicates == "keep":
             return
         file = folder / stream_duplicates.FILE
-        # A saved result is used only if none of these has changed.
+        # A saved result is used only if none of these has changed. The number of lanes is one of them, because with
+        # another number small text files are cut into other pieces.
         about = {
             "settings": data.model_dump(mode="json"),
             "lanes": self.source.lanes,
             "train": self.source.sha256,
-            "eval": self.held_out,
+            "eval": self.held_out_sha256,
         }
 
         def look() -> stream_duplicates.Duplicates:
@@ -102,6 +106,7 @@ class Stream(torch.utils.data.IterableDataset):
                 with counted(self.source.whole(), "looking for duplicates", console) as rows:
                     found = stream_duplicates.find_duplicates(rows, self.prepare, near=data.duplicates == "near")
             except BadInput as error:
+                # A row is known by its first byte in the file; the user needs its line.
                 raise BadInput(self.source.in_lines(str(error))) from None
             stream_duplicates.write(file, found, about)
             return found
@@ -118,8 +123,9 @@ class Stream(torch.utils.data.IterableDataset):
     def _read(self, item: Any, tally: Tally) -> list[TokenRow]:
         """Make the tokenised rows of an item, shuffled by the seed and the item's number.
 
-        A text item becomes many rows, which would otherwise come in the order of the text. The items of a hub data set
-        have no number, so their rows are not shuffled.
+        An item is what a lane iterates over (``shards.py``): the place of one row in a file, a list of pieces of texts,
+        or one row of a hub data set. A list of pieces becomes many rows, which would otherwise come in the order of the
+        text. The items of a hub data set have no number, so their rows are not shuffled.
         """
         repeated = self.duplicates.reason if self.duplicates else None
         rows: list[TokenRow] = []
@@ -127,6 +133,7 @@ class Stream(torch.utils.data.IterableDataset):
             for chat in self.prepare(self.source.chats(item), tally, repeated):
                 rows += self._tokens(chat, tally)
         except BadInput as error:
+            # As above: name the line instead of the byte.
             raise BadInput(self.source.in_lines(str(error))) from None
         if len(rows) > 1 and not isinstance(self.source, HubStream):
             order = np.random.default_rng([self.recipe.train.seed, item["number"]]).permutation(len(rows))
@@ -147,11 +154,11 @@ class Stream(torch.utils.data.IterableDataset):
         return [row]
 
     def state(self) -> dict[str, Any]:
-        """Return the position of each lane of this process, by the lane's number. Call it between two steps."""
+        """Return the position and the counts of each lane of this process, by its number. Call it between two steps."""
         return {str(number): lane.state() for number, lane in self.lanes.items()}
 
     def go_on(self, states: Mapping[str, Any]) -> None:
-        """Set the positions of this process's lanes from the states of all lanes, whichever processes saved them."""
+        """Set position and counts of this process's lanes from the states of all lanes, whoever saved them."""
         for number, lane in self.lanes.items():
             lane.go_on(states[str(number)])
 

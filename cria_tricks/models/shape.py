@@ -1,7 +1,7 @@
 """Read the shape of a model from its ``config.json``: all that an estimate needs to know, without any weights.
 
-Twelve numbers and a dozen lines of arithmetic give the size of every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma,
-Granite, SmolLM3, Phi-3 or OLMo 2. Nothing heavier than ``json`` is imported.
+A few fields of this file and simple arithmetic give the size of every matrix of a Llama, Mistral, Mixtral, Qwen, Gemma,
+Granite, SmolLM3, Phi-3 or OLMo 2. Neither torch nor transformers is imported.
 """
 
 import functools
@@ -37,13 +37,13 @@ class Shape:
         norms: how many RMS norms on hidden states a block has.
         experts: how many MLPs a block has; 1 for a dense model.
         experts_per_token: how many of them each token goes through.
-        window: how many tokens back a token attends at most; 0 for no limit.
+        window: how many tokens a token attends to at most, itself included, perhaps only in some blocks; 0: no limit.
         caps_scores: whether a tanh caps the attention scores.
         caps_logits: whether a tanh caps the logits.
-        beside_head: the config field because of which logits are more than one matrix product; empty if none is set.
+        beside_head: the config field that changes the logits after the head's product, e.g. by a cap; empty if none.
         norms_whole_queries: whether one norm covers the queries of all heads at once, and another all keys.
         norms_behind: whether a block normalises the outputs of attention and MLP instead of their inputs.
-        scales_hidden: whether numbers multiply the embedding's result, and what a block adds to it (Granite).
+        scales_hidden: whether constants scale the embedding's result and what blocks add to hidden states (Granite).
         joined: whether one matrix makes queries, keys and values together, and another one gate and up.
         context: the context length, the longest row that the model was made for [tokens]; 0 if it is not known.
     """
@@ -90,7 +90,7 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Name of a matrix in a block, as LoRA's targets are named -> (D_in, D_out); with experts, of one expert."""
+        """(D_in, D_out) of each matrix of a block, by its name in LoRA's targets; with experts, of one expert."""
         width, inner = self.width, self.inner
         if self.joined:
             return {
@@ -189,7 +189,7 @@ class Shape:
 
     @property
     def active_weights(self) -> int:
-        """How many weights each token is multiplied by: the head and all blocks, without the experts it skips."""
+        """How many weights multiply each token: blocks and head, without norms, biases, routers and skipped experts."""
         # An expert has three matrices of D x F: gate, up and down.
         idle = (self.experts - self.experts_per_token) * 3 * self.width * self.inner
         return self.layers * (self.block_linear_weights - idle) + self.embedding_weights
@@ -214,7 +214,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     _refuse_other_heads(whole, name)
     config = {**KINDS[kind], **config}  # transformers' defaults stand for missing fields
     number = functools.partial(_number, config, name)
-    for field in REQUIRED:
+    for field in REQUIRED:  # all of them first, so that a missing field is named before any other error
         number(field)
     heads = number("num_attention_heads")
     width = number("hidden_size")
@@ -250,6 +250,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         caps_logits=bool(config.get("final_logit_softcapping", kind == "gemma2")),
         beside_head=_beside_head(kind, config),
         window=number("sliding_window") if _is_windowed(kind, config, layers) else 0,
+        # The default once more, because a null in config.json has replaced it above.
         context=number("max_position_embeddings", KINDS[kind]["max_position_embeddings"]),
     )
 
@@ -284,7 +285,8 @@ GENERATES = (
 """Class names in a config's ``architectures`` that stand for one of these models with a head that generates text."""
 
 BESIDE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields. If one of them is set, the logits are more than one matrix product."""
+"""Config fields that change the logits after the head's product. The chunked loss multiplies by the head's weights
+itself and would leave this out, so it is refused if one is set. ``load/model.py`` looks for them in every model."""
 
 
 def _refuse_other_heads(config: Mapping[str, Any], name: str) -> None:
@@ -301,10 +303,11 @@ def _beside_head(kind: str, config: Mapping[str, Any]) -> str:
 
 
 BIASED_MLP = ("llama", "smollm3", "granite")
+"""Model types whose code in transformers reads ``mlp_bias``."""
 
 
 def _biased(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the matrices with a bias: for Qwen2 always q, k, v, for Mistral and Phi-3 none, for others by the config."""
+    """Name the matrices with a bias: Qwen2 always q, k, v; Mistral, Mixtral and Phi-3 none; others by the config."""
     if kind == "qwen2":
         return ("q_proj", "k_proj", "v_proj")
     biased: tuple[str, ...] = ()

@@ -72,6 +72,8 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         for weight in training.trainable:
             weight.grad = torch.empty_like(weight)
         training.optimizer.step()
+        # `live` has seen the states when they were allocated, but not the tables of 8-bit AdamW, which its constructor
+        # made before `live` was active. Nothing is counted twice.
         live.track_all(tensors_of(training.optimizer))
         # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
         # earlier micro-batches exist, so they stay.
@@ -88,7 +90,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         loss = training.forward(window[-1])
         record_peak("forward pass")
         loss.backward()
-        del window, loss
+        del window, loss  # the optimizer step needs neither, so they do not count in its peak
         record_peak("backward pass")
         training.clip_and_step()
         record_peak("optimizer step")
@@ -119,7 +121,7 @@ class FakeTraining:
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of a batch; to call it is the forward pass."""
+        """Run the forward pass of a batch, and return its loss."""
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
@@ -127,6 +129,7 @@ class FakeTraining:
 
     def clip_and_step(self) -> None:
         """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
+        # On a GPU torch clips all gradients at once (foreach). Fake tensors pretend to be on a CPU, where it does not.
         torch.nn.utils.clip_grad_norm_(self.trainable, 1.0, foreach=self.plan.device.kind == "cuda")
         self.optimizer.step()
 
@@ -142,6 +145,7 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
             on the values of tensors.
     """
     quiet_libraries()
+    # Non-fake inputs are allowed, because the tables of 8-bit AdamW are real tensors: its constructor makes them.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = fake_model(plan, config, fake)
     live.track_all(every_tensor(model))
@@ -165,8 +169,9 @@ def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) 
     Call it inside the fake mode, so that the tensors are fake. The arguments are those of :func:`dry_run`.
     """
     mask_or_positions = "attention_mask"
-    # Packed rows have positions instead of a mask. A dry run counts flash_attention_2 with sdpa, which would make a
-    # mask from the positions, and flash_attention_2 makes none. An attention mask has as many bytes and is ignored.
+    # Packed rows have positions instead of a mask. But the dry run counts flash_attention_2 by running sdpa, and sdpa
+    # would make a mask from the positions, which flash_attention_2 does not. So there the batch has an attention mask
+    # instead: it has as many bytes as the positions, and is ignored.
     if plan.collator and not _flash_attention_2(plan):
         mask_or_positions = "position_ids"
     names = ("input_ids", mask_or_positions, "labels")
@@ -220,7 +225,7 @@ def _known_values(plan: Plan) -> Iterator[None]:
     needs_no_mask = masking_utils._ignore_causal_mask_sdpa
 
     def without_values(padding_mask: torch.Tensor | None, *sizes: Any) -> bool:
-        if _flash_attention_2(plan):  # it has no mask for a window, either, which is the last of the sizes
+        if _flash_attention_2(plan):  # needs no mask for a sliding window either, so leave out its size, the last one
             return needs_no_mask(None, *sizes[:4])
         if padding_mask is None or len(padding_mask) == 1:
             return needs_no_mask(None, *sizes)  # None: there is no padding
@@ -275,8 +280,11 @@ _HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
     """Make the same optimizer as the transformers ``Trainer`` makes for the plan (see ``trainer/arguments.py``).
 
-    Like there, the weights form two parameter groups: with and without weight decay (norms and biases).
+    As there, the weights that decay are in one parameter group, and norms and biases, which do not, in another. The
+    decay itself is not set, because it changes no bytes.
     """
+    # Two groups do not change the bytes either, but the order in which the optimizer allocates its states. The recorded
+    # allocations of memory_trace.py have to be in the same order as those of a real run.
     decayed_names = Trainer.get_decay_parameter_names(None, model)
     with_decay: list[torch.nn.Parameter] = []
     without_decay: list[torch.nn.Parameter] = []

@@ -27,7 +27,7 @@ class Job:
     """What is known about a run before any model is loaded.
 
     Attributes:
-        recipe: what the user wants, with the smaller set that the run has chosen if it ran out of memory.
+        recipe: what the user wants, with the smaller set of toggles that the run has chosen if it ran out of memory.
         plan: what will run.
         world: the processes of the run.
         sources: the ``train`` and ``eval`` rows, read and checked; for ``train`` a stream instead, if the recipe asks.
@@ -77,19 +77,27 @@ def checked(
             open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")
         )
         found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
+    # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
     about = describe(recipe, found, plan.device.name, world.size)
+    # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
     folders = world.on_rank_zero(lambda: Folders(recipe, out, resume, about, Voice(console)))
-    if folders.adapted:  # the run that is resumed ran out of memory before, and went on with a smaller set
+    if folders.adapted:  # the resumed run has run out of memory before, and went on with a smaller set of toggles
         recipe = adaptations.applied(recipe, folders.adapted)
         plan = resolve(recipe, plan.device, world.size)
-        now = adaptations.in_words(adaptations.differing(folders.recipe, recipe)[1])
-        console.print(f"going on with the smaller set that the run has chosen: {now or 'it is the one asked for'}")
+        _, after = adaptations.differing(folders.recipe, recipe)
+        # Nothing differs if the user has resumed with a recipe that has the smaller set already.
+        now = adaptations.in_words(after) or "it is the one asked for"
+        console.print(f"going on with the smaller set of toggles that the run has chosen: {now}")
     job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
     return job
 
 
 def look_at_files(name: str) -> None:
-    """Refuse a model's folder if its weight files contradict each other; only their headers are read."""
-    if Path(name).is_absolute():  # then it is a folder, because run.train has made the names of folders absolute
+    """Refuse a model's folder if its weight files are missing, damaged, pickles, or contradict their index.
+
+    Only the headers of the files are read.
+    """
+    # run.train has made the names of folders absolute. An absolute path without a model is refused by find.
+    if Path(name).is_absolute():
         weight_files.tensors(Path(models.find(name).path), name)

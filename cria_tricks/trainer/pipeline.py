@@ -1,8 +1,9 @@
 """The shared trainer for a pipeline: one schedule runs all micro-batches of a step, instead of a loop over them.
 
 Everything around a step is the shared trainer's: rows and their order, clipping, optimizer, learning rates, history,
-checkpoints and callbacks. A batch of this trainer holds all micro-batches of a step (a window), because torch's
-schedule decides which pass comes next: of which micro-batch, forward or backward.
+checkpoints and callbacks. A batch of this trainer is a window: all micro-batches that this pipeline computes in a step.
+(With ``parallel.pipelines`` > 1 that is only its share of the step.) torch's schedule needs all of them at once,
+because it decides which micro-batch runs its forward or its backward pass next.
 """
 
 import contextlib
@@ -49,23 +50,23 @@ class PipelineTrainer(SharedTrainer):
 
     def forward_and_backward(self, model, inputs, num_items_in_batch):
         """Run all passes of a step, and return its mean loss per trained token, the same in all processes."""
-        self.moment = "forward and backward passes"
+        self.moment = "forward and backward passes"  # the error names it if memory runs out (resumable.py)
         model.train()
         window = self._prepare_inputs(inputs)
         if self.attention_kernel:
             return self.stage.step(window, num_items_in_batch)
         return self._first_step(window, num_items_in_batch)
 
-    def _first_step(self, window: dict[str, torch.Tensor], trained: torch.Tensor) -> torch.Tensor:
+    def _first_step(self, window: dict[str, torch.Tensor], trained_tokens: torch.Tensor) -> torch.Tensor:
         """Run the first step of this process, and record which attention kernel runs."""
         if self.plan.compiled:  # compiled kernels cannot be watched, so run forward once more without compilation
             eager = torch.compiler.set_stance("force_eager")
             with torch.no_grad(), self.drawing_nothing(), eager, WatchAttention() as watch:
                 self.stage.loss_sum(window)
-            loss = self.stage.step(window, trained)
+            loss = self.stage.step(window, trained_tokens)
         else:
             with WatchAttention() as watch:
-                loss = self.stage.step(window, trained)
+                loss = self.stage.step(window, trained_tokens)
         self.attention_kernel = watch.kernel
         return loss
 
@@ -74,7 +75,7 @@ class PipelineTrainer(SharedTrainer):
         return self.stage.loss_sum(inputs)
 
     def log(self, logs, start_time=None):
-        """Add the share of their time in which the stages waited for each other."""
+        """Add ``idle_share``: the share of the last step that the stages spent waiting, on average."""
         if "loss" in logs:
             logs = {**logs, "idle_share": self.stage.idle_share}
         super().log(logs, start_time)

@@ -108,14 +108,28 @@ def test_augmentation_without_effect_is_said():
     ("settings", "said"),
     [
         (["data.overlap=64", "data.max_length=64"], "set data.overlap below data.max_length"),
-        (["data.min_words=9", "data.max_words=8"], "no row can be both"),
+        (["data.min_words=9", "data.max_words=8"], "no row can have at least 9 and at most 8 words"),
         (["data.stream=true"], "set train.max_steps"),
         (["data.stream=true", "train.max_steps=2", "tricks.packing=true"], "set tricks.packing=false"),
+        *(
+            (
+                ["data.stream=true", "train.max_steps=2", "data.train=owner/name:train", f"data.duplicates={wanted}"],
+                f"data.duplicates={wanted} with .*set data.duplicates=keep or data.stream=false",
+            )
+            for wanted in ("exact", "near")
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_every_command(settings, said):
     with pytest.raises(BadInput, match=said):
         resolve(with_settings(Recipe(), settings))
+
+
+def test_duplicates_in_a_stream_of_a_folder_with_the_name_of_a_hub_set_are_not_refused(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    wanted = ["data.stream=true", "train.max_steps=2", "data.train=owner/name", "data.duplicates=exact"]
+    resolve(with_settings(Recipe(), wanted))
 
 
 def test_a_language_that_cannot_be_told_is_refused():
@@ -169,6 +183,17 @@ def test_a_row_of_just_the_words_is_kept(settings, kept):
     assert tally.rows["read"] == 4
     assert tally.rows["shorter than data.min_words"] == min(kept) - 1
     assert tally.rows["longer than data.max_words"] == 4 - max(kept)
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out"), [("before {} behind", "{}"), ("{}", "before {} behind")], ids=["it contains", "part of it"]
+)
+def test_a_text_with_an_evaluation_text_in_it_is_not_said_to_be_it(trained, held_out):
+    page = "the harbour was built by ten people in one long summer"
+    said = []
+    row_filter = RowFilter(Recipe().data, [text(held_out.format(page), "eval.txt:1")], said.append)
+    row_filter.keeps(text(trained.format(page), "train.txt:1"), Tally())
+    assert said == ["train.txt:1 contains eval.txt:1, or is part of it"]
 
 
 def test_a_language_is_told_from_the_first_4000_characters():

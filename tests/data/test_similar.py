@@ -192,7 +192,7 @@ def test_words_and_their_digest():
 def test_how_near_a_question_is(trained, similarity):
     """A row with half of the shingles is one of the evaluation's; one with less is not."""
     leak = Guard([chat("nothing like it", where="e:1"), chat("one two three four", where="e:2")]).find(chat(trained))
-    assert leak == (similarity and Leak("here", "e:2", similarity))
+    assert leak == (similarity and Leak("here", "e:2", similarity, same=similarity == 1))
 
 
 def test_words_count_only_as_far_as_the_documents_agree():
@@ -215,7 +215,7 @@ def test_words_count_only_as_far_as_the_documents_agree():
 )
 def test_a_text_is_compared_by_runs_of_eight_words(trained, similarity):
     leak = Guard([chat("other words"), text("a b c d e f g h", where="e:2")]).find(text(trained))
-    assert leak == (similarity and Leak("here", "e:2", similarity))
+    assert leak == (similarity and Leak("here", "e:2", similarity, same=trained == "a b c d e f g h"))
 
 
 def test_half_of_a_texts_runs_are_enough():
@@ -236,8 +236,8 @@ def test_of_rows_that_are_the_same_the_first_is_named():
 
 def test_of_a_completion_the_prompt_is_compared_and_without_one_all_of_it():
     guard = Guard([Chat((), "one two three four", "five", "e:1"), Chat((), " ", "six seven", "e:2")])
-    assert guard.find(Chat((), "one two three four", "six", "t:1")) == Leak("t:1", "e:1", 1.0)
-    assert guard.find(Chat((), "", "six seven", "t:2")) == Leak("t:2", "e:2", 1.0)
+    assert guard.find(Chat((), "one two three four", "six", "t:1")) == Leak("t:1", "e:1", 1.0, same=True)
+    assert guard.find(Chat((), "", "six seven", "t:2")) == Leak("t:2", "e:2", 1.0, same=True)
     assert guard.find(Chat((), "", "five", "t:3")) is None
 
 

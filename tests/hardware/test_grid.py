@@ -31,6 +31,18 @@ def test_every_model_is_planned_on_every_card(model, recipe):
         assert (found["seconds_per_step"] is None) is (gpu.card is None), name
 
 
+@pytest.mark.parametrize("name", [*CARDS, "10.5GiB:7.5", "10.5GiB:8.0", "6GiB:7.5"])
+def test_the_kwanzaa_recipe_fits_every_card_with_a_margin(name):
+    """With room for it a card saves no memory, and with less it does: 10.5 GiB is the border."""
+    gpu = find_gpu(name)
+    recipe = recipes.kwanzaa(gpu.device)
+    found = plan_data.bill(Target(find_shape(recipe.model), gpu.device), recipe)
+    assert found["verdict"] == "fits"
+    assert (
+        recipe.tricks.gradient_checkpointing is recipe.tricks.chunked_loss is (gpu.device.memory_bytes < recipes.ROOM)
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "gpu", "added"),
     [
