@@ -18,7 +18,7 @@ the cache, R tokens that have room, D width of a head.
 import torch
 
 CLAIM = "exact within rounding"
-COMMAND = "cria chat, cria eval"
+COMMAND = "cria eval"
 LESSON = "10_flash_decoding"
 REFERENCE = ("append", "groups_as_rows")
 PLAIN = """
