@@ -310,12 +310,11 @@ for past in (2048, 32_768, longest):
 
 # %% [markdown]
 # A tenth at most: a token waits for weights, which all SMs read anyway. Flash-Decoding is for long pasts; its authors
-# report up to 8 times with CodeLlama-34B. Five conversations at once are 40 pieces without any split. And training
-# gains nothing: it has 1,024 pieces already.
+# report up to 8 times with CodeLlama-34B. Training gains nothing: it has 1,024 pieces already.
 #
-# **On this machine** one thread reads alone, so splits cannot help. What shows is that a token costs more the longer
-# its past, and that repeated heads move nine times the bytes: they are read, written 4 times, read again. The last row
-# hands torch a group's 4 queries as 4 rows over their own head. With a GPU the cell measures there, in 16 bits.
+# **On this machine** one thread reads alone, so splits cannot help. But repeated heads move nine times the bytes: they
+# are read, written 4 times, read again. The last row hands torch a group's 4 queries as 4 rows over their own head.
+# With a GPU it measures there, in 16 bits.
 
 # %%
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -354,13 +353,12 @@ for machine in (A100_40GB, T4):
 # %% [markdown]
 # From compute capability 8.0 on, torch's flash kernel, like the package flash-attn, counts pieces and SMs, and splits
 # (`num_splits_heuristic`, exercise 2). vLLM's `paged_attention_v2` cuts every 512 tokens and merges in a second kernel.
-# FlashInfer has `merge_state`, and supports Turing. On a T4 torch has no kernel that splits. Its fast kernel does not
-# even take shared heads, so a prompt's heads are repeated there, as in lesson 9.
+# FlashInfer has `merge_state`, and supports Turing. On a T4 torch has no kernel that splits; its fast one takes no
+# shared heads, so they are repeated there, as in lesson 9.
 #
-# How often does the cache move for one new token? Once would be ideal, because attention must read it. But the
-# `DynamicCache` of transformers appends with `torch.cat`, which reads the old cache and writes a new one. And heads
-# that are repeated for one token are read, written 4 times and read again. Predict both factors, then count them in a
-# small Llama, which runs here.
+# How often does the cache move for one token? Once would be ideal: attention reads it. But transformers' `DynamicCache`
+# appends with `torch.cat`, which reads the old cache and writes a new one. Predict both factors, then count in a small
+# Llama.
 
 
 # %%
@@ -414,9 +412,8 @@ for name, how, predicted in (
     assert factor(**how) == predicted
 
 # %% [markdown]
-# Both can be mended in a few lines. We know how long the answer can get, so take that room once, and write each new
-# token behind the others. And the 4 queries that share a head can be 4 *rows* of that head, because one new token may
-# see the whole past and needs no causal mask. Here are both, and what they do to the two counts:
+# Both can be mended. Take the room of the whole answer once, and write each new token behind the others. And let the 4
+# queries that share a head be 4 *rows* of it: one new token sees the whole past, so no row needs a causal mask.
 
 # %%
 room, (first, new) = torch.zeros(1, K, 8, D), (torch.randn(1, K, 5, D), torch.randn(1, K, 1, D))
@@ -466,10 +463,9 @@ course.show(
 )
 
 # %% [markdown]
-# So before you ask for splits, look at what moves. Rows of a shared head leave 8 pieces of work on a T4, but a fifth of
-# the card for one cache is quicker than all of it for nine. (By arithmetic: we had no T4.) `transformers` makes rows of
-# a group, too, where a batch has padding (`pack_gqa`); the copy of the whole cache stays. Its own way out is
-# `cache_implementation="static"`. It writes in place as well, but attends to all the room, and hides what is empty.
+# Before you ask for splits, look at what moves. Rows of a shared head leave 8 pieces, but a fifth of the card for
+# one cache is quicker than all of it for nine. (By arithmetic: we had no T4.) transformers' `pack_gqa` makes such rows
+# for padded batches.
 #
 # ## 6. Where it breaks
 # **Wrong numbers, no error.** Somebody merged with `mean`. One key of 2,048 is what the query looks for, and four of
@@ -655,7 +651,7 @@ course.check(3, with_prompt, of_prompt, "a function (q, prompt_k, prompt_v, own_
 # - **Exact within rounding**: merging adds sums, so any cut and any order will do.
 # - **When**: long pasts, few conversations, many SMs. From compute capability 8.0 on kernels do it by themselves.
 # - **When not**: training; short pasts, which wait for weights; many conversations. First count how often your library
-#   moves the cache: in place it is once, and that is worth more than splits.
+#   moves the cache.
 #
 # ## Sources
 # - Dao, Haziza, Massa, Sizov 2023, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding.

@@ -452,13 +452,16 @@ table[7] += 1.0
 sure = torch.full((2, d), 0.575)
 exact_grad = ((sure @ table.T).softmax(1) - F.one_hot(label, words)) @ table
 low = sure.half().requires_grad_()
+off_by = {}
 for name, way in (("ours", Chunked.apply), ("the package's", chunked_cross_entropy)):
     (found,) = torch.autograd.grad(way(low, table.half(), label, 2), low)
-    print(f"{name:14} gradient off by {apart(found.float(), exact_grad):.0%}")
-    assert (apart(found.float(), exact_grad) < 0.15) == (way is chunked_cross_entropy)
+    off_by[name] = apart(found.float(), exact_grad)
+    print(f"{name:14} gradient off by {off_by[name]:.0%}")
+assert off_by["the package's"] < off_by["ours"] / 2
 
 # %% [markdown]
-# The rest is the 16 bits of the logits, which plain training has as well.
+# The rest is the 16 bits of the logits and of their products, which plain training has as well. It depends on how a
+# processor adds up fp16.
 #
 # ## 7. Exercises
 # 1. **Predict.** Another model knows 151,936 words and gets rows of 4,096 tokens. With chunks of 256, how many times

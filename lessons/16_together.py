@@ -422,9 +422,8 @@ assert peak(table(whole)) == peak(compiled)
 # Not at all: the peak is at the loss.
 #
 # ## 5. The production switch
-# All of it is one recipe, and each switch is one flag. Here is everything at once, first over a baseline in which
-# everything is off, then over the recipe of the Kwanzaa run, which leaves two switches out on a T4. You will see why.
-# Both commands give the same bill.
+# Each switch is one flag. Both commands switch everything on: over a baseline, and over the Kwanzaa run's recipe, which
+# leaves two switches out on a T4.
 
 # %%
 sets = [f"tricks.{toggles.named(whole, field)}" for field in fields]
@@ -440,13 +439,12 @@ course.show_bill(plain, whole)
 # %% [markdown]
 # Line by line, for the last time. *Weights: blocks* went to an eighth (LoRA froze them, NF4 packed them), *weights: all
 # others* to half (16 bits, which the lean preparation left alone). *Optimizer states* are those of 11 million weights,
-# and some are paged. *Batch*: no mask. *Saved activations*: sixteen inputs. *Final norm*: nothing in it trains.
-# *Logits*: of 256 tokens. On top came the adapter, its gradient that waits (lesson 2), its 16-bit copy, and hidden
-# states.
+# some paged. *Batch*: no mask. *Saved activations*: sixteen inputs. *Final norm*: nothing in it trains.
+# *Logits*: of 256 tokens. On top came the adapter, its waiting gradient (lesson 2), its 16-bit copy, and hidden states.
 #
 # **Now switch something off.** The step needs 2.0 GiB, and a T4 has 14.74. Memory that stays empty buys nothing. So
-# `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights, and keeps those of which none is
-# both smaller and faster:
+# `cria plan kwanzaa --gpu t4 --front` tries all sets that train the same weights. No other is both smaller and faster
+# than one of these:
 
 # %%
 front = toggles.front(target, whole)
@@ -459,10 +457,9 @@ assert front[0].seconds < 0.7 * next(entry.seconds for entry in front if not ent
 
 # %% [markdown]
 # Without checkpointing, and with all logits, a token takes a third less time by estimate, in two thirds of the card.
-# Switch everything on for a small card only; else take the fastest line that fits yours. That is why the recipe
-# `kwanzaa` leaves these two out on a T4. For your own model `cria plan --fit fastest` searches the set, and
-# `cria train --fit fastest` trains with it. Compile is one more flag. The same reckoning gives it a third less time on
-# a T4; we have not measured it:
+# So the recipe `kwanzaa` leaves these two out on a T4. `cria plan --fit fastest` finds the fastest set that fits your
+# card, and `cria train --fit fastest` trains with it. Compile is one more flag. The same estimate gives it a third less
+# time on a T4; not measured:
 
 # %%
 with_compile = with_settings(whole, ["tricks.compile=true"])

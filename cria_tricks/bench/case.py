@@ -112,7 +112,6 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
         what was being done, if memory ran out.
     """
     device = this_device()
-    keep_freed_memory(device)
     settings = settings_of(words, device)
     recipe = with_settings(
         Recipe(), [f"model=random:{setup.shape}", f"data.max_length={setup.tokens}", "train.save_minutes=0", *settings]
@@ -133,7 +132,8 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
         plan = resolve(recipe)
         rows = setup.documents(lengths)
         about |= {"warnings": plan.warnings, "estimated_bytes": _estimated(recipe, plan, rows)}
-        return Case(**about, **_measured(recipe, plan, rows, setup.rounds), status="ok")
+        with keep_freed_memory(device):
+            return Case(**about, **_measured(recipe, plan, rows, setup.rounds), status="ok")
     except BadInput as refused:
         return Case(**about, status="refused", why=str(refused))
     except (RuntimeError, MemoryError) as error:

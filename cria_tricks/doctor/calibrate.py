@@ -58,13 +58,13 @@ def measure(say: Say, model: str = "", seconds: float = SECONDS) -> Calibration:
     """
     quiet_libraries()
     device = this_device()
-    keep_freed_memory(device)  # as a run does
     model = model or ("llama-3.2-1b" if device.kind == "cuda" else "smollm2")
     shape = find_shape(model)
     rates: dict[str, float] = {}
-    for name, work, run in _pieces(shape, device):
-        say(name)
-        rates[name] = work / _median(run, device, seconds)
+    with keep_freed_memory(device):  # as a run does
+        for name, work, run in _pieces(shape, device):
+            say(name)
+            rates[name] = work / _median(run, device, seconds)
     say("launches")
     launch = _launch(device)
     return Calibration(

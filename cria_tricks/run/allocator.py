@@ -1,9 +1,11 @@
 """Set up the allocators of GPU and host memory before a run takes its first memory."""
 
+import contextlib
 import ctypes
 import os
 import platform
 import sys
+from collections.abc import Iterator
 
 from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
@@ -11,8 +13,10 @@ from cria_tricks.recipe import Recipe
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The environment variables that torch reads when CUDA starts: since torch 2.9, and before."""
 OPTION = "expandable_segments"
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Parameters of glibc's ``mallopt``, from its ``malloc.h``."""
+LARGEST_KEPT = 2**25
+"""The largest block that glibc's own adaptation takes from the heap (``DEFAULT_MMAP_THRESHOLD_MAX``) [bytes]."""
 OF_GLIBC = ("MALLOC_", "GLIBC_TUNABLES")
 """How the environment variables begin with which a user sets glibc's allocator."""
 
@@ -30,25 +34,36 @@ def ask_for_expandable_segments(recipe: Recipe) -> None:
     os.environ[name] = f"{others},{OPTION}:True" if others else f"{OPTION}:True"
 
 
-def keep_freed_memory(device: Device) -> bool:
-    """Let the process keep the host memory that it frees, if the model trains on a CPU.
+@contextlib.contextmanager
+def keep_freed_memory(device: Device) -> Iterator[bool]:
+    """Let the process keep the host memory that it frees, as long as a model trains on a CPU.
 
     By default glibc, the C library of most Linux systems, takes each tensor above some size from the operating system
     and gives it back when it is freed. The system then fills every page with zeros again at its first use in the next
     step. On two EPYC cores this took 11 to 20 % of a training step of SmolLM2 (docs/benchmarks.md). What the user has
     set in the environment stays as it is. Other C libraries stay as they are, too.
 
-    Returns:
+    At the end the kept memory goes back to the system, and glibc to the values that its own adaptation ends at.
+
+    Yields:
         Whether it was done.
 
     Source: ``man mallopt`` of glibc: no ``mmap`` for large blocks, and the heap is never trimmed.
     """
-    if device.kind != "cpu" or platform.libc_ver()[0] != "glibc":
-        return False
-    if any(name.startswith(OF_GLIBC) for name in os.environ):
-        return False
+    users = any(name.startswith(OF_GLIBC) for name in os.environ)
+    if device.kind != "cpu" or users or platform.libc_ver()[0] != "glibc":
+        yield False
+        return
     library = ctypes.CDLL(None)
-    return bool(library.mallopt(M_MMAP_MAX, 0) and library.mallopt(M_TRIM_THRESHOLD, -1))
+    library.mallopt(M_MMAP_MAX, 0)
+    library.mallopt(M_TRIM_THRESHOLD, -1)
+    try:
+        yield True
+    finally:
+        library.mallopt(M_MMAP_MAX, 65536)
+        library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_KEPT)
+        library.malloc_trim(0)
 
 
 def expandable_segments(device: Device) -> bool:

@@ -55,8 +55,7 @@ def train(
     numbers.see_one_card()
     ask_for_expandable_segments(recipe)
     plan = resolve(recipe, processes=numbers.processes())
-    keep_freed_memory(plan.device)
-    with processes.joined(recipe.parallel.timeout, numbers.go_on()):
+    with keep_freed_memory(plan.device), processes.joined(recipe.parallel.timeout, numbers.go_on()):
         divided = "stage" if plan.parallel["strategy"] == "pipeline" else "tensor"
         world = World.of(plan.parallel["data"], plan.device.kind, divided)
         look_at_files(recipe.model)
