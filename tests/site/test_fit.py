@@ -165,7 +165,8 @@ def test_the_notebook_of_a_choice_says_the_command(page):
     nbformat.validate(book)
     command = book.cells[-1].source
     assert command == (
-        "!cria train kwanzaa --set model=llama-3.2-3b --set data.max_length=1024 --set tricks.lean_preparation=false "
+        "!cria train kwanzaa --set model=llama-3.2-3b --set data.max_length=1024 "
+        "--set tricks.gradient_checkpointing=true --set tricks.chunked_loss=true --set tricks.lean_preparation=false "
         "--resume"
     )
 
