@@ -86,6 +86,7 @@ class Tricks(_Frozen):
     packing: bool = Field(False, description="several documents in one packed row, kept apart")
     chunked_loss: bool = Field(False, description="compute the logits of 256 trained tokens at a time")
     lean_preparation: bool = Field(False, description="leave out the fp32 copies that the usual preparation makes")
+    fused_lora: bool = Field(False, description="a hand-written backward pass for adapters and the MLP around them")
     activation_offload: bool = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 

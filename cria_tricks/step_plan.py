@@ -22,6 +22,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "prepare_for_kbit_training",
         "add_adapter",
         "adapter_inputs_uncast",
+        "fuse_adapters",
         "checkpoint_blocks",
         "compile_blocks",
     ),

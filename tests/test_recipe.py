@@ -32,6 +32,7 @@ def test_no_toggle_is_on_by_default():
         packing=False,
         chunked_loss=False,
         lean_preparation=False,
+        fused_lora=False,
     )
 
 
@@ -68,6 +69,7 @@ keep_attention = false
 packing = false
 chunked_loss = false
 lean_preparation = false
+fused_lora = false
 activation_offload = false
 compile = false
 [lora]

@@ -30,6 +30,9 @@ class StepFacts:
         block_weight_bytes: bytes of the matrices of all blocks as they are stored, without those of experts.
         learning_operations: rule: facts -> operations of a block that learns, or of the trained copy beside a block.
         product_bytes: rule: one product with a block's matrix -> bytes that it needs.
+        with_adapter: rule: facts, the operation of a frozen product, the name of its input, bytes of an element of it
+            -> the operation with its adapter.
+        casts_adapters: whether autocast makes 16-bit copies of the adapters, which live until the forward pass ends.
         block_waits: rule: saved tensors of a block -> bytes that wait on the device for its backward pass.
         loss_moments: rule: facts -> lines of the bill at the moments around the loss, by the names of these moments.
         state_bytes: rule: elements of a tensor -> bytes of its two optimizer states.
@@ -72,6 +75,7 @@ class StepFacts:
     block_weight_bytes: int
     learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
     product_bytes: Callable[[Product], ProductBytes] = field(compare=False)
+    with_adapter: Callable[["StepFacts", Operation, str, int], Operation] = field(compare=False)
     block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Line, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
@@ -90,6 +94,7 @@ class StepFacts:
     dora: bool = False
     dropout: bool = False
     adapter_input_itemsize: int = FP32
+    casts_adapters: bool = True
     learning_blocks: int = 0
     learns_beside: bool = False
     trains_head: bool = True

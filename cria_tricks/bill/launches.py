@@ -17,6 +17,10 @@ UNFUSED = 8
 """More of them with eager attention. torch's own kernels are one operation, also the one that computes all scores."""
 ADAPTER = 4
 """For each adapted matrix: two products, the scaling, the addition."""
+FUSED_ADAPTER = 2
+"""The same for an adapter of fused LoRA: the first product, and the second, which adds into the result in place."""
+AGAIN = 1
+"""For each of these in the backward pass: the first product once more."""
 BACKWARD = 22
 """How many more the backward pass has than the forward pass, beside two for each matrix whose gradients it computes."""
 UNPACK = 2
@@ -37,8 +41,11 @@ def of_blocks(work: Work, blocks: Blocks) -> int:
     adapted = len(work.adapted)
     learning = matrices if work.trains_blocks else adapted
     unpack = UNPACK * matrices * (work.stored_itemsize < 2)
-    forward = BLOCK + ADAPTER * adapted + UNFUSED * (work.kernel == "eager") + _casts(work, matrices, adapted)
+    of_adapter = FUSED_ADAPTER if work.fused_adapters else ADAPTER
+    forward = BLOCK + of_adapter * adapted + UNFUSED * (work.kernel == "eager") + _casts(work, matrices, adapted)
     backward = forward + BACKWARD + 2 * learning
+    if work.fused_adapters:
+        backward += adapted * (AGAIN + 2 * (work.compute_itemsize < 4))  # A and B are cast again, too
     if work.fused_blocks:
         forward = matrices + 2 * adapted + COMPILED
         backward = matrices + 4 * learning + COMPILED
@@ -53,6 +60,8 @@ def _casts(work: Work, matrices: int, adapted: int) -> int:
         return 0
     if work.trains_blocks:  # each weight, and each product's input
         return 2 * matrices
+    if work.fused_adapters:
+        return 4 + 2 * adapted
     # A and B are fp32. peft casts their inputs to fp32, and autocast casts them back.
     return 4 + 2 * adapted * (1 + work.adapter_casts)
 

@@ -21,7 +21,7 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
         memory: the facts of the step.
         kept: whether to count them here; false if the bytes that the blocks save include them already.
     """
-    copied = memory.trained_weights
+    copied = memory.trained_weights * memory.casts_adapters
     matrices = sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
     if memory.trains_all:
         copied = memory.shape.layers * matrices

@@ -164,7 +164,56 @@ def _around_lora(work: Work) -> tuple[int, int]:
     return forward, backward
 
 
+def with_fused_adapters(work: Work) -> tuple[int, int]:
+    """Count the traffic between the products of a block whose adapters are fused (``tricks/fused_lora.py``).
+
+    Adapters add in place, inside their products, so nothing of :func:`_around_lora` is left. What is left are casts,
+    where the hidden states are wider than what products multiply, and the sums into them.
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
+    wide = work.compute_itemsize
+    between = _BETWEEN[work.hidden_itemsize, wide]
+    forward, backward = over_widths(work.shape, between)
+    for group in work.shape.input_groups:
+        adapted = [name for name in group if name in work.adapted]
+        if not adapted:
+            continue
+        d_in, _ = work.shape.linears[group[0]]
+        # The gradients of a shared input are no longer summed by operations of their own: two are read, one written.
+        backward -= 3 * work.hidden_itemsize * d_in * (len(adapted) - 1)
+        if work.hidden_itemsize != wide and group != ("o_proj",) and group != ("down_proj",):
+            forward += (work.hidden_itemsize + wide) * d_in  # the input, cast once for all of them
+            # Each matrix and each adapter gives a narrow part of the gradient, which is cast, or added to a wide sum.
+            sums = 2 * len(adapted) - 1
+            backward += (work.hidden_itemsize + wide + sums * (2 * work.hidden_itemsize + wide)) * d_in
+    if fuses_mlp(work):
+        # The activation and the product with up run again, but not where checkpointing would have repeated them.
+        repeated = work.repeated_blocks / work.shape.layers
+        backward += round(between[1][0] * work.shape.inner * (1 - repeated))
+    return forward, backward
+
+
+def fuses_mlp(work: Work) -> bool:
+    """Tell whether the MLP of a block is one of those that fused adapters compute as a whole."""
+    whole = all(name in work.adapted for name in ("gate_proj", "up_proj", "down_proj"))
+    return whole and work.shape.experts == 1
+
+
 def saved_one_by_one(work: Work) -> int:
     """Count the bytes that autograd saves in one block for one position, without checkpointing or torch.compile."""
     each = _SAVED[work.hidden_itemsize, work.compute_itemsize]
     return sum(width * one for width, one in zip(_widths(work.shape), each, strict=True))
+
+
+def saved_with_fused_adapters(work: Work) -> int:
+    """Count the same where adapters are fused: an input is saved once for all its matrices, and less of an MLP."""
+    wide = work.compute_itemsize
+    found = saved_one_by_one(work)
+    for group in work.shape.input_groups:
+        adapted = [name for name in group if name in work.adapted]
+        found -= wide * work.shape.linears[group[0]][0] * max(0, len(adapted) - 1)
+    if fuses_mlp(work):
+        found -= 2 * wide * work.shape.inner  # the activated gate, and down's input
+    return found

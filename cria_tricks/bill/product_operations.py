@@ -13,7 +13,7 @@ from cria_tricks.bill.formula import largest
 from cria_tricks.bill.operation import GATED, Operation, Product
 
 
-def _product(memory: StepFacts, name: str, x: int) -> Product:
+def product_of(memory: StepFacts, name: str, x: int) -> Product:
     """Return the sizes of the product with a matrix, for an input of x bytes an element."""
     d_in, d_out = memory.shape.linears[name]
     n = memory.all_tokens
@@ -39,7 +39,7 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
         residual: the gradient of the residual stream, which waits in the backward pass [bytes].
     """
     a = memory.compute_itemsize
-    size = _product(memory, name, x)
+    size = product_of(memory, name, x)
     needs = memory.product_bytes(size)
     keeps: dict[str, int] = {}
     learns = 0
@@ -54,7 +54,7 @@ def linear(memory: StepFacts, name: str, source: str, x: int, residual: int) -> 
     backward = _backward(memory, name, size, needs.unpacked)
     found = Operation(name, keeps, pins, needs.forward, backward, learns)
     if name in memory.adapted:
-        found = _adapted(memory, found, source, x)
+        found = memory.with_adapter(memory, found, source, x)
     if source == GATED and source not in found.keeps and source not in pins:
         # No operation saves the gated product if no gradient needs it. It is still alive here, because it is read.
         found = replace(found, forward=found.forward + size.given * x)
@@ -76,8 +76,8 @@ def _backward(memory: StepFacts, name: str, size: Product, unpacked: int) -> int
     return found
 
 
-def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
-    """Add the adapter, LoRA's or DoRA's, to the operation of a product.
+def adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
+    """Add peft's adapter, LoRA's or DoRA's, to the operation of a product.
 
     Args:
         memory: the facts of the step.
@@ -89,7 +89,7 @@ def _adapted(memory: StepFacts, base: Operation, source: str, x: int) -> Operati
     n = memory.all_tokens
     a = memory.compute_itemsize
     o = memory.product_itemsize
-    size = _product(memory, name, x)
+    size = product_of(memory, name, x)
     thin = memory.rank * sum(memory.shape.linears[name])
     keeps = dict(base.keeps)
     # Adapters cast narrower inputs first, usually to fp32. Then they have an input of their own.
@@ -145,7 +145,7 @@ def _mask_itemsize(memory: StepFacts, x: int, *, raised: bool) -> int:
 
 @dataclass(frozen=True)
 class _Inside:
-    """What :func:`_adapted` has found out about LoRA, and DoRA needs, too [bytes].
+    """What :func:`adapted` has found out about LoRA, and DoRA needs, too [bytes].
 
     Attributes:
         x: one element of the input.
@@ -172,7 +172,7 @@ def _with_magnitudes(memory: StepFacts, lora: Operation, inside: _Inside) -> Ope
     x = inside.x
     a = memory.compute_itemsize
     o = memory.product_itemsize
-    size = _product(memory, name, x)
+    size = product_of(memory, name, x)
     # DoRA saves W x and B A x for the gradient of the magnitudes. With dropout it computes W x anew, from the input
     # after dropout, and saves the whole W if that had to be unpacked or cast.
     own = size.made * (a if memory.dropout else o)

@@ -43,6 +43,7 @@ class Work:
         rank: the rank of these adapters.
         dora: whether the adapters learn magnitudes (DoRA), which need the norms of W + B A.
         head_rank: rank of the head's adapter; 0 for none.
+        fused_adapters: whether adapters add in place, with a backward pass of their own (fused LoRA).
         adapter_casts: whether adapters cast their inputs to fp32 and back.
         copied_blocks: how many of the last blocks run beside a trained copy (side network).
         repeated_blocks: how many of the first blocks checkpointing runs forward a second time.
@@ -88,6 +89,7 @@ class Work:
     dora: bool = False
     head_rank: int = 0
     adapter_casts: bool = True
+    fused_adapters: bool = False
     copied_blocks: int = 0
     repeated_blocks: int = 0
     keeps_attention: bool = False

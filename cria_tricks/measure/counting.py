@@ -114,7 +114,7 @@ class Traffic(TorchDispatchMode):
         name = func.overloadpacket.__name__
         moved = sum(x.nbytes for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor))
         # empty only allocates; detach and _unsafe_view return views, although torch does not declare them as such.
-        if name in ("mm", "addmm", "bmm", "baddbmm"):
+        if name in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
             self.products += moved
         elif not func.is_view and "attention" not in name and not name.startswith(("empty", "detach", "_unsafe_view")):
             self.others += moved

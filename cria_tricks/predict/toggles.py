@@ -41,6 +41,7 @@ LADDER = (
     "packing",
     "chunked_loss",
     "lean_preparation",
+    "fused_lora",
     "compile",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
@@ -52,6 +53,7 @@ NEEDS = {
     "double_quantization": ("peft", "quantization"),
     "lean_preparation": ("peft", "precision", "quantization"),
     "chunked_loss": ("peft",),
+    "fused_lora": ("peft",),
 }
 """Toggle -> the toggles that it needs, because without them it has nothing to act on."""
 

@@ -28,6 +28,7 @@ FIELDS = frozenset(
                 "chunked_loss",
                 "activation_offload",
                 "keep_attention",
+                "fused_lora",
                 "paged_optimizer",
             )
         ),

@@ -11,6 +11,7 @@ from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
 from cria_tricks.bill.operation import everything, stored_as_multiplied
+from cria_tricks.bill.product_operations import adapted
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
@@ -44,6 +45,7 @@ def facts(
         block_weight_bytes=FP32 * shape.layers * sum(d_in * d_out for d_in, d_out in shape.packable.values()),
         learning_operations=walk,
         product_bytes=stored_as_multiplied,
+        with_adapter=adapted,
         block_waits=everything,
         loss_moments=full_loss,
         state_bytes=fp32_states,

@@ -6,12 +6,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cria_tricks.bill import launches, products
 from cria_tricks.hardware import T4
 from cria_tricks.recipe import Recipe, with_settings
-from cria_tricks.tricks import folds
+from cria_tricks.tricks import folds, fused_lora
 from tests.hardware import models
 
 LORA = "tricks.peft=lora"
 HALF = "tricks.precision=bf16"
 LEAN = "tricks.lean_preparation=true"
+FUSED = "tricks.fused_lora=true"
 SETS = {
     "full": ([], "sdpa"),
     "full, 16-bit products": ([HALF], "sdpa"),
@@ -20,6 +21,10 @@ SETS = {
     "lora, 16-bit products": ([LORA, HALF], "sdpa"),
     "lora, lean": ([LORA, HALF, LEAN], "sdpa"),
     "lora on two": ([LORA, HALF, "lora.target_modules=q_proj,v_proj"], "sdpa"),
+    "lora, fused": ([LORA, FUSED], "sdpa"),
+    "lora, lean and fused": ([LORA, HALF, LEAN, FUSED], "sdpa"),
+    "lora, fused, checkpointed": ([LORA, HALF, FUSED, "tricks.gradient_checkpointing=true"], "sdpa"),
+    "lora on two, fused": ([LORA, HALF, LEAN, FUSED, "lora.target_modules=q_proj,v_proj"], "sdpa"),
     "lora, eager": ([LORA, HALF], "eager"),
     "lora, checkpointed": ([LORA, HALF, "tricks.gradient_checkpointing=true"], "sdpa"),
     "head": (["tricks.peft=head"], "sdpa"),
@@ -50,7 +55,8 @@ def counted(recipe: Recipe, attention: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("settings", "attention"), SETS.values(), ids=SETS.keys())
-def test_a_block_starts_so_many_kernels(settings, attention):
+def test_a_block_starts_so_many_kernels(settings, attention, monkeypatch):
+    monkeypatch.setattr(fused_lora, "_of_adapter", lambda left, right, dtype: left.mT @ right)  # one kernel on a GPU
     recipe = with_settings(Recipe(), [*settings, f"tricks.attention={attention}"])
     work = folds.work(recipe, models.shape(), T4, 16)
     block, _ = counted(recipe, attention)

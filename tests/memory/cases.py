@@ -39,6 +39,7 @@ SHORT = {
     "accumulate": "gradient_accumulation=8",
     "8bit": "optimizer=adamw_8bit",
     "paged": "paged_optimizer=true",
+    "fused": "fused_lora=true",
     "compile": "compile=true",
 }
 EVERYTHING = "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged"

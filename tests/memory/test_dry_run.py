@@ -57,6 +57,10 @@ peft=lora precision=bf16 gradient_checkpointing=2
 gradient_checkpointing=true attention=sdpa keep_attention=true
 2 peft=lora precision=bf16 gradient_checkpointing=1 attention=sdpa keep_attention=true
 peft=lora packing=true gradient_checkpointing=2 attention=sdpa keep_attention=true activation_offload=true
+peft=lora fused_lora=true
+peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true
+peft=lora quantization=int8 precision=bf16 fused_lora=true gradient_checkpointing=true
+peft=lora activation_offload=true fused_lora=true
 gradient_accumulation=2
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16

@@ -1,0 +1,131 @@
+"""Bill a block whose adapted products have a hand-written backward pass (``tricks/fused_lora.py``) [bytes].
+
+Short names as in ``product_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
+product's input, and o bytes in its result.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from cria_tricks.bill.constants import FP32
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.formula import largest
+from cria_tricks.bill.operation import Operation
+from cria_tricks.bill.product_operations import product_of
+
+TOGETHER = ("q_proj", "k_proj", "v_proj")
+"""Matrices of attention that multiply the same input: one function computes all three."""
+MLP = ("gate_proj", "up_proj", "down_proj")
+GATE_AND_UP = "gate", "up"
+"""What the MLP's functions save beside their input, by the names that the operations have for it."""
+
+Rule = Callable[[StepFacts], list[Operation]]
+
+
+def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Operation:
+    """Add an adapter to the operation of a product; it saves the input in the compute dtype, and nothing else.
+
+    Args:
+        memory: the facts of the step.
+        base: the operation of the frozen product alone.
+        source: the name of its input.
+        x: bytes of one element of the input.
+    """
+    a = memory.compute_itemsize
+    o = memory.product_itemsize
+    size = product_of(memory, base.name, x)
+    thin = memory.all_tokens * memory.rank * a  # A x, or the gradient of it
+    weights = memory.rank * sum(memory.shape.linears[base.name])  # of A and B
+    casts = weights * a * (a < FP32)
+    input_name = source if x == a else f"{source} in 16 bits"
+    # The adapter is added in place, by a product of its own where the result is wider.
+    added = size.made * (o + a * (o != a))
+    forward = largest(base.forward, added + thin + casts)
+    # The gradient of the result is cast to what products multiply, and that of the input to what the input was.
+    narrow = size.made * a * (o != a)
+    backward = base.backward + narrow + thin + casts + size.given * min(a, x) * (x != a)
+    # A packed weight is unpacked in the compute dtype, and not in that of the input, as bitsandbytes' int8 does.
+    backward += size.weight * a * memory.quantised - memory.product_bytes(size).unpacked
+    if memory.device.kind == "cpu" and a < FP32:
+        # A CPU has no product of 16-bit numbers that gives fp32, so one of its factors is cast.
+        backward = largest(backward, size.made * o + narrow + thin + FP32 * largest(size.given, size.made))
+    kept = {**base.keeps, input_name: size.given * a}
+    return replace(base, keeps=kept, pins={}, forward=forward, backward=backward, learns=weights * FP32)
+
+
+def operations(memory: StepFacts, rule: Rule) -> list[Operation]:
+    """List the operations of a block with fused adapters.
+
+    Args:
+        memory: the facts of the step.
+        rule: the operations of the block without fusing what lies around the products.
+    """
+    found = _products_together(memory, rule(memory))
+    if not memory.shape.joined and memory.shape.experts == 1 and all(name in memory.adapted for name in MLP):
+        return _mlp_together(memory, found)
+    return found
+
+
+def _products_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
+    """Count the results of queries, keys and values beside each other, and so their gradients."""
+    made = {name: product_of(memory, name, 0).made * memory.product_itemsize for name in memory.shape.linears}
+    together = [one for one in found if one.name in TOGETHER and one.name in memory.adapted]
+    earlier = 0
+    changed = {}
+    for one in together:
+        others = sum(made[other.name] for other in together) - made[one.name]
+        if memory.accumulates:  # then the new gradients of all their adapters are there before the first is added
+            others += sum(other.learns for other in together) - one.learns
+        changed[one.name] = replace(one, forward=one.forward + earlier, backward=one.backward + others)
+        earlier += made[one.name]
+    return [changed.get(one.name, one) for one in found]
+
+
+def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
+    """Replace the operations of the MLP by those of its two functions: one for gate and up, one for the rest."""
+    shape = memory.shape
+    by_name = {one.name: one for one in found}
+    gate, up, down = (by_name[name] for name in MLP)
+    first = found.index(gate)
+    last = found.index(down)
+    inner = memory.all_tokens * shape.inner * memory.product_itemsize
+    hidden = memory.all_tokens * shape.width
+    residual = hidden * memory.hidden_itemsize
+    saved = dict.fromkeys(GATE_AND_UP, inner)
+    # What is repeated ends where gate and up are saved again.
+    runs = not memory.checkpointed
+    input_bytes = sum(gate.keeps.values())
+    # down's input is not saved, but computed again, with the activated gate beside it.
+    narrow = memory.all_tokens * shape.inner * memory.compute_itemsize
+    alive = inner
+    if memory.product_itemsize != memory.compute_itemsize:
+        alive = narrow  # the input itself is in down.forward, because it is not saved under this name
+    # The gradient of down's result is that of the block's result, unless an operation or a cast lies between them.
+    result = hidden * memory.product_itemsize
+    if memory.product_itemsize == memory.hidden_itemsize and not (shape.ends_with_norm or shape.scales_hidden):
+        result = 0
+    through_down = down.backward - hidden * memory.product_itemsize + result + inner + narrow
+    # Behind it the activated gate is there beside three gradients.
+    through_activation = residual + result + 4 * inner
+    return [
+        *found[:first],
+        gate,
+        replace(
+            up,
+            keeps={**up.keeps, **saved},
+            forward=up.forward - inner,  # its result is counted as saved
+            # The gradient of gate's result waits; so do, with accumulation, the new gradients of its adapter.
+            backward=up.backward + inner + gate.learns * memory.accumulates,
+            fetched=input_bytes,
+        ),
+        Operation("gate's activation", forward=2 * inner * runs, reads=saved, fetched=0),
+        replace(
+            down,
+            keeps={},
+            forward=(down.forward + alive) * runs,
+            backward=largest(through_down, through_activation),
+            reads=saved,
+            fetched=input_bytes + 2 * inner,
+        ),
+        *found[last + 1 :],
+    ]  # fmt: skip

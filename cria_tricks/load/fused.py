@@ -1,0 +1,118 @@
+"""Run the matrices of a loaded model that have adapters by the functions of ``tricks/fused_lora.py``.
+
+The modules stay peft's, and so do their names, their weights and the adapter's file. Only their ``forward`` is
+replaced, and it calls peft's own wherever peft would not compute W x + s B A x, e.g. while the adapter is switched off.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from peft.tuners.lora import LoraLayer
+
+from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
+
+TOGETHER = ("q_proj", "k_proj", "v_proj")
+"""Matrices of attention that multiply the same input."""
+GATED = ("gate_proj", "up_proj", "down_proj")
+GATED_MLPS = (
+    "Gemma2MLP",
+    "Gemma3MLP",
+    "GemmaMLP",
+    "GraniteMLP",
+    "LlamaMLP",
+    "MistralMLP",
+    "Olmo2MLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "SmolLM3MLP",
+)
+"""transformers' MLPs that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``; a test reads their code."""
+
+
+def fuse(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place."""
+    for module in list(model.modules()):
+        children = dict(module.named_children())
+        if type(module).__name__ in GATED_MLPS and all(isinstance(children[name], LoraLayer) for name in GATED):
+            module.forward = _mlp(module)
+            continue
+        adapted = {name: child for name, child in children.items() if isinstance(child, LoraLayer)}
+        together = [adapted.pop(name) for name in TOGETHER if name in adapted]
+        for group in (together, *([child] for child in adapted.values())):
+            _Together(group)
+    return model
+
+
+class _Together:
+    """Modules that multiply the same input: the first one called computes the results of all.
+
+    A model calls its modules one after the other, so the results of the others wait here until they are called.
+    """
+
+    def __init__(self, modules: list[Any]):
+        self.modules = modules
+        self.plain = [module.forward for module in modules]
+        self.input: torch.Tensor | None = None
+        self.waiting: dict[int, torch.Tensor] = {}
+        for number, module in enumerate(modules):
+            module.forward = self._forward_of(number)
+
+    def _forward_of(self, number: int) -> Callable[..., torch.Tensor]:
+        def forward(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            if arguments or named or not all(map(_is_plain, self.modules)):
+                return self.plain[number](x, *arguments, **named)
+            if x is not self.input or number not in self.waiting:
+                # Checkpointing may end a repetition of the block inside products. Noted before, x would stay alive.
+                self.waiting = dict(enumerate(products(x, tuple(map(_matrix, self.modules)))))
+                self.input = x
+            result = self.waiting.pop(number)
+            if not self.waiting:
+                self.input = None  # otherwise the last block's input would stay in memory
+            return result
+
+        return forward
+
+
+def _mlp(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward pass of an MLP."""
+    plain = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        three = [getattr(module, name) for name in GATED]
+        if not all(map(_is_plain, three)):
+            return plain(x)
+        gate, up, down = map(_matrix, three)
+        return gated_mlp(x, gate, up, down, module.act_fn)
+
+    return forward
+
+
+def _is_plain(module: LoraLayer) -> bool:
+    """Tell whether a module computes W x + s B A x, with one adapter."""
+    one = len(module.active_adapters) == 1 and module.active_adapters[0] in module.lora_A
+    return one and not module.merged and not module.disable_adapters
+
+
+def _matrix(module: LoraLayer) -> Matrix:
+    """Describe a linear layer and its adapter."""
+    base = module.get_base_layer()
+    (name,) = module.active_adapters
+    return Matrix(
+        times=base,
+        # The weight is looked up when it is needed, because FSDP puts other tensors into the modules for each pass.
+        unpacked=lambda dtype: _unpacked(base, dtype),
+        A=module.lora_A[name].weight,
+        B=module.lora_B[name].weight,
+        scale=module.scaling[name],
+    )
+
+
+def _unpacked(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of a linear layer in a dtype, by the operations of bitsandbytes' own backward pass."""
+    if isinstance(base, bnb.nn.Linear4bit):
+        return bnb.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+    if isinstance(base, bnb.nn.Linear8bitLt):
+        return base.state.CB.to(dtype, copy=True).mul_(base.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+    return base.weight.detach().to(dtype)
