@@ -24,7 +24,7 @@ MODES = {
     "16 bits": ["tricks.peft=lora", "tricks.precision=bf16", "lora.r=2"],
     "16 bits, lean": ["tricks.peft=lora", "tricks.precision=bf16", "tricks.lean_preparation=true", "lora.r=2"],
     "16 bits, fused": [*LORA, "tricks.precision=bf16", "tricks.fused_lora=true"],
-    "16 bits, lean and fused": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", "tricks.fused_lora=true"],
+    "16 bits, lean, fused": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", "tricks.fused_lora=true"],
     "fp32": LORA,
     "fp32, fused": [*LORA, "tricks.fused_lora=true"],
     "full, 16-bit products": ["tricks.precision=bf16"],
