@@ -47,8 +47,8 @@ def kwanzaa(device: Device | None = None) -> Recipe:
 
     A GPU with :data:`ROOM` or more, such as a T4, can hold all that a step saves. There the recipe leaves out
     checkpointing and the chunked loss, because both save memory and cost time: this is the set that ``cria plan kwanzaa
-    --fit fastest`` finds on a T4, but for ``fused_lora``, which that also switches on and no card has run yet. For a
-    larger model or longer rows, ``--fit fastest`` searches again.
+    --fit fastest`` finds on a T4, but for ``fused_lora`` and ``fused_blocks``, which that also switches on and no card
+    has run yet. For a larger model or longer rows, ``--fit fastest`` searches again.
     """
     device = device or this_device()
     on_gpu = device.kind == "cuda"

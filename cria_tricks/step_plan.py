@@ -23,6 +23,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "add_adapter",
         "adapter_inputs_uncast",
         "fuse_adapters",
+        "fuse_blocks",
         "checkpoint_blocks",
         "compile_blocks",
     ),

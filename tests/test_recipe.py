@@ -33,6 +33,7 @@ def test_no_toggle_is_on_by_default():
         chunked_loss=False,
         lean_preparation=False,
         fused_lora=False,
+        fused_blocks=False,
     )
 
 
@@ -70,6 +71,7 @@ packing = false
 chunked_loss = false
 lean_preparation = false
 fused_lora = false
+fused_blocks = false
 activation_offload = false
 compile = false
 [lora]

@@ -144,16 +144,16 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted and last
     # How many tensors as large as the hidden states are alive beside an operation.
     if again:
-        # The residual stream after attention (norms save an fp32 one as it is, so that is counted already), the
+        # The residual stream after attention (if norms save it as it is, and no copy, it is counted already), the
         # gradient of the block's result, and the same gradient once more on its way through the last operation. If
         # down_proj's backward pass runs before the repetition, what is added to `found` below stands for the last one.
         # Granite multiplies what a block adds, so there the gradient on its way is another tensor in any case.
-        many = (memory.hidden_itemsize < FP32) + 2 - ((late or magnitudes) and not memory.shape.scales_hidden)
-    elif memory.hidden_itemsize < FP32 or memory.keeps_nothing:
+        many = memory.norms_copy + 2 - ((late or magnitudes) and not memory.shape.scales_hidden)
+    elif memory.norms_copy or memory.keeps_nothing:
         many = 3  # the embedding's result, the block's input, and the residual stream after attention
     else:
-        # The same three in fp32. Norms save these as they are, so they are counted already. Only below the first
-        # adapter no norm saves the embedding's result.
+        # The same three, which norms save as they are, so they are counted already. Only below the first adapter no
+        # norm saves the embedding's result.
         many = int(bool(memory.adapted))
     # The norm at the end raises the gradient on its way to fp32 before it asks for the block again.
     raises = again and not last and memory.product_itemsize < FP32

@@ -145,13 +145,14 @@ def _gate_and_up_joined(memory: StepFacts, source: str, residual: int) -> list[O
 
 
 def _norm(memory: StepFacts, name: str) -> Operation:
-    """Bill an RMS norm. It saves its input in fp32: a copy of a 16-bit input, or the fp32 input itself."""
+    """Bill an RMS norm of hidden states. It saves its input and the reciprocal root of each row's mean square."""
     elements = memory.all_tokens * memory.shape.width
     x = memory.hidden_itemsize
-    keeps = {f"{name}'s input": elements * FP32, f"{name}'s root": memory.all_tokens * FP32}
+    needs = memory.norm_bytes(elements, x)
+    keeps = {f"{name}'s input": needs.saved, f"{name}'s root": memory.all_tokens * FP32}
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * x
-    return Operation(name, keeps=keeps, forward=elements * (FP32 + x), backward=elements * (4 * FP32 + x))
+    return Operation(name, keeps=keeps, forward=needs.forward, backward=needs.backward)
 
 
 def _norm_behind(memory: StepFacts, name: str) -> Operation:
@@ -171,10 +172,18 @@ def _query_and_key_norms(memory: StepFacts) -> list[Operation]:
     if not shape.qk_norm:
         return []
     elements = n * (shape.query_width + shape.kv_width)
-    keeps = {"queries and keys before their norms": elements * FP32, "roots": n * (shape.heads + shape.kv_heads) * FP32}
+    needs = memory.norm_bytes(elements, memory.product_itemsize)
+    keeps = {"queries and keys before their norms": needs.saved, "roots": n * (shape.heads + shape.kv_heads) * FP32}
     if memory.trains_all:
         keeps["queries and keys normalised"] = elements * memory.hidden_itemsize
-    return [Operation("query and key norms", keeps=keeps, forward=elements * FP32, backward=elements * 4 * FP32)]
+    return [
+        Operation(
+            "query and key norms",
+            keeps=keeps,
+            forward=needs.saved,
+            backward=needs.backward - elements * memory.product_itemsize,
+        )
+    ]
 
 
 def _experts(memory: StepFacts, residual: int) -> list[Operation]:

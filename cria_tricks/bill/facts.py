@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.lines import Line
-from cria_tricks.bill.operation import BlockTensors, Operation, Product, ProductBytes, WaitingBytes
+from cria_tricks.bill.operation import BlockTensors, NormBytes, Operation, Product, ProductBytes, WaitingBytes
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 
@@ -33,6 +33,7 @@ class StepFacts:
         with_adapter: rule: facts, the operation of a frozen product, the name of its input, bytes of an element of it
             -> the operation with its adapter.
         casts_adapters: whether autocast makes 16-bit copies of the adapters, which live until the forward pass ends.
+        norm_bytes: rule: elements of the input of an RMS norm, bytes of one of them -> bytes that the norm needs.
         block_waits: rule: saved tensors of a block -> bytes that wait on the device for its backward pass.
         loss_moments: rule: facts -> lines of the bill at the moments around the loss, by the names of these moments.
         state_bytes: rule: elements of a tensor -> bytes of its two optimizer states.
@@ -76,6 +77,7 @@ class StepFacts:
     learning_operations: Callable[["StepFacts"], list[Operation]] = field(compare=False)
     product_bytes: Callable[[Product], ProductBytes] = field(compare=False)
     with_adapter: Callable[["StepFacts", Operation, str, int], Operation] = field(compare=False)
+    norm_bytes: Callable[[int, int], NormBytes] = field(compare=False)
     block_waits: Callable[[BlockTensors], WaitingBytes] = field(compare=False)
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Line, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
@@ -119,6 +121,11 @@ class StepFacts:
     def keeps_nothing(self) -> bool:
         """Whether blocks save no activations on the device: no block learns, or all are offloaded."""
         return not self.learning_blocks or (self.offloaded and not self.checkpointed)
+
+    @property
+    def norms_copy(self) -> bool:
+        """Whether a norm saves a copy of a hidden state, and not the hidden state itself."""
+        return self.norm_bytes(1, self.hidden_itemsize).copies
 
     @property
     def widest_itemsize(self) -> int:

@@ -1,4 +1,4 @@
-"""Bill a block whose adapted products have a hand-written backward pass (``tricks/fused_lora.py``) [bytes].
+"""Bill a block with hand-written backward passes (``tricks/fused_lora.py``, ``tricks/fused_blocks.py``) [bytes].
 
 Short names as in ``product_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
 product's input, and o bytes in its result.
@@ -10,7 +10,7 @@ from dataclasses import replace
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
-from cria_tricks.bill.operation import Operation
+from cria_tricks.bill.operation import GATED, NormBytes, Operation
 from cria_tricks.bill.product_operations import product_of
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
@@ -44,11 +44,13 @@ def with_adapter(memory: StepFacts, base: Operation, source: str, x: int) -> Ope
     # The gradient of the result is cast to what products multiply, and that of the input to what the input was.
     narrow = size.made * a * (o != a)
     backward = base.backward + narrow + thin + casts + size.given * min(a, x) * (x != a)
-    # A packed weight is unpacked in the compute dtype, and not in that of the input, as bitsandbytes' int8 does.
+    # A packed weight is unpacked in the compute dtype, not in that of the input as in bitsandbytes' int8.
     backward += size.weight * a * memory.quantised - memory.product_bytes(size).unpacked
     if memory.device.kind == "cpu" and a < FP32:
-        # A CPU has no product of 16-bit numbers that gives fp32, so one of its factors is cast.
-        backward = largest(backward, size.made * o + narrow + thin + FP32 * largest(size.given, size.made))
+        # A CPU has no product of 16-bit numbers that gives fp32, so one of its factors is cast. The gradient of the
+        # input is there already if this is not the first matrix that multiplies it.
+        sums = size.given * x * (base.name in ("k_proj", "v_proj", "up_proj"))
+        backward = largest(backward, size.made * o + narrow + thin + sums + FP32 * largest(size.given, size.made))
     kept = {**base.keeps, input_name: size.given * a}
     return replace(base, keeps=kept, pins={}, forward=forward, backward=backward, learns=weights * FP32)
 
@@ -70,14 +72,14 @@ def _products_together(memory: StepFacts, found: list[Operation]) -> list[Operat
     """Count the results of queries, keys and values beside each other, and so their gradients."""
     made = {name: product_of(memory, name, 0).made * memory.product_itemsize for name in memory.shape.linears}
     together = [one for one in found if one.name in TOGETHER and one.name in memory.adapted]
-    earlier = 0
+    earlier = learnt = 0
     changed = {}
     for one in together:
-        others = sum(made[other.name] for other in together) - made[one.name]
-        if memory.accumulates:  # then the new gradients of all their adapters are there before the first is added
-            others += sum(other.learns for other in together) - one.learns
+        # The function returns all gradients at once, so those of the earlier matrices' adapters wait in it.
+        others = sum(made[other.name] for other in together) - made[one.name] + learnt
         changed[one.name] = replace(one, forward=one.forward + earlier, backward=one.backward + others)
         earlier += made[one.name]
+        learnt += one.learns
     return [changed.get(one.name, one) for one in found]
 
 
@@ -114,8 +116,8 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
             up,
             keeps={**up.keeps, **saved},
             forward=up.forward - inner,  # its result is counted as saved
-            # The gradient of gate's result waits; so do, with accumulation, the new gradients of its adapter.
-            backward=up.backward + inner + gate.learns * memory.accumulates,
+            # The gradient of gate's result waits, and so do those of its adapter, as the function returns all at once.
+            backward=up.backward + inner + gate.learns,
             fetched=input_bytes,
         ),
         Operation("gate's activation", forward=2 * inner * runs, reads=saved, fetched=0),
@@ -129,3 +131,38 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
         ),
         *found[last + 1 :],
     ]  # fmt: skip
+
+
+def norm_bytes(elements: int, x: int) -> NormBytes:
+    """Bill a fused norm with inputs of x bytes an element: it saves the input itself; casts come on the way back."""
+    # The gradients of the result and of the residual stream, that of the result times the weight, and two fp32 tensors.
+    return NormBytes(elements * x, elements * x, elements * (3 * x + 2 * FP32), copies=False)
+
+
+def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
+    """List the operations of a block whose gated activation saves gate and up only.
+
+    Args:
+        memory: the facts of the step.
+        rule: the operations of the block without that.
+    """
+    found = rule(memory)
+    names = [one.name for one in found]
+    if (
+        memory.shape.joined or memory.shape.experts > 1 or GATED not in names
+    ):  # there, or in fused_lora, it is not apart
+        return found
+    inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
+    gate = {"gate": inner}
+    up = found[names.index("up_proj")]
+    gated = found[names.index(GATED)]
+    # The activation runs behind up_proj here, and all its tensors are saved there, also where only up has an adapter.
+    # Backward, the gradient of its result and three more tensors are alive.
+    changed = {
+        "gate's activation": Operation("gate's activation", forward=inner),
+        "up_proj": replace(up, forward=up.forward + inner, reads={}),
+        GATED: replace(
+            gated, keeps={**gated.keeps, **gate}, forward=2 * inner, backward=gated.backward + inner, reads={}
+        ),
+    }
+    return [changed.get(one.name, one) for one in found]

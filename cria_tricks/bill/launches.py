@@ -23,6 +23,8 @@ AGAIN = 1
 """For each of these in the backward pass: the first product once more."""
 BACKWARD = 22
 """How many more the backward pass has than the forward pass, beside two for each matrix whose gradients it computes."""
+IN_PLACE = (4, 17)
+"""How many fewer there are forward (in 16 bits; none in fp32) and backward with fused blocks."""
 UNPACK = 2
 """For each matrix that is stored in 4 or 8 bits."""
 COMPILED = 8
@@ -46,7 +48,10 @@ def of_blocks(work: Work, blocks: Blocks) -> int:
     backward = forward + BACKWARD + 2 * learning
     if work.fused_adapters:
         backward += adapted * (AGAIN + 2 * (work.compute_itemsize < 4))  # A and B are cast again, too
-    if work.fused_blocks:
+    if work.written_in_place:
+        forward -= IN_PLACE[0] * (work.compute_itemsize < 4)
+        backward -= IN_PLACE[1]
+    if work.compiled:
         forward = matrices + 2 * adapted + COMPILED
         backward = matrices + 4 * learning + COMPILED
     runs = blocks.passes

@@ -49,9 +49,9 @@ def _input_copy(memory: StepFacts) -> int:
 
 
 def normalised(memory: StepFacts) -> int:
-    """Return the bytes that the last norm saves: its input in fp32, and one fp32 number for each position."""
+    """Return the bytes that the last norm saves: its input, and one fp32 number for each position."""
     n = memory.all_tokens
-    return n * memory.shape.width * FP32 + n * FP32
+    return memory.norm_bytes(n * memory.shape.width, memory.hidden_itemsize).saved + n * FP32
 
 
 def head_copy(memory: StepFacts) -> int:
@@ -101,7 +101,8 @@ def _final_norm(memory: StepFacts) -> int:
     """Return the bytes around the last norm when the head has just run: what it saved, its result, and a cast of it."""
     a = memory.compute_itemsize
     hidden = memory.hidden_itemsize
-    kept = (FP32 + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
+    saved = memory.norm_bytes(1, hidden).saved
+    kept = (saved + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
     return memory.all_tokens * memory.shape.width * (kept + hidden + a * (a != hidden))
 
 

@@ -9,6 +9,8 @@ The constants are bytes for one element. They are sums over all operations of tr
 (0.21), counted operation by operation; ``tests/hardware/test_cost.py`` counts them again.
 """
 
+from collections.abc import Callable
+
 from cria_tricks.bill.products import Blocks, passes_of_a_token
 from cria_tricks.bill.work import Work
 from cria_tricks.models.shape import Shape
@@ -22,6 +24,8 @@ peft's preparation of a quantised model. An fp32 tensor plus a 16-bit one gives 
 FULL = (4, 4)
 """Everything in fp32."""
 
+Count = Callable[[Work], tuple[int, int]]
+"""A function that counts traffic for one position in one block [bytes]: forward and backward."""
 Each = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 """Three pairs of (forward, backward) [bytes for one element]: for the hidden states (D wide), for the inner tensors of
 the MLP (F wide), and for queries and keys together."""
@@ -44,6 +48,14 @@ _ADAPTER_CAST = {HALF: 12, MIXED: 6, FULL: 0}
 # Bytes that autograd saves without checkpointing, for one element of the three kinds of :data:`Each`. A tensor that two
 # operations save counts twice, because activation offload would copy it twice.
 _SAVED = {HALF: (26, 8, 6), MIXED: (30, 8, 7), FULL: (40, 16, 12)}
+
+# What fused blocks (tricks/fused_blocks.py) move less than _BETWEEN says, which counts fp32 norms as trained ones. A
+# negative number is more: the activation runs again in the backward pass, where fused LoRA does not do that already.
+_FUSED_BLOCKS: dict[tuple[int, int], Each] = {
+    HALF: ((48, 80), (0, -4), (10, 22)),
+    MIXED: ((8, 102), (0, -4), (20, 44)),
+    FULL: ((8, 102), (0, -8), (20, 44)),
+}
 
 SCORE = (32, 34)
 """Forward and backward [bytes for one attention score], where no fused kernel keeps the B H T^2 scores on the chip. The
@@ -216,4 +228,32 @@ def saved_with_fused_adapters(work: Work) -> int:
         found -= wide * work.shape.linears[group[0]][0] * max(0, len(adapted) - 1)
     if fuses_mlp(work):
         found -= 2 * wide * work.shape.inner  # the activated gate, and down's input
+    return found
+
+
+def with_fused_blocks(work: Work, before: Count) -> tuple[int, int]:
+    """Count the traffic between the products of a block whose norms, rotary positions and activation are fused.
+
+    Args:
+        work: the step.
+        before: counts it without that.
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
+    of_hidden, of_inner, of_heads = _FUSED_BLOCKS[work.hidden_itemsize, work.compute_itemsize]
+    if work.fused_adapters and fuses_mlp(work):
+        of_inner = 0, 0
+    forward, backward = before(work)
+    less_forward, less_backward = over_widths(work.shape, (of_hidden, of_inner, of_heads))
+    return forward - less_forward, backward - less_backward
+
+
+def saved_with_fused_blocks(work: Work, before: Callable[[Work], float]) -> float:
+    """Count the bytes that autograd saves in such a block; the arguments are those of :func:`with_fused_blocks`."""
+    found = before(work)
+    # Two operations of a norm save its input in fp32. A fused norm saves it once, as it is.
+    found -= work.shape.norms * work.shape.width * (2 * 4 - work.hidden_itemsize)
+    if not (work.fused_adapters and fuses_mlp(work)):
+        found -= work.compute_itemsize * work.shape.inner * work.shape.experts_per_token
     return found

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cria_tricks.bill.constants import FP32
+
 FIRST_NORM = "first norm's input"
 INPUT = "block's input"
 """Names of the saved block input: the first if a block begins with a norm, the second if it begins with matrices."""
@@ -91,6 +93,28 @@ def stored_as_multiplied(product: Product) -> ProductBytes:
     if product.input_itemsize != product.compute_itemsize:
         forward += product.given * product.compute_itemsize
     return ProductBytes(forward)
+
+
+@dataclass(frozen=True)
+class NormBytes:
+    """What an RMS norm needs [bytes].
+
+    Attributes:
+        saved: its saved input. What it saves besides, a number for each row, is counted elsewhere.
+        forward: temporary tensors, its result included.
+        backward: temporary tensors in its backward pass.
+        copies: whether ``saved`` is a copy of the input.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+    copies: bool
+
+
+def norm_in_fp32(elements: int, x: int) -> NormBytes:
+    """Bill transformers' norm: it casts its input, of x bytes an element, to fp32, and saves that."""
+    return NormBytes(elements * FP32, elements * (FP32 + x), elements * (4 * FP32 + x), copies=x < FP32)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def _tensors_of(memory: StepFacts) -> BlockTensors:
         kept=sum(tensors.values()),
         pinned=block.pinned_bytes(operations),
         joined=sum(tensors.get(name, 0) for name in JOINED),
-        # A matrix saves the block's input itself. A norm saves an fp32 copy, which is the input only if that is fp32.
-        keeps_input=INPUT in tensors or (memory.hidden_itemsize == FP32 and FIRST_NORM in tensors),
+        # A matrix saves the block's input itself. A norm does so if the input is fp32 or norms are fused, else a copy.
+        keeps_input=INPUT in tensors or (not memory.norms_copy and FIRST_NORM in tensors),
         attended=block.attended_bytes(operations),
         recomputed=memory.checkpointed,
     )

@@ -44,6 +44,7 @@ class Work:
         dora: whether the adapters learn magnitudes (DoRA), which need the norms of W + B A.
         head_rank: rank of the head's adapter; 0 for none.
         fused_adapters: whether adapters add in place, with a backward pass of their own (fused LoRA).
+        written_in_place: whether norms, rotary positions and activations make few tensors on the way (fused blocks).
         adapter_casts: whether adapters cast their inputs to fp32 and back.
         copied_blocks: how many of the last blocks run beside a trained copy (side network).
         repeated_blocks: how many of the first blocks checkpointing runs forward a second time.
@@ -57,7 +58,7 @@ class Work:
         optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
         gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
             accumulation, unscaling and clipping.
-        fused_blocks: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
+        compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
     """
 
@@ -90,6 +91,7 @@ class Work:
     head_rank: int = 0
     adapter_casts: bool = True
     fused_adapters: bool = False
+    written_in_place: bool = False
     copied_blocks: int = 0
     repeated_blocks: int = 0
     keeps_attention: bool = False
@@ -97,7 +99,7 @@ class Work:
     masked: bool = False
     logit_positions: float | None = None
     head_reads: int = 2
-    fused_blocks: bool = False
+    compiled: bool = False
     link_trips: int = 0
 
     @property

@@ -1,9 +1,11 @@
-"""Run the matrices of a loaded model that have adapters by the functions of ``tricks/fused_lora.py``.
+"""Run parts of a loaded model by the functions of ``tricks/fused_lora.py`` and ``tricks/fused_blocks.py``.
 
-The modules stay peft's, and so do their names, their weights and the adapter's file. Only their ``forward`` is
-replaced, and it calls peft's own wherever peft would not compute W x + s B A x, e.g. while the adapter is switched off.
+The modules stay those of transformers and peft, and so do their names, their weights and the adapter's file. Only their
+``forward`` is replaced. That of a matrix calls peft's own wherever peft would not compute W x + s B A x, e.g. while the
+adapter is switched off.
 """
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import bitsandbytes as bnb
 import torch
 from peft.tuners.lora import LoraLayer
 
+from cria_tricks.tricks.fused_blocks import gated, rms_norm, rotate
 from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
@@ -31,6 +34,10 @@ GATED_MLPS = (
 """transformers' MLPs that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``; a test reads their code."""
 
 
+NORMS = tuple(f"{family}RMSNorm" for family in ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "SmolLM3"))
+"""transformers' norms that compute what ``rms_norm`` does; the same test reads them."""
+
+
 def fuse(model: torch.nn.Module) -> torch.nn.Module:
     """Replace the forward passes of all matrices with adapters, and of the MLPs around them, in place."""
     for module in list(model.modules()):
@@ -43,6 +50,38 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
         for group in (together, *([child] for child in adapted.values())):
             _Together(group)
     return model
+
+
+def fuse_blocks(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace the forward passes of norms, MLPs and rotary positions in place, after :func:`fuse`."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind in NORMS:
+            module.forward = _norm(module)
+        elif kind in GATED_MLPS and "forward" not in vars(module):  # else fused_lora has this MLP already
+            module.forward = _gated(module)
+        elif hasattr(module, "q_proj") and hasattr(module, "head_dim"):
+            module.forward = _with_global(module.forward, apply_rotary_pos_emb=rotate)
+    return model
+
+
+def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: module.down_proj(gated(module.gate_proj(x), module.up_proj(x), module.act_fn))
+
+
+def _with_global(method: Any, **replaced: Any) -> Any:
+    """Copy a method, with other functions under the global names that it calls; all other models keep theirs."""
+    function = method.__func__
+    names = {**function.__globals__, **replaced}
+    copied = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copied, method.__self__)
 
 
 class _Together:

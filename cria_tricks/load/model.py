@@ -20,7 +20,7 @@ from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import quiet
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
-from cria_tricks.load.fused import fuse
+from cria_tricks.load.fused import fuse, fuse_blocks
 from cria_tricks.load.refusals import Facts, refuse
 from cria_tricks.models import Weights, network, pretrained
 from cria_tricks.models.shape import BESIDE_HEAD
@@ -234,6 +234,10 @@ def _fuse_adapters(model: Any, plan: Plan) -> Any:
     return fuse(model)
 
 
+def _fuse_blocks(model: Any, plan: Plan) -> Any:
+    return fuse_blocks(model)
+
+
 def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
     # The Trainer could be asked for all blocks or for every n-th, but not for the first k. So the model is told here,
     # by the same method that the Trainer would call. It takes the arguments of torch's checkpoint.
@@ -273,6 +277,7 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "add_adapter": add_adapter,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "fuse_adapters": _fuse_adapters,
+    "fuse_blocks": _fuse_blocks,
     "checkpoint_blocks": _checkpoint_blocks,
     "compile_blocks": _compile_blocks,
 }

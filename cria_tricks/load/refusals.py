@@ -16,7 +16,7 @@ from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.load.stages import find_blocks
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import gradient_checkpointing
+from cria_tricks.tricks import fused_blocks, gradient_checkpointing
 from cria_tricks.tricks.lora import ALL_LINEAR
 
 
@@ -89,6 +89,8 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     wanted = plan.checkpointing.get("blocks", 0)  # "all" or a number
     if isinstance(wanted, int) and wanted > (facts.blocks or 0):
         raise gradient_checkpointing.too_many(wanted, name, facts.blocks or 0)
+    if "fuse_blocks" in plan.after_load:
+        fused_blocks.refuse_kind(facts.kind, name)
     if plan.checkpointing.get("keep_attention"):
         _refuse_without_kernel(plan, facts)
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):

@@ -42,6 +42,7 @@ LADDER = (
     "chunked_loss",
     "lean_preparation",
     "fused_lora",
+    "fused_blocks",
     "compile",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
@@ -54,6 +55,7 @@ NEEDS = {
     "lean_preparation": ("peft", "precision", "quantization"),
     "chunked_loss": ("peft",),
     "fused_lora": ("peft",),
+    "fused_blocks": ("peft",),
 }
 """Toggle -> the toggles that it needs, because without them it has nothing to act on."""
 

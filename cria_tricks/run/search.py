@@ -29,7 +29,15 @@ from cria_tricks.recipe import Recipe
 AIMS = ("fastest", "smallest", "longest")
 """What can be wanted: the least time, the fewest bytes, or the longest rows."""
 
-EXACT = ("expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer", "fused_lora")
+EXACT = (
+    "expand_kv",
+    "chunked_loss",
+    "activation_offload",
+    "keep_attention",
+    "paged_optimizer",
+    "fused_lora",
+    "fused_blocks",
+)
 """Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
 ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")

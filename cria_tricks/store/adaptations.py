@@ -29,6 +29,7 @@ FIELDS = frozenset(
                 "activation_offload",
                 "keep_attention",
                 "fused_lora",
+                "fused_blocks",
                 "paged_optimizer",
             )
         ),

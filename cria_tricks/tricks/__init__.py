@@ -17,6 +17,7 @@ from cria_tricks.tricks import (
     expand_kv,
     flash_attention,
     flash_decoding,
+    fused_blocks,
     fused_lora,
     gradient_accumulation,
     gradient_checkpointing,
@@ -46,8 +47,9 @@ TRICKS: tuple[ModuleType, ...] = (
     side_network,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # How the products with adapters are computed, which decides what they save; checkpointing and offloading act on it.
+    # How products with adapters and what lies between are computed. That decides what a block saves, see below.
     fused_lora,
+    fused_blocks,
     # What a block saves for the backward pass: the attention first, then a variant of it. After that, which blocks
     # save it, and where.
     flash_attention,

@@ -139,7 +139,7 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     """Reduce the memory traffic and the kernels between products; the products stay as they are."""
     if not recipe.tricks.compile:
         return work
-    return replace(work, between=in_few_kernels, fused_blocks=True)
+    return replace(work, between=in_few_kernels, compiled=True)
 
 
 def in_few_kernels(work: Work) -> tuple[int, int]:

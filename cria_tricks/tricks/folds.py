@@ -10,7 +10,7 @@ from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts, fp32_states
 from cria_tricks.bill.loss import full_loss
 from cria_tricks.bill.moments import moments
-from cria_tricks.bill.operation import everything, stored_as_multiplied
+from cria_tricks.bill.operation import everything, norm_in_fp32, stored_as_multiplied
 from cria_tricks.bill.product_operations import adapted
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
@@ -46,6 +46,7 @@ def facts(
         learning_operations=walk,
         product_bytes=stored_as_multiplied,
         with_adapter=adapted,
+        norm_bytes=norm_in_fp32,
         block_waits=everything,
         loss_moments=full_loss,
         state_bytes=fp32_states,

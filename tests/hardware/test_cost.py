@@ -20,12 +20,17 @@ from tests.hardware import models
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 2}
 LORA = ["tricks.peft=lora", "lora.r=2"]
+BLOCKS = ["tricks.fused_blocks=true"]
+FUSED = ["tricks.fused_lora=true", *BLOCKS]
 MODES = {
     "16 bits": ["tricks.peft=lora", "tricks.precision=bf16", "lora.r=2"],
     "16 bits, lean": ["tricks.peft=lora", "tricks.precision=bf16", "tricks.lean_preparation=true", "lora.r=2"],
     "16 bits, fused": [*LORA, "tricks.precision=bf16", "tricks.fused_lora=true"],
     "16 bits, lean, fused": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", "tricks.fused_lora=true"],
+    "16 bits, lean, blocks": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", *BLOCKS],
+    "16 bits, lean, all fused": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", *FUSED],
     "fp32": LORA,
+    "fp32, all fused": [*LORA, *FUSED],
     "fp32, fused": [*LORA, "tricks.fused_lora=true"],
     "full, 16-bit products": ["tricks.precision=bf16"],
     "full": [],

@@ -12,6 +12,7 @@ from tests.hardware import models
 LORA = "tricks.peft=lora"
 HALF = "tricks.precision=bf16"
 LEAN = "tricks.lean_preparation=true"
+BLOCKS = "tricks.fused_blocks=true"
 FUSED = "tricks.fused_lora=true"
 SETS = {
     "full": ([], "sdpa"),
@@ -24,6 +25,8 @@ SETS = {
     "lora, fused": ([LORA, FUSED], "sdpa"),
     "lora, lean and fused": ([LORA, HALF, LEAN, FUSED], "sdpa"),
     "lora, fused, checkpointed": ([LORA, HALF, FUSED, "tricks.gradient_checkpointing=true"], "sdpa"),
+    "lora, blocks": ([LORA, BLOCKS], "sdpa"),
+    "lora, lean, all fused": ([LORA, HALF, LEAN, FUSED, BLOCKS], "sdpa"),
     "lora on two, fused": ([LORA, HALF, LEAN, FUSED, "lora.target_modules=q_proj,v_proj"], "sdpa"),
     "lora, eager": ([LORA, HALF], "eager"),
     "lora, checkpointed": ([LORA, HALF, "tricks.gradient_checkpointing=true"], "sdpa"),

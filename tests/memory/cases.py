@@ -40,6 +40,7 @@ SHORT = {
     "8bit": "optimizer=adamw_8bit",
     "paged": "paged_optimizer=true",
     "fused": "fused_lora=true",
+    "blocks": "fused_blocks=true",
     "compile": "compile=true",
 }
 EVERYTHING = "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged"

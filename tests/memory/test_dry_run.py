@@ -61,6 +61,9 @@ peft=lora fused_lora=true
 peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true
 peft=lora quantization=int8 precision=bf16 fused_lora=true gradient_checkpointing=true
 peft=lora activation_offload=true fused_lora=true
+peft=lora precision=bf16 lean_preparation=true fused_blocks=true
+peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true fused_blocks=true
+peft=lora activation_offload=true fused_blocks=true gradient_checkpointing=1
 gradient_accumulation=2
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16
