@@ -18,7 +18,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 ALL = [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]
 OURS = {"cria_tricks", "benchmarks", "tests", "tools"}
-OPTIONAL = {"ipython": "imported inside a try, for a figure in a notebook, where it is there already"}
+OPTIONAL = {
+    "ipython": "imported inside a try, for a figure in a notebook, where it is there already",
+    "triton": "imported by the file of Triton kernels alone, which nothing imports; CUDA builds of torch bring it",
+}
 """What the package imports without a declaration, and why it may."""
 
 USED_BY = {

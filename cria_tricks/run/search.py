@@ -29,16 +29,12 @@ from cria_tricks.recipe import Recipe
 AIMS = ("fastest", "smallest", "longest")
 """What can be wanted: the least time, the fewest bytes, or the longest rows."""
 
-EXACT = (
-    "expand_kv",
-    "chunked_loss",
-    "activation_offload",
-    "keep_attention",
-    "paged_optimizer",
-    "fused_lora",
-    "fused_blocks",
-)
+EXACT = ("expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer")
 """Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
+
+FREE = ("fused_lora", "fused_blocks")
+"""Toggles of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
+run that goes on with less memory does not switch them on by itself, because no GPU has run them yet."""
 
 ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
 """Toggles that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
@@ -114,7 +110,7 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
     """
     may_change = tuple(may_change)
     _refuse_unknown(target, aim, may_change)
-    candidates = list(_candidates(target, recipe, may_change))
+    candidates = [_with_free(target, one) for one in _candidates(target, recipe, may_change)]
     wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
     found = wanted.choices(candidates)
     if not found:
@@ -180,6 +176,15 @@ def _candidates(target: Target, recipe: Recipe, may_change: tuple[str, ...]) -> 
             continue  # one of the toggles would have no effect
         for rows in batches:
             yield _changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
+
+
+def _with_free(target: Target, recipe: Recipe) -> Recipe:
+    """Switch on the toggles of :data:`FREE` that work here and have an effect."""
+    for name in FREE:
+        more = _changed(recipe, {name: True}, recipe.train.batch_size)
+        if target.works(more) and len(target.resolve(more).warnings) == len(target.resolve(recipe).warnings):
+            recipe = more
+    return recipe
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ FIELDS = frozenset(
                 "chunked_loss",
                 "activation_offload",
                 "keep_attention",
-                "fused_lora",
-                "fused_blocks",
                 "paged_optimizer",
             )
         ),
