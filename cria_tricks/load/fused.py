@@ -151,7 +151,8 @@ def _matrix(module: LoraLayer) -> Matrix:
 def _unpacked(base: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of a linear layer in a dtype, by the operations of bitsandbytes' own backward pass."""
     if isinstance(base, bnb.nn.Linear4bit):
-        return bnb.functional.dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+        scales = getattr(base.weight, "quant_state", base.quant_state)  # a weight that FSDP has gathered has no scales
+        return bnb.functional.dequantize_4bit(base.weight.data, scales).to(dtype)
     if isinstance(base, bnb.nn.Linear8bitLt):
         return base.state.CB.to(dtype, copy=True).mul_(base.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
     return base.weight.detach().to(dtype)

@@ -15,9 +15,11 @@ SETTINGS = [
     (),
     ("tricks.chunked_loss=true", "tricks.gradient_checkpointing=true"),
     ("tricks.gradient_checkpointing=1", "tricks.attention=sdpa", "tricks.keep_attention=true"),
+    ("tricks.gradient_checkpointing=1", "tricks.fused_lora=true", "tricks.fused_blocks=true"),
     ("tricks.peft=none",),
     ("tricks.peft=head",),
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
+    ("tricks.quantization=nf4", "tricks.fused_lora=true"),
 ]
 
 
