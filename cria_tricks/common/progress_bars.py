@@ -57,7 +57,8 @@ def counted(rows: Iterable[T], what: str, console: Console) -> Iterator[Iterator
                 bar.update(task, completed=number, note=f"{number:,} rows")
 
     console.print(f"{what}: all rows are read once")
-    with bar:
+    # A disabled bar is not entered: when it ends, some versions of rich print an empty line.
+    with contextlib.nullcontext() if bar.disable else bar:
         task = bar.add_task("reading", total=None, note="")
         yield each()
     console.print(f"{what}: {number:,} rows read")
