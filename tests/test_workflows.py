@@ -128,7 +128,10 @@ def test_the_steps_of_a_job_are_taken_from_its_file():
     assert workflow.entries(jobs(ROOT / ".github/workflows/newest.yml")["tests"])[1] == {"python": "3.13"}
 
 
-def test_make_hands_on_the_versions_it_is_given():
+def test_make_hands_on_the_versions_it_is_given(monkeypatch):
+    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "CONSTRAINTS"):  # by these the make that runs this test hands on its own
+        monkeypatch.delenv(name, raising=False)
+
     def pip(*words: str) -> str:
         return subprocess.run(["make", "-n", "-B", "test", *words], cwd=ROOT, capture_output=True, text=True).stdout
 
