@@ -13,6 +13,7 @@ These requests are sent, in this order, all with the token of the user's login:
 
 import re
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ CURES = {
     429: "too many requests or jobs at once: wait, then start again",
 }
 """The advice for an error of the hub, by its HTTP status code."""
+
+ENDS = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+"""The stages of a job that runs no more."""
 
 Say = Callable[[str], None]
 
@@ -146,11 +150,19 @@ class JobsHub:
                 say(redacted(line.rstrip("\n")))
                 if line.startswith("error: "):
                     last_error = line
-            ended = self.api.wait_for_job(**where, poll_interval=5.0)
+            ended = self._end_of(**where)
         except Exception as error:  # an error of the network here, which does not affect the job
             raise JobFailed(f"{_in_one_line(error)}; the job goes on: {'; '.join(ways_on(started, job))}") from None
         if ended.status.stage != "COMPLETED":
             raise JobFailed(_why(ended, job, last_error))
+
+    def _end_of(self, **where: str) -> Any:
+        """Ask for a job again and again until it has ended: the oldest huggingface_hub has no ``wait_for_job``."""
+        while True:
+            found = self.api.inspect_job(**where)
+            if found.status.stage in ENDS:
+                return found
+            time.sleep(5)
 
     def fetch(self, job: HubJob, folder: Path) -> artifact.Verified:
         """Download what the job published, and check every file against its manifest.
@@ -218,7 +230,8 @@ def _why(ended: Any, job: HubJob, last_error: str) -> str:
     named = f"job {ended.id}"
     if stage in ("CANCELED", "DELETED"):
         return f"{named} was {stage.lower()}: {ended.url}"
-    ran = ended.durations and ended.durations.running_secs
+    durations = getattr(ended, "durations", None)  # the oldest huggingface_hub does not pass them on
+    ran = durations and durations.running_secs
     timed_out = re.search(r"\btime(d )?out\b", message, re.IGNORECASE)
     if timed_out or (ran is not None and ran >= job.timeout):
         return f"{named} ran out of its {job.timeout} s and was ended; give a longer --timeout: {ended.url}"

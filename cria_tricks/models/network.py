@@ -147,6 +147,9 @@ def bound() -> None:
         client = made()
         client.event_hooks["request"].append(_before)
         client.event_hooks["response"].append(_after)
+        # If no connection can be made, the library closes its client. huggingface_hub 1.10 repeats the request with the
+        # closed client, whose error hides the first one. A client that nobody uses any longer is freed without a close.
+        client.close = lambda: None
         return client
 
     factory.bounded = True  # type: ignore[attr-defined]
