@@ -65,14 +65,11 @@ class LineStream:
         lanes: how many lanes share it.
 
     Attributes:
-        shuffles: whether ``datasets`` shuffles the shards again for each pass.
         description: one line for the report and the model card.
 
     Raises:
         BadInput: if it cannot be read, or is empty.
     """
-
-    shuffles = True
 
     def __init__(self, path: Path, lanes: int = 1):
         self.path = path
@@ -170,8 +167,6 @@ class TextStream:
         BadInput: if there is no text in it.
     """
 
-    shuffles = True
-
     def __init__(self, path: Path, lanes: int = 1):
         self.lanes = lanes
         self.files = texts.files(path)
@@ -227,10 +222,6 @@ class HubStream:
     Raises:
         BadInput: if it cannot be loaded.
     """
-
-    # datasets shuffles the shards of such a set before it divides them among lanes. So with each pass a lane would get
-    # other shards, and two lanes in different passes could read the same one.
-    shuffles = False
 
     def __init__(self, name: str, lanes: int = 1):
         # It takes a second to import, and only rows of the hub need it.

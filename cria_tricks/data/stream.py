@@ -65,15 +65,12 @@ class Stream(torch.utils.data.IterableDataset):
         self.prepare = Prepare(recipe, held_out.rows, lambda found: say(f"warning: data.leakage: {found}"), augment)
         mine = range(world.data_rank, source.lanes, world.data)
         found = datasets_of(source, recipe.train.seed, mine)
-        self.lanes = {
-            lane: Lane(dataset, self._read, source.shuffles, source.lanes)
-            for lane, dataset in zip(mine, found, strict=True)
-        }
+        self.lanes = {lane: Lane(dataset, self._read, source.lanes) for lane, dataset in zip(mine, found, strict=True)}
         self.duplicates: stream_duplicates.Duplicates | None = None
         self.longest = recipe.data.max_length
         self.highest_id = len(tokenizer) - 1
         # A lane that reads nothing: add_up puts the counts of all lanes into it.
-        self.total = Lane(None, self._read, False, source.lanes)
+        self.total = Lane(lambda epoch: (), self._read, source.lanes)
 
     def look_for_duplicates(self, folder: Path, world: World, console: Console) -> None:
         """Find duplicates by reading the whole source once, if the recipe asks for it.

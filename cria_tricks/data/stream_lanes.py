@@ -6,7 +6,8 @@ position of a lane has two parts: the state of its ``datasets`` object, and how 
 yielded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,12 @@ class Lane:
     """Yield the rows of one lane without an end.
 
     Args:
-        dataset: a ``datasets.IterableDataset`` of items.
+        dataset: returns the ``datasets.IterableDataset`` of items for a pass, by the number of the pass.
         read: makes the rows of an item, and counts the rows that it leaves out.
-        shuffles: whether the shards get another order with each pass.
         lanes: the number of lanes, for an error message.
 
     Attributes:
-        before: the state of ``dataset`` before the current item; ``None`` at the beginning of a pass.
+        before: the state of the pass's data set before the current item; ``None`` at the beginning of a pass.
         epoch: how many passes are completed.
         given: how many rows of the current item were yielded.
         in_epoch: how many rows were yielded in this pass.
@@ -37,10 +37,9 @@ class Lane:
         tally: what happened to the rows that were read.
     """
 
-    def __init__(self, dataset: Any, read: Callable[[Any, Tally], list[TokenRow]], shuffles: bool, lanes: int):
+    def __init__(self, dataset: Callable[[int], Any], read: Callable[[Any, Tally], list[TokenRow]], lanes: int):
         self.dataset = dataset
         self.read = read
-        self.shuffles = shuffles
         self.lanes = lanes
         self.before: Any = None
         self.epoch = self.given = self.in_epoch = self.rows = self.tokens = self.trained = 0
@@ -48,10 +47,9 @@ class Lane:
 
     def __iter__(self) -> Iterator[TokenRow]:
         while True:
-            if self.shuffles:
-                self.dataset.set_epoch(self.epoch)
-            self.dataset.load_state_dict(self.before)
-            for item in self.dataset:
+            dataset = self.dataset(self.epoch)
+            dataset.load_state_dict(self.before)
+            for item in dataset:
                 # A run that was stopped inside an item reads it again after a resume. Its rows were counted the first
                 # time, so this time they go into a tally that is thrown away.
                 tally = Tally() if self.given else self.tally
@@ -59,7 +57,7 @@ class Lane:
                 while self.given < len(rows):
                     self.given += 1
                     yield self._counted(rows[self.given - 1])
-                self.before = self.dataset.state_dict()
+                self.before = dataset.state_dict()
                 self.given = 0
             if not self.in_epoch:  # a pass without a row; the next one would find none either
                 raise too_few(self.lanes)
@@ -88,19 +86,24 @@ class Lane:
         """Set the position and the counts from a state."""
         for name in self.NUMBERS:
             setattr(self, name, state[name])
+        if self.before:  # in checkpoints of earlier versions datasets knew the number of the pass
+            self.before = {**self.before, "epoch": 0}
         self.tally = Tally(state["tally"], state.get("kinds"))  # checkpoints of earlier versions have no kinds
 
 
-def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
-    """Make a ``datasets.IterableDataset`` for each lane, so that no two lanes read the same row.
+def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Callable[[int], Any]]:
+    """Make a ``datasets.IterableDataset`` for each pass of each lane, so that no two lanes read the same row.
 
-    Each lane gets shards of its own. But if n lanes cannot divide the shards of a hub data set evenly, each lane reads
-    all of the data set and keeps only every n-th row.
+    Each lane gets shards of its own, in another order in each pass. But if n lanes cannot divide the shards of a hub
+    data set evenly, each lane reads all of the data set and keeps only every n-th row.
 
     Args:
         source: where the rows come from.
         seed: decides the order of the shards.
         mine: the numbers of the lanes to return.
+
+    Returns:
+        For each lane a function that makes its data set, by the number of the pass.
 
     Raises:
         BadInput: if files have fewer shards than there are lanes.
@@ -110,16 +113,27 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Any]:
     from datasets.distributed import split_dataset_by_node
 
     if isinstance(source, HubStream):
-        return [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
+        # Not shuffled: datasets shuffles the shards of such a set before it divides them among lanes. So with each pass
+        # a lane would get other shards, and two lanes in different passes could read the same one.
+        found = [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
+        return [lambda epoch, dataset=dataset: dataset for dataset in found]
     shards: list[Any] = source.shards()
     if len(shards) < source.lanes:
         raise too_few(source.lanes)
-    # datasets shuffles the shards only from the second pass on, so they are shuffled here for the first.
-    order = np.random.default_rng(seed).permutation(len(shards))
-    # datasets takes the only list among these arguments for the shards, and divides it among the lanes.
-    kwargs = {"shards": [shards[index] for index in order], "seed": seed}
-    whole = IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
-    return [whole.shard(source.lanes, lane, contiguous=False) for lane in mine]
+    mixed = _in_order(shards, np.random.default_rng(seed).permutation(len(shards)))
+
+    def in_pass(lane: int, epoch: int) -> Any:
+        of_lane = mixed[lane :: source.lanes]
+        # Older versions of datasets leave the shards in their order. Newer ones shuffle them as this line does.
+        order = np.random.default_rng(epoch).permutation(len(of_lane)) if epoch else range(len(of_lane))
+        kwargs = {"shards": _in_order(of_lane, order), "seed": seed}
+        return IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
+
+    return [partial(in_pass, lane) for lane in mine]
+
+
+def _in_order(shards: Sequence[Any], order: Iterable[int]) -> list[Any]:
+    return [shards[index] for index in order]
 
 
 def too_few(lanes: int) -> BadInput:

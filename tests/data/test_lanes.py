@@ -17,14 +17,15 @@ class Items:
     def __init__(self, items):
         self.items, self.at, self.epochs = items, 0, []
 
-    def set_epoch(self, epoch):
+    def __call__(self, epoch):
         self.epochs.append(epoch)
+        return self
 
     def load_state_dict(self, state):
         self.at = state["at"] if state else 0
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self.at, "epoch": 0}
 
     def __iter__(self):
         while self.at < len(self.items):
@@ -32,14 +33,14 @@ class Items:
             yield self.items[self.at - 1]
 
 
-def lane(items=("abc", "", "d", "ef"), shuffles: bool = False) -> Lane:
+def lane(items=("abc", "", "d", "ef")) -> Lane:
     """An item is a word, each of its letters a row; row ``b`` has two tokens, of which one is trained."""
 
     def read(item, tally):
         tally.count("read", Chat((), "", "", "", item))
         return [{"input_ids": [ord(letter), 0], "labels": [-100, 0 if letter == "b" else -100]} for letter in item]
 
-    return Lane(Items(items), read, shuffles, 7)
+    return Lane(Items(items), read, 7)
 
 
 def letters(found, many: int) -> str:
@@ -79,11 +80,18 @@ def test_it_goes_on_behind_any_row_and_counts_an_item_once(stop):
     assert resumed.state() == whole.state()
 
 
-def test_only_a_lane_that_shuffles_names_its_pass():
-    mixed, plain = lane(shuffles=True), lane()
-    for made in (mixed, plain):
-        letters(made, 13)
-    assert (mixed.dataset.epochs, plain.dataset.epochs) == ([0, 1, 2], [])
+def test_a_lane_asks_for_the_items_of_each_pass():
+    made = lane()
+    letters(made, 13)
+    assert made.dataset.epochs == [0, 1, 2]
+
+
+def test_a_position_of_a_version_in_which_datasets_counted_the_passes_is_gone_on_from():
+    first, resumed = lane(), lane()
+    letters(first, 10)
+    state = first.state()
+    resumed.go_on({**state, "before": {**state["before"], "epoch": 1}})
+    assert resumed.state() == state
 
 
 def test_a_lane_without_any_row_is_refused():
@@ -96,7 +104,7 @@ def test_a_lane_without_any_row_is_refused():
 
 
 def test_a_new_lane_has_given_nothing():
-    assert Lane(None, lambda item, tally: [], False, 1).state() == {
+    assert Lane(lambda epoch: (), lambda item, tally: [], 1).state() == {
         "before": None, "epoch": 0, "given": 0, "in_epoch": 0, "rows": 0, "tokens": 0, "trained": 0, "tally": {},
         "kinds": {},
     }  # fmt: skip
