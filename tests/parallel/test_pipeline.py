@@ -152,7 +152,8 @@ def buffers(folder: Path) -> int:
     _, stage = stage_of(folder)
     stage.step(next(windows(ragged(4), 1, 4)), 1)
     received = (stage.stage.args_recv_info, stage.stage.grad_recv_info)
-    of_all = [info.buffer for each in received for micro_batch in each.values() for info in micro_batch]
+    # In older versions what is given to the first stage, and not received, has no such attribute.
+    of_all = [getattr(info, "buffer", None) for each in received for infos in each.values() for info in infos]
     return sum(buffer.nbytes for buffer in of_all if buffer is not None)
 
 
