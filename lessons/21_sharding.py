@@ -538,7 +538,8 @@ except BadInput as refused:
 # %% [markdown]
 # **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
 # bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are.
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are, in torch
+# 2.11 with a little help.
 
 
 # %% tags=["hide-input"]
@@ -568,8 +569,9 @@ def four_bits(way, storage):
         if way == "accelerate":
             of_accelerate(model)
         else:
-            fully_shard(layer)
-            fully_shard(model)
+            with fsdp.bytes_allowed():  # torch 2.11 needs it
+                fully_shard(layer)
+                fully_shard(model)
     (weight,) = model.parameters()
     return getattr(weight, "_local_tensor", weight).nbytes, " ".join(str(one.message) for one in said)
 

@@ -17,7 +17,7 @@ Shapes: N processes; a weight of E elements is ceil(E / N) in each; micro-batche
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -149,10 +149,32 @@ def spread(total: torch.nn.Module, plan: Plan, world: World) -> torch.nn.Module:
     from cria_tricks.load.model import blocks_of
 
     assert world.mesh is not None
-    for block in blocks_of(total):
-        fully_shard(block, mesh=world.mesh["data"])
-    fully_shard(total, mesh=world.mesh["data"])
+    with bytes_allowed():
+        for block in blocks_of(total):
+            fully_shard(block, mesh=world.mesh["data"])
+        fully_shard(total, mesh=world.mesh["data"])
     return total
+
+
+@contextlib.contextmanager
+def bytes_allowed() -> Iterator[None]:
+    """Let ``fully_shard`` take weights that are whole numbers, as packed 4-bit weights are.
+
+    torch 2.11 asks for the gradient of every piece, and only then looks whether the whole weight is frozen. But whole
+    numbers have no gradient, and torch refuses to be asked. In this context their pieces ignore it. Newer versions do
+    not ask.
+    """
+    # DTensor takes half a second to import, and only a run over several cards needs it.
+    from torch.distributed.tensor import DTensor
+
+    def ask(piece: torch.Tensor, gradient: bool = True) -> torch.Tensor:
+        return torch.Tensor.requires_grad_(piece, gradient and piece.is_floating_point())
+
+    DTensor.requires_grad_ = ask  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del DTensor.requires_grad_  # the method of torch.Tensor is the one again
 
 
 def window(total: torch.nn.Module, world: World, last: bool) -> contextlib.AbstractContextManager[Any]:
