@@ -116,7 +116,7 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Callab
         # Not shuffled: datasets shuffles the shards of such a set before it divides them among lanes. So with each pass
         # a lane would get other shards, and two lanes in different passes could read the same one.
         found = [split_dataset_by_node(source.rows, lane, source.lanes) for lane in mine]
-        return [lambda epoch, dataset=dataset: dataset for dataset in found]
+        return [partial(_in_any_pass, dataset) for dataset in found]
     shards: list[Any] = source.shards()
     if len(shards) < source.lanes:
         raise too_few(source.lanes)
@@ -130,6 +130,10 @@ def datasets_of(source: Streamed, seed: int, mine: Sequence[int]) -> list[Callab
         return IterableDataset.from_generator(source.items, gen_kwargs=kwargs)
 
     return [partial(in_pass, lane) for lane in mine]
+
+
+def _in_any_pass(dataset: Any, epoch: int) -> Any:
+    return dataset
 
 
 def _in_order(shards: Sequence[Any], order: Iterable[int]) -> list[Any]:

@@ -149,7 +149,7 @@ def bound() -> None:
         client.event_hooks["response"].append(_after)
         # If no connection can be made, the library closes its client. huggingface_hub 1.10 repeats the request with the
         # closed client, whose error hides the first one. A client that nobody uses any longer is freed without a close.
-        client.close = lambda: None
+        client.close = lambda: None  # type: ignore[method-assign]
         return client
 
     factory.bounded = True  # type: ignore[attr-defined]
