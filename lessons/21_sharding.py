@@ -538,8 +538,8 @@ except BadInput as refused:
 # %% [markdown]
 # **A warning, and nothing is sharded.** accelerate's way to FSDP2 leaves 4-bit weights whole when they are stored as
 # bytes. That is how they are stored if nobody says otherwise, and QLoRA's base consists of them. Cure there:
-# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are, in torch
-# 2.11 with a little help.
+# `bnb_4bit_quant_storage`, a float type that holds the same bits. `fully_shard` itself takes bytes as they are, in
+# torch 2.11 with a little help.
 
 
 # %% tags=["hide-input"]

@@ -95,8 +95,8 @@ class ClockedStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
-        # Before its first step torch runs a micro-batch, to see shapes. Older versions leave the random state changed by
-        # dropout's draws, so a resumed run would draw other numbers than one that was not stopped.
+        # Before its first step torch runs a micro-batch, to see shapes. In older versions dropout's draws change the
+        # random state, so a resumed run would draw other numbers than one that was not stopped.
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             return super()._prepare_forward_infra(*arguments, **options)
 

@@ -145,8 +145,8 @@ class ResumableTrainer(Trainer):
         with loading(checkpoint):
             found = {name: torch.load(path, map_location="cpu", weights_only=True) for name, path in saved.items()}
             dtensor.put_back(found["optimizer"], self.optimizer, self.model, self.world)
-            # Another number of processes may have had other groups of parameters. What the scheduler knows of each group
-            # follows from the settings, so this run's own is right; how far the schedule is comes from the checkpoint.
+            # With another number of processes the run may have had other groups of parameters. What the scheduler knows
+            # of a group follows from the settings, so this run's own is right. The rest comes from the checkpoint.
             by_group = {name: self.lr_scheduler.state_dict()[name] for name in ("base_lrs", "lr_lambdas", "_last_lr")}
             self.lr_scheduler.load_state_dict({**found["scheduler"], **by_group})
             self._page_again()
