@@ -519,8 +519,8 @@ assert apart(wrong, alone[0]) > 0.01
 # %% [markdown]
 # **`shape '[...]' is invalid for input of size ...`.** transformers 5.23 cuts a model by itself (`tp_plan="auto"`),
 # then peft 0.21 puts whole adapters beside the parts. $A$ beside o gets half of the heads, and expects all. (With
-# transformers 5.16 and peft 0.20 no error tells you: both processes hold the whole $A$ beside q, nobody adds up its
-# gradients, and each process trains another one.) Cure: cut after peft, and the adapters as in section 2.
+# transformers 5.16 and peft 0.20 there is no error, but nobody adds up the gradients of $A$ beside q, so each process
+# trains another one.) Cure: cut after peft, and the adapters as in section 2.
 
 
 # %%
