@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-fused bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -112,6 +112,10 @@ bench-longest: $(READY)
 bench-overhead: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m benchmarks.overhead
+
+# Fused adapters and blocks beside peft's and transformers', in pairs of micro-batches: some minutes on two cores.
+bench-fused: $(READY)
+	$(VENV)/bin/python -m benchmarks.fused
 
 # Packed rows beside padded batches of 4, the same documents of the real lengths.
 bench-packing: $(READY)
