@@ -13,9 +13,6 @@ Ours     three autograd functions in plain torch, which the switch itself runs i
          (``load/fused.py``)
 
 Shapes: x (..., D); gate and up (..., F); queries and keys (B, H, T, W), cosines and sines (B, T, W).
-
-The derivations. With r = 1 / sqrt(mean(x^2) + eps), a norm is y = w x r. With g = w dy, dx = r (g - x r^2 mean(g x)).
-A rotation by an angle is undone by the rotation by its negative, and so is its gradient: swap the sign of the sines.
 """
 
 import functools
@@ -47,6 +44,10 @@ model = fuse_blocks(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", targ
 """
 KINDS = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "smollm3")
 """Kinds of model whose norms are those of Llama, and whose whole heads are rotated."""
+
+
+# The derivations. With r = 1 / sqrt(mean(x^2) + eps), a norm is y = w x r. With g = w dy, dx = r (g - x r^2 mean(g x)).
+# A rotation by an angle is undone by the rotation by its negative, and so is its gradient: swap the sign of the sines.
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,19 +8,11 @@ Claim    exact within rounding: each sum is rounded once and not three times; in
          adapters are not rounded to 16 bits on their way
 Needs    peft = lora, without dropout and without dora; the MLP of Llama, down(act(gate(x)) * up(x)), for its part
 Breaks   compile and the tensor-parallel strategies, which are refused. With dropout or dora it has no effect
-Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (the product); the derivation below is the chain rule. The idea for
-         LoRA is Unsloth's: github.com/unslothai/unsloth, unsloth/kernels/fast_lora.py (read, not copied)
+Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (the product); the derivation below is the chain rule. Unsloth
+         does the same since 2023: github.com/unslothai/unsloth, unsloth/kernels/fast_lora.py
 Ours     two autograd functions in plain torch, which the switch itself runs on peft's modules (``load/fused.py``)
 
 Shapes: x (N, I), W (O, I), A (R, I), B (O, R), y (N, O), for N tokens and rank R; an MLP goes from D to F and back.
-
-The derivation. Forward, y = x W^T + s (x A^T) B^T. With dy, the gradient of y, and u = s dy B, shape (N, R):
-
-    dB = dy^T (s x A^T)        dA = u^T x        dx = dy W + u A
-
-Nothing but x is needed, because x A^T is cheap to compute again. Matrices that share x add into one dx. The MLP is
-y = down(h) with h = a(e) * g, e = gate(x) and g = up(x). From dh, which is down's dx, follow dg = dh * a(e) and
-de = dh * g * a'(e). So x, e and g are enough.
 """
 
 import functools
@@ -50,6 +42,15 @@ from cria_tricks.load.fused import fuse  # no library of this stack has it
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model = fuse(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
 """
+
+
+# The derivation. Forward, y = x W^T + s (x A^T) B^T. With dy, the gradient of y, and u = s dy B, shape (N, R):
+#
+#     dB = dy^T (s x A^T)        dA = u^T x        dx = dy W + u A
+#
+# Nothing but x is needed, because x A^T is cheap to compute again. Matrices that share x add into one dx. The MLP is
+# y = down(h) with h = a(e) * g, e = gate(x) and g = up(x). From dh, which is down's dx, follow dg = dh * a(e) and
+# de = dh * g * a'(e). So x, e and g are enough.
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ SWITCHES = {
     "checkpointed, DoRA, AdamW in 8 bits": (
         "tricks.gradient_checkpointing=true", "lora.dora=true", "lora.r=16", "tricks.optimizer=adamw_8bit",
     ),
-    "fused": ("tricks.fused_lora=true", "tricks.fused_blocks=true", "tricks.gradient_checkpointing=2", "lora.dropout=0"),
+    "fused": (
+        "tricks.fused_lora=true", "tricks.fused_blocks=true", "tricks.gradient_checkpointing=2", "lora.dropout=0",
+    ),
     "three of four checkpointed": (
         "tricks.gradient_checkpointing=3", "tricks.attention=sdpa", "tricks.keep_attention=true", "lora.dropout=0",
     ),
