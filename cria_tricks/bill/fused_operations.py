@@ -148,9 +148,8 @@ def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
     """
     found = rule(memory)
     names = [one.name for one in found]
-    if (
-        memory.shape.joined or memory.shape.experts > 1 or GATED not in names
-    ):  # there, or in fused_lora, it is not apart
+    # In these models, and with fused_lora, the activation is no operation of its own.
+    if memory.shape.joined or memory.shape.experts > 1 or GATED not in names:
         return found
     inner = memory.all_tokens * memory.shape.inner * memory.product_itemsize
     gate = {"gate": inner}

@@ -19,6 +19,7 @@ from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
 TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Matrices of attention that multiply the same input."""
 GATED = ("gate_proj", "up_proj", "down_proj")
+"""The matrices of an MLP of the kinds below."""
 GATED_MLPS = (
     "Gemma2MLP",
     "Gemma3MLP",
@@ -32,8 +33,6 @@ GATED_MLPS = (
     "SmolLM3MLP",
 )
 """transformers' MLPs that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``; a test reads their code."""
-
-
 NORMS = tuple(f"{family}RMSNorm" for family in ("Granite", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "SmolLM3"))
 """transformers' norms that compute what ``rms_norm`` does; the same test reads them."""
 
