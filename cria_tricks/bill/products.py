@@ -109,7 +109,7 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
         input_learns = learns or trained  # a trained block trains its norms, too, so it needs this gradient
         if number == 0:
             _attention_grads(found, [input_learns or name in adapts for name in group])
-        for number_in_group, name in enumerate(group):
+        for place, name in enumerate(group):
             d_in, d_out = work.shape.linears[name]
             times = passes_of_a_token(work.shape, name)
             own.add(d_in, d_out, times)
@@ -125,7 +125,7 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
                     found.adapter.add(d_in, r, times)  # A x is computed again, for the gradient of B
                     # What is added in place is also read: y once, and the gradient of x for W and for A.
                     own.elements += d_out * times
-                    found.adapter.elements += (2 if number_in_group else 1) * d_in * times * input_learns
+                    found.adapter.elements += (2 if place else 1) * d_in * times * input_learns
                 # peft computes B A by sending an identity matrix of D_in rows through A and B.
                 norms += 2 * r * d_in * (d_in + d_out) * times * work.dora
                 learns = True

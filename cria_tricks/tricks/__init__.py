@@ -47,7 +47,7 @@ TRICKS: tuple[ModuleType, ...] = (
     side_network,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
-    # How products with adapters and what lies between are computed. That decides what a block saves, see below.
+    # How a block's products and the operations between them run. This decides what the block saves.
     fused_lora,
     fused_blocks,
     # What a block saves for the backward pass: the attention first, then a variant of it. After that, which blocks

@@ -323,7 +323,7 @@ def test_the_mlps_that_are_fused_compute_what_is_fused():
         assert "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))" in code, name
 
 
-def test_a_million_bytes_less_for_a_thousand_tokens_of_llama_3_2_1b():
+def test_the_peak_of_llama_3_2_1b_falls_by_what_is_no_longer_saved():
     """On a T4 at 1 x 2,048 without checkpointing, by hand; the dry run says the same (tests/memory)."""
     base = with_settings(recipes.capstone(T4), ["tricks.gradient_checkpointing=false"])
     shape = find_shape("llama-3.2-1b")
