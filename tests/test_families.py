@@ -20,7 +20,7 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.model_settings import needed
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS, compile
+from cria_tricks.tricks import TRICKS, compile, fused_blocks
 from tests.helpers import train
 
 SMALL = {
@@ -110,9 +110,13 @@ def test_a_tiny_twin_of_every_family_trains(kind, switches, twins, tmp_path, mon
 
 
 def test_every_family_trains_with_most_toggles():
-    """What a family refuses: the chunked loss where the head does more, torch's attention where scores are capped."""
+    """What a family refuses: its blocks fused where they compute something else, the chunked loss where the head does
+    more, torch's attention where scores are capped."""
     alone = {kind: {one[1][0] for one in WORKING if one[0] == kind and len(one[1]) == 1} for kind in KINDS}
     usual = alone["llama"]
-    missing = {kind: sorted(usual - found) for kind, found in alone.items() if usual - found}
-    assert set(missing) == {"gemma2", "granite"}
-    assert missing["granite"] == ["chunked_loss=true"]
+    missing = {kind: usual - found for kind, found in alone.items()}
+    not_fused = {kind for kind, refused in missing.items() if "fused_blocks=true" in refused}
+    assert not_fused == set(KINDS) - set(fused_blocks.KINDS)
+    others = {kind: refused - {"fused_blocks=true"} for kind, refused in missing.items()}
+    assert {kind for kind, refused in others.items() if refused} == {"gemma2", "granite"}
+    assert others["granite"] == {"chunked_loss=true"}

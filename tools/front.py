@@ -14,10 +14,10 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPSTONE = "17_kwanzaa"
 
 SURPRISES = {
-    "00": "each weight is said to cost 16 bytes; on long rows 4 of those cost nothing",
+    "00": "of the 16 bytes of a weight, 4 cost nothing on long rows",
     "01": "with eager attention, 16 bits take more memory than 32",
     "02": "with one row at a time it saves nothing, and adds a gradient",
-    "03": "the loss is right but the gradients are wrong, until the random state is replayed",
+    "03": "right loss, wrong gradients, until the random state is replayed",
     "04": "the rank hardly changes the memory; freezing does",
     "05": "half the bytes of the weights, and a larger bill",
     "06": "the weights shrink by 1,377 MiB, the peak by 239",
@@ -26,11 +26,11 @@ SURPRISES = {
     "09": "on a T4 the flag alone makes it worse",
     "10": "each new token moves the whole KV cache 3 times; once is enough",
     "11": "a leak between documents makes the training loss better",
-    "12": "a token's logits take 12 times the memory of its 16 checkpointed blocks",
-    "13": "one line of nearly every QLoRA script costs 1,155 MiB",
-    "14": "the first loss after a resume is right to the bit, yet the run is another",
+    "12": "a token's logits take 12 times its 16 checkpointed blocks",
+    "13": "one line of most QLoRA scripts costs 1,155 MiB",
+    "14": "the first loss after a resume is right, yet the run is another",
     "15": "of ten rules of thumb, two hold",
-    "16": "the savings add up to 43,866 MiB, more than the bill of 32,046",
+    "16": "the savings add up to 43,866 MiB of a bill of 32,046",
     "17": "the whole run: plan, train, resume, evaluate",
     "18": "a dead run logs a falling loss, then 0.0",
     "19": "7.3 GiB of tensors reserve 9.3 GiB",
@@ -40,9 +40,10 @@ SURPRISES = {
     "23": "two cards with a device map are as fast as one",
     "24": "the order of the grid decides what crosses the slow link",
     "25": "where one more card stops helping",
-    "26": "a character takes 12 bytes in Python lists, 0.6 in an array",
+    "26": "a character takes 12 bytes in lists, 0.6 in an array",
     "27": "a public T4 run reached 11 % of the card's peak FLOP/s",
-    "28": "a short job costs over four times as much on an A100 as on a T4",
+    "28": "a short job on an A100 costs over four times a T4's",
+    "29": "autograd saves four inner tensors of an MLP; two are enough",
 }
 """The surprise of each lesson, by its number."""
 

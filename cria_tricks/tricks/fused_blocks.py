@@ -32,7 +32,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("fused_blocks=true",)
 CLAIM = "exact within rounding"
-LESSON = "16_together"
+LESSON = "29_fused_lora"
 REFERENCE = ("_RMSNorm", "_Gated", "_Rotate")
 PLAIN = """
 from peft import LoraConfig, get_peft_model

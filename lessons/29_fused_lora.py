@@ -1,0 +1,561 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # 29. How the fast ones are fast: fused LoRA
+# > **Promise.** On a T4, TRL trained TinyLlama for 13,090 s, and Unsloth did the same job in 6,996 s. The core of that
+# > is no secret: a backward pass written by hand. You derive it in four steps, prove it, and save 1.28 GiB of the job
+# > with it. Then you write a GPU kernel and run it on your CPU.
+#
+# > **Card.** saves two of the MLP's four inner tensors, fp32 copies of the norms' inputs, kernel launches / costs one
+# > thin product for each adapter and one activation for each MLP / exact within rounding / 40 minutes / after lesson 16
+#
+# The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 16 ended
+# with a surprise: the T4 has room to spare, so the fastest run is one *without* gradient checkpointing. Then every
+# block keeps all its activations. This lesson makes them fewer, and the block faster.
+
+# %% tags=["hide-input"]
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels run in Python, on any processor
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cria_tricks import course
+from cria_tricks.bench import results
+from cria_tricks.bench.style import Theme
+from cria_tricks.bill.block import kept
+from cria_tricks.hardware import T4
+from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import toggles
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
+from cria_tricks.step_plan import diff
+from cria_tricks.tricks import folds
+from cria_tricks.tricks.fused_blocks import rms_norm
+from cria_tricks.tricks.fused_lora import Matrix, gated_mlp
+
+torch.manual_seed(0)
+MIB, KIB = 2**20, 2**10
+fp64, fp32, bf16 = torch.float64, torch.float32, torch.bfloat16
+D, INNER, R, N, S = 64, 160, 4, 96, 0.5  # width, inner width of the MLP, rank, tokens, the adapter's scale
+
+# %% [markdown]
+# ## 1. The bill
+# Take the job without checkpointing. What does one block save for its backward pass, per token? In Llama-3.2-1B the
+# width is $D = 2048$ and the MLP's inner width is $F = 8192$. A number takes 2 bytes. Guess which half of the block is
+# larger, attention or MLP.
+
+# %%
+job = with_settings(course.CAPSTONE, ["tricks.gradient_checkpointing=false"])
+shape = find_shape(job.model)
+
+
+def saved_per_token(recipe):
+    """Bytes that one block saves for one token, by name."""
+    one, other = (folds.facts(recipe, shape, T4, tokens) for tokens in (64, 128))
+    few, many = (kept(facts.learning_operations(facts)) for facts in (one, other))
+    return {name: (many[name] - few[name]) / 64 for name in many}
+
+
+table = saved_per_token(job)
+for name, size in table.items():
+    if size >= KIB:
+        print(f"{name:22}{size / KIB:5.0f} KiB")
+large = sum(size for size in table.values() if size >= KIB)
+print(f"{'together':22}{large / KIB:5.0f} KiB a token and block")
+assert large == 8 * 8192 + 20 * 2048 == 104 * KIB
+
+# %% [markdown]
+# The MLP saves four tensors of $F$ numbers: the gate, the activated gate, up, and their product. That is $8F$ of
+# $8F + 20D$ bytes. Both norms save their input as an fp32 copy. Which of these could be computed again from others, for
+# the price of a few multiplications?
+#
+# ## 2. From scratch, in four steps
+# Autograd saves the inputs of each operation, because it looks at one operation at a time. If you write the backward
+# pass of several operations as one function, you choose what is saved.
+#
+# **Step 1: one matrix and its adapter.** $W$ is frozen, $A$ and $B$ learn, $s$ is a number:
+#
+# $$y = x W^\top + s\,(x A^\top) B^\top$$
+#
+# Let $dy$ be the gradient of the loss with respect to $y$. The chain rule gives, with the thin tensor $u = s\,dy\,B$:
+#
+# $$dx = dy\,W + u A, \qquad dA = u^\top x, \qquad dB = dy^\top (s\,x A^\top)$$
+#
+# So $x$ is enough. Autograd also saves the thin $x A^\top$; it is computed again instead.
+
+
+# %%
+def forward(x, W, A, B):
+    return torch.addmm(x @ W.T, x @ A.T, B.T, alpha=S)  # one kernel multiplies, scales and adds
+
+
+def backward(dy, x, W, A, B):
+    """Return the gradients of x, A and B."""
+    u = S * dy @ B
+    return torch.addmm(dy @ W, u, A), u.T @ x, dy.T @ (S * x @ A.T)
+
+
+# %% [markdown]
+# **Step 2: matrices that share their input.** Gate and up both multiply $x$. It is saved once, and their two $dx$ are
+# added. (Queries, keys and values do the same.)
+#
+# **Step 3: the gate.** With $e$ and $g$, the results of gate and up, $h = a(e) \cdot g$. The activation is
+# $a(e) = e\,\sigma(e)$, called SiLU. Therefore
+#
+# $$dg = dh\,a(e), \qquad de = dh\,g\,a'(e), \qquad a'(e) = \sigma(e)\,\bigl(1 + e\,(1 - \sigma(e))\bigr)$$
+#
+# So $e$ and $g$ are enough: $a(e)$ and $h$ are computed again, which needs no matrix product.
+
+
+# %%
+def gate_backward(dh, e, g):
+    """Return the gradients of e and g."""
+    sigma = e.sigmoid()
+    return dh * g * sigma * (1 + e * (1 - sigma)), dh * e * sigma
+
+
+# %% [markdown]
+# **Step 4: put them together.** The whole MLP saves $x$, $e$ and $g$.
+
+
+# %%
+class FusedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *weights):  # W, A and B of gate, of up and of down
+        gate, up, down = weights[:3], weights[3:6], weights[6:]
+        e, g = forward(x, *gate), forward(x, *up)
+        ctx.save_for_backward(x, e, g, *weights)
+        return forward(F.silu(e) * g, *down)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, e, g, *weights = ctx.saved_tensors
+        gate, up, down = weights[:3], weights[3:6], weights[6:]
+        dh, *of_down = backward(dy, F.silu(e) * g, *down)
+        de, dg = gate_backward(dh, e, g)
+        dx, *of_gate = backward(de, x, *gate)
+        dx_of_up, *of_up = backward(dg, x, *up)
+        return dx + dx_of_up, None, *of_gate, None, *of_up, None, *of_down
+
+
+def plain_mlp(x, *weights):
+    """The same by autograd, operation by operation, as peft does it."""
+
+    def adapted(x, W, A, B):
+        return x @ W.T + (x @ A.T) @ B.T * S
+
+    e, g = adapted(x, *weights[:3]), adapted(x, *weights[3:6])
+    return adapted(F.silu(e) * g, *weights[6:])
+
+
+# %% tags=["hide-input"]
+def kept_tensors(theme: Theme):
+    """What an MLP with adapters saves: with autograd, and with one function."""
+    sketch = course.Sketch(theme, 44, 15)
+    names = ("x", "e", "a(e)", "g", "h", "y")
+    for row, (label, saved) in enumerate((("autograd", {"x", "e", "a(e)", "g", "h"}), ("fused", {"x", "e", "g"}))):
+        top = 2 + 7 * row
+        sketch.text(0, top + 2, label, align="left")
+        for n, name in enumerate(names):
+            height = 2 if name in ("x", "y") else 4
+            left = 8 + 6 * n
+            sketch.tensor(left, top + 2 - height / 2, 4.2, height, name, color=0, kept=name in saved)
+            if n:
+                sketch.arrow((left - 1.7, top + 2), (left - 0.2, top + 2))
+    return sketch.figure
+
+
+course.show(
+    kept_tensors,
+    "Figure 1. Tensors of an MLP on the way from x to y. Filled boxes are saved. Fused, the activated gate a(e) and "
+    "the product h are not; the backward pass computes them again from e and g.",
+)
+
+# %% [markdown]
+# ## 3. Prove it
+# **The derivation.** `gradcheck` compares a backward pass with finite differences, in fp64. If one sign were wrong, it
+# would say so.
+
+
+# %%
+def weights_of(dtype, D=D, INNER=INNER, R=R):
+    """W, A and B of gate, up and down; A and B learn."""
+    made = []
+    for d_in, d_out in ((D, INNER), (D, INNER), (INNER, D)):
+        made += [torch.randn(d_out, d_in, dtype=dtype) / d_in**0.5]
+        made += [(torch.randn(*size, dtype=dtype) / 8).requires_grad_() for size in ((R, d_in), (d_out, R))]
+    return made
+
+
+small = torch.randn(3, 5, dtype=fp64, requires_grad=True)
+assert torch.autograd.gradcheck(FusedMLP.apply, (small, *weights_of(fp64, 5, 7, 2)))
+print("gradcheck: the gradients are those of finite differences")
+
+# %% [markdown]
+# **The bytes.** Predict what each way saves besides its weights, for $N$ tokens. Autograd saves $x$, four inner tensors
+# and three thin $x A^\top$. Ours saves $x$ and two inner tensors.
+
+# %%
+weights, x = weights_of(fp32), torch.randn(N, D, requires_grad=True)
+predicted = {"autograd": 4 * N * (D + 4 * INNER + 3 * R), "fused": 4 * N * (D + 2 * INNER)}
+for name, mlp in (("autograd", plain_mlp), ("fused", FusedMLP.apply)):
+    with SavedBytes(besides=weights) as saved:
+        alive = mlp(x, *weights)
+    print(f"{name:9} saves {saved.now:,} bytes, predicted {predicted[name]:,}")
+    assert saved.now == predicted[name]
+
+# %% [markdown]
+# **The rounding.** In bf16 each of our sums is rounded fewer times. So how far are result and gradients from fp64, for
+# peft's way and for the package's version, `gated_mlp`? Both keep $A$ and $B$ in fp32, under autocast.
+
+
+# %%
+def as_matrices(weights, dtype):
+    """For the package: W in one dtype, the adapter in fp32 or wider."""
+    found = []
+    for W, A, B in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+        W, wide = W.to(bf16).to(dtype), torch.promote_types(dtype, fp32)
+        A, B = (each.detach().to(fp32).to(wide).requires_grad_() for each in (A, B))
+        found.append(Matrix(lambda x, W=W: F.linear(x, W), W.to, A, B, S))
+    return found
+
+
+def run(way, x, three, dtype):
+    """The result and all gradients, under autocast if the dtype has 16 bits."""
+    x = x.to(dtype).requires_grad_()
+    with torch.autocast("cpu", bf16, enabled=dtype == bf16):
+        y = way(x, three)
+    adapters = [each for one in three for each in (one.A, one.B)]
+    return [y, *torch.autograd.grad(y.double().square().sum(), [x, *adapters])]
+
+
+def pefts(x, three):
+    return plain_mlp_of(x, *three)
+
+
+def plain_mlp_of(x, gate, up, down):
+    def adapted(x, one):
+        return one.times(x) + F.linear(F.linear(x, one.A), one.B) * one.scale
+
+    return adapted(F.silu(adapted(x, gate)) * adapted(x, up), down)
+
+
+def ours(x, three):
+    return gated_mlp(x, *three, F.silu)
+
+
+far = {"peft's": 0.0, "ours": 0.0}
+for seed in range(8):
+    torch.manual_seed(seed)
+    drawn, given = weights_of(fp64), torch.randn(N, D).to(bf16)
+    exact = run(pefts, given, as_matrices(drawn, fp64), fp64)
+    for name, way in (("peft's", pefts), ("ours", ours)):
+        found = run(way, given, as_matrices(drawn, bf16), bf16)
+        far[name] += sum(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)) / 8 / 8
+print(*(f"{name}: {gap:.2%} from fp64" for name, gap in far.items()), sep="\n")
+assert far["ours"] < far["peft's"]
+
+# %% [markdown]
+# Ours is a little nearer. One reason: autocast computes the gradient of $A$ and $B$ in 16 bits and then calls it fp32.
+# Ours asks the product for its fp32 sums.
+#
+# ## 4. What it costs
+# **Products.** Each adapter computes $x A^\top$ twice. A block has seven adapters, so it has seven thin products more.
+# Predict the extra share of an MLP's floating-point operations:
+
+# %%
+counted = {
+    name: flops(lambda way=way: way(x, *weights).sum().backward())
+    for name, way in (("autograd", plain_mlp), ("fused", FusedMLP.apply))
+}
+thin = 2 * N * R * (D + D + INNER)
+print(f"autograd {counted['autograd']:,} operations, fused {counted['fused']:,}: {thin / counted['autograd']:.1%} more")
+assert counted["fused"] - counted["autograd"] == thin
+
+# %% [markdown]
+# In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What is saved instead? Between products,
+# a block reads and writes memory, and launches many small kernels. In lean 16 bits a block's forward and backward pass
+# runs 196 kernels with peft, 188 with fused adapters, and 166 if norms, rotary positions and gate are fused too
+# (counted on a CPU).
+#
+# **A kernel, run by hand.** Why is fewer better? A norm does little arithmetic. PyTorch's RMSNorm is eight kernels, and
+# each reads its input from memory and writes its result back. A *Triton* kernel is a Python function for one row: it
+# reads the row once, computes, and writes once. Triton compiles it for a GPU, and its interpreter runs it here:
+
+# %%
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # its wheels are for Linux
+    triton = None
+    print("Triton is not installed here: pip install triton, or read on")
+
+if triton:
+
+    @triton.jit
+    def norm_kernel(x_ND, w_D, y_ND, D, EPS: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0)  # one program for each row
+        at = tl.arange(0, BLOCK)  # a power of two, so longer than the row
+        x = tl.load(x_ND + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+        w = tl.load(w_D + at, mask=at < D, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=0) / D + EPS)
+        tl.store(y_ND + row * D + at, x * r * w, mask=at < D)
+
+    rows, gain = torch.randn(5, 48), torch.randn(48)
+    y = torch.empty_like(rows)
+    norm_kernel[(len(rows),)](rows, gain, y, 48, EPS=1e-5, BLOCK=64)
+    torch.testing.assert_close(y, rms_norm(rows, gain, 1e-5))
+    print("the kernel's norm is the package's")
+
+# %% [markdown]
+# In 16 bits this kernel moves 4 bytes for each number, and PyTorch's eight move 36. `tricks/triton_blocks.py` has it
+# with its backward pass, and the gate and the rotation. No GPU of ours has run them yet, so no switch uses them:
+# both switches below are plain PyTorch.
+#
+# **Seconds.** Pairs of micro-batches on rows of the real lengths, SmolLM2's shape, two CPU cores (committed):
+
+# %%
+study = results.study("fused")
+for way in ("fused_lora", "fused") if study else ():
+    pairs = sorted(study[way]["pairs"])
+    print(f"{way:11}{study[way]['times_as_fast']:.2f} times as fast as peft ({pairs[0]:.2f} to {pairs[-1]:.2f})")
+
+# %% [markdown]
+# A GPU gains more than a CPU, because launches and memory traffic are a larger part of its step. For a T4 we have an
+# estimate only, which section 5 prints.
+#
+# ## 5. The production switch
+# `fused_lora` is the function above, over 4-bit and 8-bit matrices too. `fused_blocks` treats norms, rotary positions
+# and gate the same way.
+
+# %%
+switches = ["tricks.fused_lora=true", "tricks.fused_blocks=true"]
+fused = with_settings(job, switches)
+print(*(f"--set {switch}" for switch in switches))
+print(diff(resolve(job, T4), resolve(fused, T4)))
+course.show_bill(job, fused)
+
+# %% [markdown]
+# Predict the saving: $4F$ bytes a token and block by the MLP, $2D$ by each of two norms, and the thin tensors. Also the
+# adapters' 16-bit copies, which autocast makes and autograd saves.
+
+# %%
+n, L, adapter_weights = 2048, shape.layers, 11_272_192
+bytes_saved = n * L * (4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r) + 2 * adapter_weights
+saved = course.bill(job).peak_bytes - course.bill(fused).peak_bytes
+print(f"{saved / MIB:,.1f} MiB less, predicted {bytes_saved / MIB:,.1f}")
+assert sum(size for size in saved_per_token(fused).values() if size >= KIB) == 64 * KIB
+assert saved == bytes_saved
+target = toggles.Target(shape, T4)
+for name, recipe in (("peft's way", job), ("fused", fused)):
+    ms, longest = 1000 * target.bill(recipe).seconds, toggles.longest(target, recipe)
+    print(f"{name:10} by estimate {ms:.2f} ms a token on a T4, and rows of up to {longest:,} tokens fit")
+
+# %% [markdown]
+# 104 KiB became 64, and rows without checkpointing can be half as long again. With checkpointing the peak falls by 30
+# MiB only, because then one block at a time holds its activations. Both switches are off in all recipes until a GPU has
+# measured them. `cria plan kwanzaa --gpu t4 --fit fastest` proposes them.
+#
+# **Who does which part?**
+#
+# | | adapters | norm, gate, rotation | loss |
+# |---|---|---|---|
+# | Unsloth | fused; adapter gradients in 16 bits | one Triton kernel each | in chunks |
+# | Liger | no | one Triton kernel each | in chunks |
+# | TRL | no | Liger's, by a flag | in chunks, by a flag |
+# | axolotl | fused | a Triton kernel for the gate | Liger's, by a flag |
+# | `torch.compile` | fuses what lies between products | yes, it writes the kernels | whole logits |
+# | here | fused; adapter gradients in fp32 | fewer kernels, plain PyTorch | in chunks, trained tokens only |
+#
+# What remains to Unsloth is its kernels: one launch where plain PyTorch needs several, and a shorter way into
+# bitsandbytes' unpacking. What remains to all is the largest part of a step, the products with $W$. Fusing leaves
+# these as they are.
+#
+# ## 6. Where it breaks
+# **`Unpack is being triggered for a tensor that was already unpacked once.`** Under gradient checkpointing, a function
+# of your own may read `ctx.saved_tensors` only once, because the read frees what was recomputed. Cure: read it into
+# local names.
+
+
+# %%
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if ctx.saved_tensors[0].numel() == 0:
+            return dy
+        return 2 * dy * ctx.saved_tensors[0]  # the second time
+
+
+y = checkpoint(ReadsTwice.apply, torch.randn(3, requires_grad=True), use_reentrant=False)
+try:
+    y.sum().backward()
+    raise AssertionError("torch let it read twice")
+except RuntimeError as error:
+    print(str(error)[:140])
+    assert "already unpacked once" in str(error)
+
+
+# %% [markdown]
+# **No message, and gradients are wrong the second time.** Fast kernels write gradients over saved tensors, to spare
+# memory. Autograd notices PyTorch's in-place operations on a saved tensor, but not those of a kernel or of `.data`.
+# Then a second backward pass through the same graph (`retain_graph=True`) reads gradients where it expects activations.
+# Cure: run the backward pass once, or leave saved tensors alone, as our functions do.
+
+
+# %%
+class OverItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return x.data.mul_(2 * dy)  # as a kernel would; autograd does not see it
+
+
+x3 = torch.tensor([3.0], requires_grad=True)
+y = OverItsInput.apply(x3.clone())
+first, second = (torch.autograd.grad(y, x3, retain_graph=True)[0].item() for _ in range(2))
+print(f"the gradient of x squared at 3: {first:.0f}, and the second time {second:.0f}")
+assert (first, second) == (6, 12)
+
+# %% [markdown]
+# **`fused_lora has no effect with lora.dropout`.** Dropout gives the adapter another input than $W$, so $x$ is not
+# enough. Unsloth falls back to peft there too. The plan says so, and the bill stays that of peft:
+
+# %%
+plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]))
+print(*plan.warnings, sep="\n")
+assert any("fused_lora has no effect with lora.dropout" in warning for warning in plan.warnings)
+
+# %% [markdown]
+# ## 7. Exercises
+# 1. **Predict.** Llama-3.1-8B has $D = 4096$, $F = 14336$ and 32 blocks. Without checkpointing, how many MiB do both
+#    switches save for one row of 1,024 tokens? Your answer is a number of MiB. (Leave the thin tensors out.)
+# 2. **Build.** Fill in `norm_backward(dy, x, w, eps)`: the gradient of $x$ for $y = w\,x\,r$, with
+#    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (About three lines. $r$ depends on $x$ as well.)
+# 3. **Reach.** Unsloth's gate kernel makes no new tensor. Fill in `in_place(dh, e, g)`: it returns $h$, $de$ and $dg$,
+#    and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`. (About eight lines.)
+
+# %% tags=["exercise"]
+mib_saved_for_8b = None
+
+
+def norm_backward(dy, x, w, eps):
+    """FILL ME IN: return the gradient of x."""
+
+
+def in_place(dh, e, g):
+    """FILL ME IN: return h, de, dg; make one new tensor."""
+
+
+# %% tags=["hide-input"]
+def of_norm(answer):
+    torch.manual_seed(1)
+    for size in (1.0, 0.01):
+        x = (size * torch.randn(7, 12, dtype=fp64)).requires_grad_()
+        w, dy = torch.randn(12, dtype=fp64), torch.randn(7, 12, dtype=fp64)
+        y = w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        (right,) = torch.autograd.grad(y, x, dy)
+        if (found := answer(dy.clone(), x.detach().clone(), w.clone(), 1e-5)) is None:
+            raise NotImplementedError
+        assert found.shape == x.shape, f"the shape is {tuple(found.shape)}, and x has {tuple(x.shape)}"
+        r = torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-5)
+        assert not torch.allclose(found, dy * w * r), "that takes r for a constant; it depends on x, too"
+        assert torch.allclose(found, right), "not autograd's gradient; check w, the mean, and the power of r"
+
+
+def of_in_place(answer):
+    torch.manual_seed(2)
+    dh, e, g = (torch.randn(50, 40, dtype=fp64) for _ in range(3))
+    de, dg = gate_backward(dh, e, g)
+    right = {"h": F.silu(e) * g, "de": de, "dg": dg}
+    given = [each.clone() for each in (dh, e, g)]
+    results = []
+    made = peak_bytes(lambda: results.append(answer(*given)), alive=given) / dh.nbytes
+    if results[0] is None:
+        raise NotImplementedError
+    assert isinstance(results[0], tuple), "return three tensors: h, de, dg"
+    assert len(results[0]) == 3, "return three tensors: h, de, dg"
+    for (name, its), found in zip(right.items(), results[0], strict=True):
+        assert found.shape == its.shape, f"{name} has the shape {tuple(found.shape)}"
+        assert torch.allclose(found, its), f"{name} is wrong; was a tensor written over that is still needed?"
+    assert made < 1.5, f"it makes {made:.0f} new tensors at a time; write over dh, e and g (mul_, addcmul_)"
+
+
+course.check(
+    1,
+    mib_saved_for_8b,
+    course.about(
+        2304,
+        "per token and block: 4 F bytes of the MLP and 2 D of each norm; then times tokens and blocks",
+        mistakes={
+            1792: "the two norms save something as well: 2 D bytes each",
+            2048: "there are two norms in a block",
+            6144: "that is what peft's way saves; the question is the difference",
+            3840: "that is what is still saved; the question is the difference",
+            2304 * 2**20: "that is a number of bytes; give MiB",
+            72: "that is the MiB of one block; the model has 32",
+        },
+    ),
+    "a number of MiB",
+)
+course.check(2, norm_backward, of_norm, "a function (dy, x, w, eps) -> the gradient of x, shaped like x")
+course.check(3, in_place, of_in_place, "a function (dh, e, g) -> three tensors of their shape")
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# mib_saved_for_8b = (4 * 14336 + 2 * 2 * 4096) * 1024 * 32 / 2**20
+#
+#
+# def norm_backward(dy, x, w, eps):
+#     r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+#     g = dy * w
+#     return r * (g - x * r**2 * (g * x).mean(-1, keepdim=True))
+#
+#
+# def in_place(dh, e, g):
+#     sigma = e.sigmoid()  # the one new tensor
+#     a = e.mul_(sigma)  # the activated gate
+#     slope = sigma.addcmul_(sigma, a, value=-1).add_(a)  # sigma + a - sigma a
+#     de = slope.mul_(g).mul_(dh)
+#     h = g.mul_(a)
+#     dg = dh.mul_(a)
+#     return h, de, dg
+# ```
+#
+# </details>
+#
+# ## In one breath
+# - **Saves** 40 of 104 KiB a token and block of Llama-3.2-1B: 1.28 GiB of the job without checkpointing, 30 MiB with.
+# - **Costs** seven thin products and one activation a block.
+# - **Exact within rounding**: fewer roundings than peft's way, and adapter gradients that stay in fp32.
+# - **When**: no checkpointing, or checkpointing of some blocks; launches and traffic are a large part of the step.
+# - **When not**: dropout, DoRA, `compile`, tensor parallelism; models with other norms (Gemma, OLMo 2, Phi-3).
+#
+# ## Sources
+# - Seconds of TinyLlama on a T4: Hugging Face's blog, pull request 1726 (January 2024).
+# - Unsloth (2026.8): `unsloth/kernels/fast_lora.py`, `swiglu.py`, `rms_layernorm.py`, `rope_embedding.py`. Liger 0.8:
+#   Hsu et al. 2024, arXiv 2410.10989. axolotl: `kernels/lora.py`. TRL 1.16: `use_liger_kernel`.
+# - Hu et al. 2021, *LoRA*, arXiv 2106.09685, section 4.1. Shazeer 2020, *GLU Variants*, arXiv 2002.05202, eq. 6. Zhang
+#   and Sennrich 2019, *RMSNorm*, arXiv 1910.07467, eq. 4.
+# - Tillet et al. 2019, *Triton*, MAPL 2019. Its interpreter: triton-lang.org, "Debugging Triton".
+# - Ours: `cria_tricks/tricks/fused_lora.py`, `fused_blocks.py` and `triton_blocks.py`, and their tests.
