@@ -1,6 +1,7 @@
-"""What no machine here could hold, counted without a byte of it: Llama-3.2-1B's ladder on a T4, and how bytes grow.
+"""What no machine here could hold, counted without a byte of it: Llama-3.2-1B's ladder on a T4, its longest rows
+without checkpointing, and how bytes grow.
 
-    python -m benchmarks.by_dry_run                  # both: 13 minutes on one core
+    python -m benchmarks.by_dry_run                  # all: 17 minutes on one core
     python -m benchmarks.by_dry_run --only ladder
 
 Every number is of a dry run (``predict/dry_run.py``): the real modules, loss and optimizer on tensors without data,
@@ -59,6 +60,20 @@ def rungs() -> dict[str, Recipe]:
     return {setting.set[0]: setting.recipe for setting in toggles.ladder(target, capstone)}
 
 
+def without_checkpointing() -> dict[str, Recipe]:
+    """The capstone without checkpointing, with and without fused functions: its rows, and the longest that fits."""
+    target = toggles.Target(find_shape(MODEL), T4)
+    switches = ("tricks.fused_lora=true", "tricks.fused_blocks=true")
+    found = {}
+    for many in range(len(switches) + 1):
+        chosen = switches[:many]
+        recipe = with_settings(recipes.capstone(T4), ["tricks.gradient_checkpointing=false", *chosen])
+        name = " ".join(switch.removeprefix("tricks.") for switch in chosen) or "peft and transformers"
+        for tokens in (recipe.data.max_length, toggles.longest(target, recipe)):
+            found[f"{name}: {tokens}"] = with_settings(recipe, [f"data.max_length={tokens}"])
+    return found
+
+
 def growth() -> dict[str, Recipe]:
     """One thing changed at a time: length, rows, model."""
     found: dict[str, Recipe] = {}
@@ -91,7 +106,7 @@ def fill(name: str, cases: dict[str, Recipe], results: Path | None, console: Con
 def main() -> None:
     """Count, write the result files, print the numbers as they come."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    studies = {"ladder": rungs, "growth": growth}
+    studies = {"ladder": rungs, "without_checkpointing": without_checkpointing, "growth": growth}
     parser.add_argument("--only", choices=studies)
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
     chosen = parser.parse_args()

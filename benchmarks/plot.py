@@ -40,6 +40,8 @@ def blocks(cases: list[Case]) -> dict[str, str]:
     found["public_runs"] = tables.public_runs(json.loads((HERE / "results" / "published_runs.json").read_text()))
     if ladder := study("ladder"):
         found["ladder"] = tables.ladder(ladder["cases"])
+    if without := study("without_checkpointing"):
+        found["without_checkpointing"] = tables.without_checkpointing(without["cases"])
     if frontier := study("frontier"):
         found["frontier"] = tables.frontier(frontier)
     if seconds_error := study("seconds_error"):

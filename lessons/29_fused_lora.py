@@ -61,7 +61,7 @@ shape = find_shape(job.model)
 def saved_per_token(recipe):
     """Bytes that one block saves for one token, by name."""
     one, other = (folds.facts(recipe, shape, T4, tokens) for tokens in (64, 128))
-    few, many = (kept(facts.learning_operations(facts)) for facts in (one, other))
+    few, many = (kept(facts.operations) for facts in (one, other))
     return {name: (many[name] - few[name]) / 64 for name in many}
 
 

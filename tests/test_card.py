@@ -28,6 +28,7 @@ from cria_tricks.models.catalogue import SMOLLM2
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
 from cria_tricks.trainer.what_ran import in_words, rows_in_words, tags
+from tests.sweeps import sample
 
 PEFT = {
     "lora": ("tricks.peft=lora", "lora.r=2"),
@@ -116,7 +117,7 @@ def loss_of(model, tokenizer, rows: str, folder: Path) -> float:
     return model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss.item()
 
 
-@pytest.mark.parametrize(("peft", "rows", "quantization"), CASES)
+@pytest.mark.parametrize(("peft", "rows", "quantization"), sample(CASES, 8))
 def test_the_cards_code_runs_and_gives_the_model_that_chat_gives(peft, rows, quantization, run):
     folder = run(peft, rows, quantization)
     found = run_code_of(folder)

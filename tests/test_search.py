@@ -1,5 +1,6 @@
 """--fit: the search for the fastest, the smallest and the longest set of toggles that fits."""
 
+import functools
 import json
 import time
 
@@ -23,6 +24,7 @@ def kwanzaa(*settings: str) -> Recipe:
     return with_settings(recipes.capstone(T4), settings)
 
 
+@functools.cache  # several tests look at one search
 def found(recipe: Recipe, aim: str = "fastest", **more) -> search.Found:
     target = Target(find_shape(recipe.model), T4)
     return search.search(target, recipe, aim, full(recipe, "a test"), **more)
@@ -137,7 +139,7 @@ def test_what_may_change_changes_only_when_it_is_allowed():
         OutOfMemory, match=r"no set of toggles fits Tesla T4 .* the smallest needs .* --may-change quant"
     ):
         found(recipe)
-    chosen = found(recipe, may_change=["quantization"]).chosen
+    chosen = found(recipe, may_change=("quantization",)).chosen
     assert chosen.recipe.tricks.quantization in ("int8", "nf4")
 
 
@@ -168,6 +170,7 @@ def test_a_search_compares_few_enough_sets_for_five_seconds(model, monkeypatch):
     """Counted and not timed: a bill takes about 1.5 ms, so 3,000 of them are 4.5 s."""
     bills = []
     memory = Target.memory
+    found.cache_clear()
     monkeypatch.setattr(Target, "memory", lambda self, *given: bills.append(1) or memory(self, *given))
     began = time.perf_counter()
     try:

@@ -29,7 +29,8 @@ NAMES = [check.name for check in selftest.CHECKS]
 def only_failing(name: str) -> str:
     """Make a check and one more, or with CRIA_ALL every one; the others hold. What was found."""
     others = [check for check in selftest.CHECKS if check.name != name]
-    others = others if os.environ.get("CRIA_ALL") else [random.Random(name).choice(others)]
+    if not os.environ.get("CRIA_ALL"):  # loss_in_fp32 takes 20 s on a CPU without 16-bit units
+        others = [random.Random(name).choice([check for check in others if check.name != "loss_in_fp32"])]
     made = [check for check in selftest.CHECKS if check.name == name or check in others]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "CHECKS", made)

@@ -123,6 +123,19 @@ def ladder(counted: Mapping[str, Mapping[str, Any]]) -> str:
     return table(("toggle", "peak by dry run", "this step", "fits a T4", "by hand, off by"), rows)
 
 
+def without_checkpointing(counted: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lay out peaks without checkpointing by dry run; each label ends with the tokens of the row."""
+    rows = []
+    for label, case in counted.items():
+        name, _, tokens = label.partition(": ")
+        fits = "yes" if case["fits"] else "no"
+        off = round(100 * (case["estimated_bytes"] / case["peak_bytes"] - 1), 2) + 0.0
+        rows.append((name, f"{int(tokens):,}", human(case["peak_bytes"]), fits, f"{off:+.2f} %"))
+    return table(
+        ("adapters and blocks by", "tokens of the row", "peak by dry run", "fits a T4", "by hand, off by"), rows
+    )
+
+
 def toggles(compared: Sequence[Pair]) -> str:
     """Lay out the ratios of bytes and time for each toggle of the capstone: alone, and with all the others."""
     series = list(dict.fromkeys(pair.series for pair in compared))

@@ -8,6 +8,7 @@ block's deepest point, which ``bill/moments.py`` picks.
 In the code n is the number of tokens of a micro-batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cria_tricks.bill.constants import FP32
@@ -39,7 +40,7 @@ class Point:
         return self.kept + self.opened + self.learnt
 
 
-def kept(operations: list[Operation]) -> dict[str, int]:
+def kept(operations: Sequence[Operation]) -> dict[str, int]:
     """Return the tensors that a block saves for its backward pass, by name [bytes]."""
     found: dict[str, int] = {}
     for operation in operations:
@@ -48,7 +49,7 @@ def kept(operations: list[Operation]) -> dict[str, int]:
     return found
 
 
-def _pinned(operations: list[Operation]) -> dict[str, int]:
+def _pinned(operations: Sequence[Operation]) -> dict[str, int]:
     """Return the saved tensors that checkpointing and offloading cannot remove, by name [bytes]."""
     found: dict[str, int] = {}
     for operation in operations:
@@ -56,12 +57,12 @@ def _pinned(operations: list[Operation]) -> dict[str, int]:
     return found
 
 
-def pinned_bytes(operations: list[Operation]) -> int:
+def pinned_bytes(operations: Sequence[Operation]) -> int:
     """Return the bytes of the saved tensors that checkpointing and offloading cannot remove."""
     return sum(_pinned(operations).values())
 
 
-def attended_bytes(operations: list[Operation]) -> int:
+def attended_bytes(operations: Sequence[Operation]) -> int:
     """Return the bytes of what a fused attention kernel has returned; 0 for another kernel.
 
     If an int8 product pins attention's output, checkpointing could not drop that anyway, so it is not counted here.
@@ -72,7 +73,7 @@ def attended_bytes(operations: list[Operation]) -> int:
     return tensors[ATTENDED] + tensors[LOG_SUM_EXP] - _pinned(operations).get(ATTENDED, 0)
 
 
-def below_adapters(memory: StepFacts, operations: list[Operation]) -> int:
+def below_adapters(memory: StepFacts, operations: Sequence[Operation]) -> int:
     """Return how much less the first block saves, because no gradient is needed below its first adapter [bytes].
 
     In every other block the gradient flows on to the block below. Nothing below the first block learns, so in it
@@ -127,7 +128,7 @@ class _Beside:
     skips_down: bool
 
 
-def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
+def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
     n = memory.all_tokens
     width = memory.shape.width
     # If no block learns, no backward pass reaches one, so none is repeated.
@@ -167,7 +168,7 @@ def _beside(memory: StepFacts, operations: list[Operation]) -> _Beside:
     return _Beside(found, late)
 
 
-def points(memory: StepFacts, operations: list[Operation], *, learns: bool = False) -> list[Point]:
+def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool = False) -> list[Point]:
     """Walk through a block, and return what is alive at each operation, in the forward and in the backward pass.
 
     Args:

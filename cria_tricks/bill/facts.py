@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.lines import Line
@@ -111,6 +112,11 @@ class StepFacts:
     waiting_gradient_bytes: int = 0
     optimizer_state_bits: int = 32
     expandable_segments: bool = False
+
+    @cached_property  # several moments ask, and a search makes hundreds of bills
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations of a block that learns, or of the trained copy beside a block."""
+        return tuple(self.learning_operations(self))
 
     @property
     def accumulates(self) -> bool:

@@ -74,7 +74,7 @@ def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> 
     last = last_blocks(memory)
     once = replace(last, checkpointed=False, offloaded=last.offloaded or last.checkpointed)
     copies = cast_copies(memory, kept=memory.checkpointed or memory.offloaded)
-    points = [point for point in block.points(once, memory.learning_operations(once)) if not point.backward]
+    points = [point for point in block.points(once, once.operations) if not point.backward]
     for point in pick(points):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))
     return found
@@ -118,7 +118,7 @@ def _of_blocks(
         since: how many blocks are above the highest, and done.
         until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
     """
-    operations = memory.learning_operations(memory)
+    operations = memory.operations
     points = block.points(memory, operations, learns=not memory.accumulates)
     if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]

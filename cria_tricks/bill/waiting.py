@@ -43,7 +43,7 @@ def last_blocks(memory: StepFacts) -> StepFacts:
 
 def _tensors_of(memory: StepFacts) -> BlockTensors:
     """Collect what one block saves."""
-    operations = memory.learning_operations(memory)
+    operations = memory.operations
     tensors = block.kept(operations)
     return BlockTensors(
         input=block_input(memory),
@@ -59,7 +59,7 @@ def _tensors_of(memory: StepFacts) -> BlockTensors:
 
 def waiting_at(memory: StepFacts) -> Waiting:
     """Compute what waits in the blocks at the moments of :class:`Waiting`."""
-    operations = memory.learning_operations(memory)
+    operations = memory.operations
     a_block = _tensors_of(memory)
     pinned = a_block.pinned
     waits = memory.block_waits(a_block)

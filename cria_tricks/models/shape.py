@@ -88,7 +88,7 @@ class Shape:
         """Whether a norm follows down_proj: it does where the norms of a block stand behind, or on both sides."""
         return self.norms_behind or self.norms == 4
 
-    @property
+    @functools.cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(D_in, D_out) of each matrix of a block, by its name in LoRA's targets; with experts, of one expert."""
         width, inner = self.width, self.inner

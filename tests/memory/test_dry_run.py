@@ -25,6 +25,7 @@ from cria_tricks.tricks import packing
 from cria_tricks.tricks.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
 from tests.memory.cases import skip_experts_shaped_by_numbers
+from tests.sweeps import sample
 
 BLOCKS, TOKENS = 3, 32
 
@@ -103,7 +104,7 @@ def peaks(folder, line: str, out) -> tuple[DryRun, int]:
     return found, max(entry["peak_bytes"] for entry in run.training if "peak_bytes" in entry)
 
 
-@pytest.mark.parametrize("line", SETS)
+@pytest.mark.parametrize("line", sample(SETS, 14))
 def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_path):
     folder = tiny_model if "fp16" in line else smollm2  # CPUs emulate fp16: SmolLM2's vocabulary would take minutes
     found, peak = peaks(folder, line, tmp_path)
@@ -150,7 +151,7 @@ def test_shapes_that_depend_on_numbers_are_said_in_one_line(monkeypatch):
         dry_run(resolve(Recipe(), T4), AutoConfig.for_model(**CONFIGS["tiny"]), 1, 8)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sample(FAMILIES, 10))
 def test_every_family_goes_through(name):
     """Of each model one block, in full, with LoRA and with all of QLoRA; weights as many as its shape has."""
     skip_experts_shaped_by_numbers(name)

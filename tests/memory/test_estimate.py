@@ -11,6 +11,7 @@ from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import TRICKS, trick_name
 from tests.memory.cases import A100, CPU, EVERYTHING, GIB, T4, bill, counted, recipe, skip_experts_shaped_by_numbers
+from tests.sweeps import sample
 
 MIB = 2**20
 SETS = (
@@ -175,7 +176,7 @@ SAMPLE = [
 
 @pytest.mark.parametrize(
     ("model", "blocks", "toggles", "batch", "tokens", "device"),
-    SAMPLE,
+    sample(SAMPLE, 16),
     ids=lambda value: getattr(value, "name", None) or str(value) or "nothing",
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):

@@ -38,8 +38,9 @@ from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.folds import estimate
 from tests.memory.cases import A100, T4, recipe, skip_experts_shaped_by_numbers
+from tests.sweeps import sample
 
-SEED, SETTINGS = int(os.environ.get("CRIA_SEED", "25")), int(os.environ.get("CRIA_SETTINGS", "20"))
+SEED, SETTINGS = int(os.environ.get("CRIA_SEED", "25")), int(os.environ.get("CRIA_SETTINGS", "10"))
 OTHERS = {
     # Of SmolLM3-3B, Granite-3.3-2B, Phi-3.5-mini, the same with shared key heads as Phi-3-medium has them, OLMo-2-1B.
     # Two blocks each.
@@ -76,25 +77,34 @@ def test_so_is_one_of_the_models_that_came_later(number):
 
 @pytest.mark.parametrize(
     ("model", "toggles", "batch", "tokens", "device"),
-    [
-        # OLMo 2 has its norms behind: one follows down_proj, and none stands before the first matrices.
-        ("olmo-2-1b", "lora lora.dora=true fp16 nf4 lean sdpa checkpoint chunked", 2, 1024, T4),
-        ("olmo-2-1b", "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged", 1, 2048, T4),
-        ("olmo-2-1b", "lora bf16 nf4 sdpa checkpoint chunked", 4, 4096, A100),
-        ("olmo-2-1b", "side sdpa side.blocks=2", 4, 512, T4),
-        ("olmo-2-1b", "lora bf16 sdpa checkpoint chunked lora.target_modules=q_proj,gate_proj,up_proj", 3, 3196, A100),
-        # Gemma 3 has norms on both sides, and a window: flash-attn needs no mask for it, torch's attention one.
-        ("gemma-3-4b", "lora lora.dora=true lora.r=4 fp16 nf4 lean sdpa checkpoint chunked", 4, 2048, A100),
-        ("gemma-3-1b", "lora bf16 flash checkpoint chunked", 4, 3267, A100),
-        ("gemma-3-1b", "lora fp16 sdpa checkpoint chunked", 1, 512, T4),
-        # Granite multiplies the embedding's result, and what its blocks add.
-        ("granite-3.1-2b", "lora lora.r=1 bf16 sdpa checkpoint", 2, 4160, A100),
-        ("granite-3.1-2b", "lora lora.dora=true lora.dropout=0.1 bf16 nf4 sdpa checkpoint", 3, 1254, A100),
-        # Phi-4 joins matrices, and shares key heads.
-        ("phi-4-mini", "lora fp16 nf4 lean sdpa expand checkpoint chunked", 1, 1024, T4),
-        ("phi-4-mini", "lora bf16 sdpa chunked", 2, 512, A100),
-        ("phi-4-mini", "bf16 sdpa checkpoint", 2, 512, A100),
-    ],
+    sample(
+        [
+            # OLMo 2 has its norms behind: one follows down_proj, and none stands before the first matrices.
+            ("olmo-2-1b", "lora lora.dora=true fp16 nf4 lean sdpa checkpoint chunked", 2, 1024, T4),
+            ("olmo-2-1b", "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged", 1, 2048, T4),
+            ("olmo-2-1b", "lora bf16 nf4 sdpa checkpoint chunked", 4, 4096, A100),
+            ("olmo-2-1b", "side sdpa side.blocks=2", 4, 512, T4),
+            (
+                "olmo-2-1b",
+                "lora bf16 sdpa checkpoint chunked lora.target_modules=q_proj,gate_proj,up_proj",
+                3,
+                3196,
+                A100,
+            ),
+            # Gemma 3 has norms on both sides, and a window: flash-attn needs no mask for it, torch's attention one.
+            ("gemma-3-4b", "lora lora.dora=true lora.r=4 fp16 nf4 lean sdpa checkpoint chunked", 4, 2048, A100),
+            ("gemma-3-1b", "lora bf16 flash checkpoint chunked", 4, 3267, A100),
+            ("gemma-3-1b", "lora fp16 sdpa checkpoint chunked", 1, 512, T4),
+            # Granite multiplies the embedding's result, and what its blocks add.
+            ("granite-3.1-2b", "lora lora.r=1 bf16 sdpa checkpoint", 2, 4160, A100),
+            ("granite-3.1-2b", "lora lora.dora=true lora.dropout=0.1 bf16 nf4 sdpa checkpoint", 3, 1254, A100),
+            # Phi-4 joins matrices, and shares key heads.
+            ("phi-4-mini", "lora fp16 nf4 lean sdpa expand checkpoint chunked", 1, 1024, T4),
+            ("phi-4-mini", "lora bf16 sdpa chunked", 2, 512, A100),
+            ("phi-4-mini", "bf16 sdpa checkpoint", 2, 512, A100),
+        ],
+        6,
+    ),
 )
 def test_what_only_some_kinds_of_model_have_is_billed(model, toggles, batch, tokens, device):
     config = {**CONFIGS[model], "num_hidden_layers": 2}
@@ -107,18 +117,19 @@ def test_what_only_some_kinds_of_model_have_is_billed(model, toggles, batch, tok
     assert not outside([found])
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+STEPS = [
+    ("sdpa", 1, T4),
+    ("bf16 checkpoint accumulate", 2, A100),
+    ("lora fp16 sdpa expand accumulate", 1, T4),
+    ("lora bf16 nf4 double lean sdpa checkpoint 8bit", 2, A100),
+    ("lora fp16 nf4", 1, T4),
+    ("lora fp16 nf4 sdpa checkpoint chunked lean", 1, T4),
+    ("lora bf16 nf4 sdpa offload chunked", 1, A100),
+]
+
+
 @pytest.mark.parametrize(
-    ("toggles", "batch", "device"),
-    [
-        ("sdpa", 1, T4),
-        ("bf16 checkpoint accumulate", 2, A100),
-        ("lora fp16 sdpa expand accumulate", 1, T4),
-        ("lora bf16 nf4 double lean sdpa checkpoint 8bit", 2, A100),
-        ("lora fp16 nf4", 1, T4),
-        ("lora fp16 nf4 sdpa checkpoint chunked lean", 1, T4),
-        ("lora bf16 nf4 sdpa offload chunked", 1, A100),
-    ],
+    ("kind", "toggles", "batch", "device"), sample(((k, *step) for k in OTHERS for step in STEPS), 12)
 )
 def test_another_size_of_a_kind_is_within_what_is_promised(kind, toggles, batch, device):
     config = {"model_type": kind, "num_hidden_layers": 2, **OTHERS[kind]}

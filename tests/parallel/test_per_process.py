@@ -1,5 +1,6 @@
 """What a process holds: the state against real ones, to the byte; the peak against a counted step; ZeRO's figure."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cria_tricks.tricks import folds
 from cria_tricks.tricks.folds import estimate
 from tests.helpers import prepare
 from tests.memory.cases import CPU, T4
+from tests.sweeps import sample
 
 WIDTHS = {
     "hidden_size": 128,
@@ -181,9 +183,10 @@ def test_fsdp_cuts_rows_and_not_elements(four, folder):
     assert counted[3][2] == 5 * 8 * b
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("settings", [LORA, CHECKPOINTED, TWO, FULL], ids=["LoRA", "checkpointed", "two", "full"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    ("strategy", "settings", "micro_batches"),
+    sample(itertools.product(("ddp", "fsdp", "tensor"), (LORA, CHECKPOINTED, TWO, FULL), (1, 2)), 10),
+)
 def test_the_peak_is_that_of_a_counted_step(two, folder, strategy, settings, micro_batches):
     counted = two.run(counted_peak, folder, strategy, shares(strategy, 2), settings, micro_batches)[0]
     window = micro_batches * shares(strategy, 2)
