@@ -40,10 +40,10 @@ serve: $(READY)
 
 check: test lint types
 
-# Everything that takes too long for every change: all processor levels, 520 spoilt inputs, a run stopped at every step
-# and not at a sample of them, and 300 settings for the estimate under a seed of today's date. An hour on two cores.
-check-all: check test-processors fuzz
-	CRIA_ALL=1 $(VENV)/bin/python -m pytest -n2 tests/test_checkpoints.py tests/test_selftest.py tests/drills
+# Everything that takes too long for every change: all processor levels, 520 spoilt inputs, each sweep with all of its
+# cases and not a sample, and 300 settings for the estimate under a seed of today's date. Some hours on two cores.
+check-all: lint types test-processors fuzz
+	CRIA_ALL=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 	CRIA_SEED=$$(date +%Y%m%d) CRIA_SETTINGS=300 $(VENV)/bin/python -m pytest -n2 tests/memory/test_estimate_error.py
 
 lint: $(READY)

@@ -156,7 +156,7 @@ def fill_map() -> None:
 
 def tabulate() -> None:
     """Write the tables of "Will it fit?", unless they are there and nothing has changed since."""
-    kept = KEPT.parent / "fit" / key(Path(fit.__file__).read_text(encoding="utf-8"))
+    kept = KEPT.parent / "fit" / key(Path(fit.__file__).read_text(encoding="utf-8") + str(fit.MODELS))
     if kept.exists() and (fit.HERE / "index.js").exists():
         return
     subprocess.run([sys.executable, "-m", "tools.fit"], cwd=ROOT, check=True)
