@@ -87,7 +87,11 @@ class Tricks(_Frozen):
     chunked_loss: bool = Field(False, description="compute the logits of 256 trained tokens at a time")
     lean_preparation: bool = Field(False, description="leave out the fp32 copies that the usual preparation makes")
     fused_lora: bool = Field(False, description="a hand-written backward pass for adapters and the MLP around them")
-    fused_blocks: bool = Field(False, description="norms, gated activation and rotary positions that save the least")
+    fused_blocks: bool | Literal["triton"] = Field(
+        False,
+        description="norms, gated activation and rotary positions that save the least; triton: each as one kernel",
+        examples=["true"],
+    )
     activation_offload: bool = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 

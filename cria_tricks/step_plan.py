@@ -24,6 +24,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "adapter_inputs_uncast",
         "fuse_adapters",
         "fuse_blocks",
+        "fuse_blocks_by_triton",
         "checkpoint_blocks",
         "compile_blocks",
     ),

@@ -7,12 +7,14 @@
 
 # %% [markdown]
 # # 29. How the fast ones are fast: fused LoRA
-# > **Promise.** On a T4, TRL trained TinyLlama for 13,090 s, and Unsloth did the same job in 6,996 s. The core of that
-# > is no secret: a backward pass written by hand. You derive it in four steps, prove it, and save 1.28 GiB of the job
-# > with it. Then you write a GPU kernel and run it on your CPU.
+# > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and less
+# > preparation are a part of that (lessons 9 and 13). Another part is a backward pass written by hand. You derive it
+# > in four steps, prove it, and switch it on: 1.28 GiB less without checkpointing. Then you run a GPU kernel on your
+# > CPU.
 #
-# > **Card.** saves two of the MLP's four inner tensors, fp32 copies of the norms' inputs, kernel launches / costs one
-# > thin product for each adapter and one activation for each MLP / exact within rounding / 40 minutes / after lesson 16
+# > **Card.** saves half of an MLP's inner tensors, the fp32 copies of the norms' inputs, and kernel launches / costs
+# > one more small product for each adapter and one activation for each MLP / exact within rounding / 40 minutes /
+# > after lesson 16
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 16 ended
 # with a surprise: the T4 has room to spare, so the fastest run is one *without* gradient checkpointing. Then every
@@ -50,8 +52,8 @@ D, INNER, R, N, S = 64, 160, 4, 96, 0.5  # width, inner width of the MLP, rank, 
 # %% [markdown]
 # ## 1. The bill
 # Take the job without checkpointing. What does one block save for its backward pass, per token? In Llama-3.2-1B the
-# width is $D = 2048$ and the MLP's inner width is $F = 8192$. A number takes 2 bytes. Guess which half of the block is
-# larger, attention or MLP.
+# width is $D = 2048$ and the MLP's inner width is $F = 8192$. A number takes 2 bytes. Guess which half of the block
+# is larger, attention or MLP.
 
 # %%
 job = with_settings(course.CAPSTONE, ["tricks.gradient_checkpointing=false"])
@@ -74,46 +76,48 @@ print(f"{'together':22}{large / KIB:5.0f} KiB a token and block")
 assert large == 8 * 8192 + 20 * 2048 == 104 * KIB
 
 # %% [markdown]
-# The MLP saves four tensors of $F$ numbers: the gate, the activated gate, up, and their product. That is $8F$ of
-# $8F + 20D$ bytes. Both norms save their input as an fp32 copy. Which of these could be computed again from others, for
-# the price of a few multiplications?
+# The MLP stores four tensors of $F$ numbers: the results of its matrices gate and up, the activated gate, and the
+# product of that with up. That is $8F$ of $8F + 20D$ bytes. Both norms store an fp32 copy of their input. Which of
+# these can be recomputed cheaply from the others?
 #
 # ## 2. From scratch, in four steps
 # Autograd saves the inputs of each operation, because it looks at one operation at a time. If you write the backward
 # pass of several operations as one function, you choose what is saved.
 #
-# **Step 1: one matrix and its adapter.** $W$ is frozen, $A$ and $B$ learn, $s$ is a number:
+# **Step 1: one matrix and its adapter.** $x$ holds $N$ tokens of $D$ numbers. $W$, of $F$ by $D$, is frozen; $A$, of
+# $r$ by $D$, and $B$, of $F$ by $r$, learn. $s$ is a number:
 #
 # $$y = x W^\top + s\,(x A^\top) B^\top$$
 #
-# Let $dy$ be the gradient of the loss with respect to $y$. The chain rule gives, with the thin tensor $u = s\,dy\,B$:
+# Let $dy$ be the gradient of the loss with respect to $y$. The chain rule gives, with $u = s\,dy\,B$, which has only
+# $r$ numbers for each token:
 #
 # $$dx = dy\,W + u A, \qquad dA = u^\top x, \qquad dB = dy^\top (s\,x A^\top)$$
 #
-# So $x$ is enough. Autograd also saves the thin $x A^\top$; it is computed again instead.
+# So $x$ is enough. Autograd also stores $x A^\top$; we compute it again instead.
 
 
 # %%
-def forward(x, W, A, B):
-    return torch.addmm(x @ W.T, x @ A.T, B.T, alpha=S)  # one kernel multiplies, scales and adds
+def lora_forward(x, W, A, B):
+    return torch.addmm(x @ W.T, x @ A.T, B.T, alpha=S)  # one operation multiplies, scales and adds
 
 
-def backward(dy, x, W, A, B):
+def lora_backward(dy, x, W, A, B):
     """Return the gradients of x, A and B."""
-    u = S * dy @ B
-    return torch.addmm(dy @ W, u, A), u.T @ x, dy.T @ (S * x @ A.T)
+    u = S * (dy @ B)  # scale the narrow result, not the wide dy
+    return torch.addmm(dy @ W, u, A), u.T @ x, dy.T @ (S * (x @ A.T))
 
 
 # %% [markdown]
-# **Step 2: matrices that share their input.** Gate and up both multiply $x$. It is saved once, and their two $dx$ are
-# added. (Queries, keys and values do the same.)
+# **Step 2: matrices that share their input.** The MLP's matrices gate and up both multiply $x$. It is stored once,
+# and their two $dx$ are added. (Queries, keys and values do the same.)
 #
-# **Step 3: the gate.** With $e$ and $g$, the results of gate and up, $h = a(e) \cdot g$. The activation is
-# $a(e) = e\,\sigma(e)$, called SiLU. Therefore
+# **Step 3: the activation.** Let $e$ be the result of gate, and $g$ that of up. The third matrix, down, multiplies
+# $h = a(e) \cdot g$. The activation is $a(e) = e\,\sigma(e)$, called SiLU. Therefore
 #
 # $$dg = dh\,a(e), \qquad de = dh\,g\,a'(e), \qquad a'(e) = \sigma(e)\,\bigl(1 + e\,(1 - \sigma(e))\bigr)$$
 #
-# So $e$ and $g$ are enough: $a(e)$ and $h$ are computed again, which needs no matrix product.
+# So $e$ and $g$ are enough: $a(e)$ and $h$ are recomputed without any matrix product.
 
 
 # %%
@@ -124,7 +128,7 @@ def gate_backward(dh, e, g):
 
 
 # %% [markdown]
-# **Step 4: put them together.** The whole MLP saves $x$, $e$ and $g$.
+# **Step 4: put them together.** The whole MLP stores $x$, $e$ and $g$.
 
 
 # %%
@@ -132,18 +136,19 @@ class FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *weights):  # W, A and B of gate, of up and of down
         gate, up, down = weights[:3], weights[3:6], weights[6:]
-        e, g = forward(x, *gate), forward(x, *up)
+        e, g = lora_forward(x, *gate), lora_forward(x, *up)
         ctx.save_for_backward(x, e, g, *weights)
-        return forward(F.silu(e) * g, *down)
+        return lora_forward(F.silu(e) * g, *down)
 
     @staticmethod
     def backward(ctx, dy):
         x, e, g, *weights = ctx.saved_tensors
         gate, up, down = weights[:3], weights[3:6], weights[6:]
-        dh, *of_down = backward(dy, F.silu(e) * g, *down)
+        dh, *of_down = lora_backward(dy, F.silu(e) * g, *down)  # of_down: the gradients of A and B
         de, dg = gate_backward(dh, e, g)
-        dx, *of_gate = backward(de, x, *gate)
-        dx_of_up, *of_up = backward(dg, x, *up)
+        dx, *of_gate = lora_backward(de, x, *gate)
+        dx_of_up, *of_up = lora_backward(dg, x, *up)
+        # One gradient for each argument of forward, in order; None for the frozen W.
         return dx + dx_of_up, None, *of_gate, None, *of_up, None, *of_down
 
 
@@ -159,7 +164,7 @@ def plain_mlp(x, *weights):
 
 # %% tags=["hide-input"]
 def kept_tensors(theme: Theme):
-    """What an MLP with adapters saves: with autograd, and with one function."""
+    """What an MLP with adapters stores: with autograd, and with one function."""
     sketch = course.Sketch(theme, 44, 15)
     names = ("x", "e", "a(e)", "g", "h", "y")
     for row, (label, saved) in enumerate((("autograd", {"x", "e", "a(e)", "g", "h"}), ("fused", {"x", "e", "g"}))):
@@ -176,14 +181,14 @@ def kept_tensors(theme: Theme):
 
 course.show(
     kept_tensors,
-    "Figure 1. Tensors of an MLP on the way from x to y. Filled boxes are saved. Fused, the activated gate a(e) and "
+    "Figure 1. Tensors of an MLP on the way from x to y. Filled boxes are stored. Fused, the activated gate a(e) and "
     "the product h are not; the backward pass computes them again from e and g.",
 )
 
 # %% [markdown]
 # ## 3. Prove it
-# **The derivation.** `gradcheck` compares a backward pass with finite differences, in fp64. If one sign were wrong, it
-# would say so.
+# **The derivation.** `gradcheck` moves each input a little, and compares how the output moves with the gradient, in
+# fp64. If one sign were wrong, it would say so.
 
 
 # %%
@@ -201,21 +206,22 @@ assert torch.autograd.gradcheck(FusedMLP.apply, (small, *weights_of(fp64, 5, 7, 
 print("gradcheck: the gradients are those of finite differences")
 
 # %% [markdown]
-# **The bytes.** Predict what each way saves besides its weights, for $N$ tokens. Autograd saves $x$, four inner tensors
-# and three thin $x A^\top$. Ours saves $x$ and two inner tensors.
+# **The bytes.** Predict what each way stores besides its weights, for $N$ tokens. Autograd stores $x$, four inner
+# tensors and three $x A^\top$. Ours stores $x$ and two inner tensors.
 
 # %%
 weights, x = weights_of(fp32), torch.randn(N, D, requires_grad=True)
 predicted = {"autograd": 4 * N * (D + 4 * INNER + 3 * R), "fused": 4 * N * (D + 2 * INNER)}
 for name, mlp in (("autograd", plain_mlp), ("fused", FusedMLP.apply)):
     with SavedBytes(besides=weights) as saved:
-        alive = mlp(x, *weights)
-    print(f"{name:9} saves {saved.now:,} bytes, predicted {predicted[name]:,}")
+        alive = mlp(x, *weights)  # this name keeps the graph alive while we count
+    print(f"{name:9} stores {saved.now:,} bytes, predicted {predicted[name]:,}")
     assert saved.now == predicted[name]
 
 # %% [markdown]
-# **The rounding.** In bf16 each of our sums is rounded fewer times. So how far are result and gradients from fp64, for
-# peft's way and for the package's version, `gated_mlp`? Both keep $A$ and $B$ in fp32, under autocast.
+# **The rounding.** In bf16 the adapter's part is rounded fewer times. So how far are result and gradients from fp64,
+# with peft's operations and with the package's version, `gated_mlp`? In both $A$ and $B$ are fp32, and autocast
+# (lesson 1) multiplies in bf16.
 
 
 # %%
@@ -223,7 +229,8 @@ def as_matrices(weights, dtype):
     """For the package: W in one dtype, the adapter in fp32 or wider."""
     found = []
     for W, A, B in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
-        W, wide = W.to(bf16).to(dtype), torch.promote_types(dtype, fp32)
+        W = W.to(bf16).to(dtype)  # numbers that bf16 has, so that the base is the same in both dtypes
+        wide = torch.promote_types(dtype, fp32)
         A, B = (each.detach().to(fp32).to(wide).requires_grad_() for each in (A, B))
         found.append(Matrix(lambda x, W=W: F.linear(x, W), W.to, A, B, S))
     return found
@@ -239,13 +246,10 @@ def run(way, x, three, dtype):
 
 
 def pefts(x, three):
-    return plain_mlp_of(x, *three)
-
-
-def plain_mlp_of(x, gate, up, down):
     def adapted(x, one):
         return one.times(x) + F.linear(F.linear(x, one.A), one.B) * one.scale
 
+    gate, up, down = three
     return adapted(F.silu(adapted(x, gate)) * adapted(x, up), down)
 
 
@@ -253,24 +257,25 @@ def ours(x, three):
     return gated_mlp(x, *three, F.silu)
 
 
-far = {"peft's": 0.0, "ours": 0.0}
-for seed in range(8):
+far, seeds = {"peft's": 0.0, "ours": 0.0}, 8
+for seed in range(seeds):
     torch.manual_seed(seed)
     drawn, given = weights_of(fp64), torch.randn(N, D).to(bf16)
     exact = run(pefts, given, as_matrices(drawn, fp64), fp64)
     for name, way in (("peft's", pefts), ("ours", ours)):
         found = run(way, given, as_matrices(drawn, bf16), bf16)
-        far[name] += sum(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)) / 8 / 8
+        gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+        far[name] += sum(gaps) / len(gaps) / seeds
 print(*(f"{name}: {gap:.2%} from fp64" for name, gap in far.items()), sep="\n")
 assert far["ours"] < far["peft's"]
 
 # %% [markdown]
-# Ours is a little nearer. One reason: autocast computes the gradient of $A$ and $B$ in 16 bits and then calls it fp32.
-# Ours asks the product for its fp32 sums.
+# Ours is no further away. One difference cannot be seen in this mean: autocast rounds the gradients of $A$ and $B$ to
+# 16 bits before it stores them as fp32. Ours keeps their fp32 sums (`tests/tricks/test_fused_lora.py` shows both).
 #
 # ## 4. What it costs
-# **Products.** Each adapter computes $x A^\top$ twice. A block has seven adapters, so it has seven thin products more.
-# Predict the extra share of an MLP's floating-point operations:
+# **Products.** Each adapter computes $x A^\top$ twice. A block has seven adapters, so it has seven small products
+# more. Predict the extra share of an MLP's floating-point operations:
 
 # %%
 counted = {
@@ -282,14 +287,15 @@ print(f"autograd {counted['autograd']:,} operations, fused {counted['fused']:,}:
 assert counted["fused"] - counted["autograd"] == thin
 
 # %% [markdown]
-# In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What is saved instead? Between products,
-# a block reads and writes memory, and launches many small kernels. In lean 16 bits a block's forward and backward pass
-# runs 196 kernels with peft, 188 with fused adapters, and 166 if norms, rotary positions and gate are fused too
-# (counted on a CPU).
+# In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What do we gain for it? Between
+# products, a block runs many small operations. On a GPU each is a *kernel*, a program that must be launched and that
+# reads and writes memory. Our tests count the operations of a block in fp32, forward and backward: 160 with peft, 138
+# with fused adapters, 120 if norms, rotary positions and the activation are fused too.
 #
-# **A kernel, run by hand.** Why is fewer better? A norm does little arithmetic. PyTorch's RMSNorm is eight kernels, and
-# each reads its input from memory and writes its result back. A *Triton* kernel is a Python function for one row: it
-# reads the row once, computes, and writes once. Triton compiles it for a GPU, and its interpreter runs it here:
+# **A kernel, run by hand.** Why are fewer better? A norm does little arithmetic. transformers' `LlamaRMSNorm` runs
+# eight kernels, and six of them read and write all numbers. A *Triton* kernel is a Python function that many programs
+# run side by side. Here each program has one row: it reads the row once, computes, and writes once. Triton compiles
+# it for a GPU; on a CPU its interpreter runs it:
 
 # %%
 try:
@@ -303,8 +309,10 @@ if triton:
 
     @triton.jit
     def norm_kernel(x_ND, w_D, y_ND, D, EPS: tl.constexpr, BLOCK: tl.constexpr):
-        row = tl.program_id(0)  # one program for each row
-        at = tl.arange(0, BLOCK)  # a power of two, so longer than the row
+        # x_ND is the address of the first number. A constexpr is a constant, known when the kernel is compiled.
+        row = tl.program_id(0)  # which program this is, of len(rows)
+        at = tl.arange(0, BLOCK)  # places in the row; BLOCK is a power of two, at least D
+        # Places beyond the row are masked: nothing is read there, and 0 adds nothing to the sum.
         x = tl.load(x_ND + row * D + at, mask=at < D, other=0.0).to(tl.float32)
         w = tl.load(w_D + at, mask=at < D, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=0) / D + EPS)
@@ -312,30 +320,33 @@ if triton:
 
     rows, gain = torch.randn(5, 48), torch.randn(48)
     y = torch.empty_like(rows)
-    norm_kernel[(len(rows),)](rows, gain, y, 48, EPS=1e-5, BLOCK=64)
+    norm_kernel[(len(rows),)](rows, gain, y, 48, EPS=1e-5, BLOCK=64)  # in brackets: how many programs
     torch.testing.assert_close(y, rms_norm(rows, gain, 1e-5))
     print("the kernel's norm is the package's")
 
 # %% [markdown]
-# In 16 bits this kernel moves 4 bytes for each number, and PyTorch's eight move 36. `tricks/triton_blocks.py` has it
-# with its backward pass, and the gate and the rotation. No GPU of ours has run them yet, so no switch uses them:
-# both switches below are plain PyTorch.
+# In 16 bits this kernel moves 4 bytes for each number, and the eight move 36. `tricks/triton_blocks.py` has it with
+# its backward pass, and kernels for the activation and the rotary positions. `tricks.fused_blocks=triton` runs them.
+# No GPU of ours has, so what follows is plain PyTorch.
 #
-# **Seconds.** Pairs of micro-batches on rows of the real lengths, SmolLM2's shape, two CPU cores (committed):
+# **Seconds.** We timed peft and ours in turn, on rows of the real lengths, with SmolLM2's shape on two CPU cores. The
+# results are stored beside the package:
 
 # %%
 study = results.study("fused")
-for way in ("fused_lora", "fused") if study else ():
-    pairs = sorted(study[way]["pairs"])
-    print(f"{way:11}{study[way]['times_as_fast']:.2f} times as fast as peft ({pairs[0]:.2f} to {pairs[-1]:.2f})")
+for way in ("fused_lora", "fused"):
+    if study:
+        pairs = sorted(study[way]["pairs"])
+        print(f"{way:11}{study[way]['times_as_fast']:.2f} times as fast as peft ({pairs[0]:.2f} to {pairs[-1]:.2f})")
+    else:
+        print(f"{way:11}not measured yet")
 
 # %% [markdown]
-# A GPU gains more than a CPU, because launches and memory traffic are a larger part of its step. For a T4 we have an
-# estimate only, which section 5 prints.
+# For a T4 there is only an estimate, which section 5 prints.
 #
 # ## 5. The production switch
-# `fused_lora` is the function above, over 4-bit and 8-bit matrices too. `fused_blocks` treats norms, rotary positions
-# and gate the same way.
+# `fused_lora` is the MLP above, and the same for queries, keys, values and the output of attention, over 4-bit and
+# 8-bit matrices too. `fused_blocks` does it for norms, rotary positions and the activation.
 
 # %%
 switches = ["tricks.fused_lora=true", "tricks.fused_blocks=true"]
@@ -345,12 +356,13 @@ print(diff(resolve(job, T4), resolve(fused, T4)))
 course.show_bill(job, fused)
 
 # %% [markdown]
-# Predict the saving: $4F$ bytes a token and block by the MLP, $2D$ by each of two norms, and the thin tensors. Also the
-# adapters' 16-bit copies, which autocast makes and autograd saves.
+# Predict the change of the peak. Per token and block the MLP needs $4F$ bytes less, each of two norms $2D$, and each
+# of seven adapters $2r$. The adapters have 11,272,192 weights; autocast makes 16-bit copies of them, and autograd no
+# longer stores these. (The final norm's input only moves to another line of the bill.)
 
 # %%
-n, L, adapter_weights = 2048, shape.layers, 11_272_192
-bytes_saved = n * L * (4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r) + 2 * adapter_weights
+per_token_and_block = 4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r
+bytes_saved = 2048 * shape.layers * per_token_and_block + 2 * 11_272_192
 saved = course.bill(job).peak_bytes - course.bill(fused).peak_bytes
 print(f"{saved / MIB:,.1f} MiB less, predicted {bytes_saved / MIB:,.1f}")
 assert sum(size for size in saved_per_token(fused).values() if size >= KIB) == 64 * KIB
@@ -361,29 +373,37 @@ for name, recipe in (("peft's way", job), ("fused", fused)):
     print(f"{name:10} by estimate {ms:.2f} ms a token on a T4, and rows of up to {longest:,} tokens fit")
 
 # %% [markdown]
-# 104 KiB became 64, and rows without checkpointing can be half as long again. With checkpointing the peak falls by 30
-# MiB only, because then one block at a time holds its activations. Both switches are off in all recipes until a GPU has
-# measured them. `cria plan kwanzaa --gpu t4 --fit fastest` proposes them.
+# 104 KiB became 64, and the longest row without checkpointing grew by 59 %. And with checkpointing, where the peak is
+# at the loss and no block is open?
+
+# %%
+checkpointed = course.bill(course.CAPSTONE).peak_bytes
+less = checkpointed - course.bill(with_settings(course.CAPSTONE, switches)).peak_bytes
+print(f"{less / MIB:.1f} MiB less: 16-bit copies of the adapters, and a copy of the final norm's input")
+assert less == 2 * 11_272_192 + 2 * 2048 * shape.width
+
+# %% [markdown]
+# Both switches are off in all recipes until a GPU has measured them. `cria plan kwanzaa --gpu t4 --fit fastest` takes
+# them into its choice.
 #
 # **Who does which part?**
 #
-# | | adapters | norm, gate, rotation | loss |
+# | | adapters | norm, activation, rotation | loss |
 # |---|---|---|---|
-# | Unsloth | fused; adapter gradients in 16 bits | one Triton kernel each | in chunks |
+# | Unsloth | fused; their gradients in 16 bits | one Triton kernel each | in chunks |
 # | Liger | no | one Triton kernel each | in chunks |
-# | TRL | no | Liger's, by a flag | in chunks, by a flag |
-# | axolotl | fused | a Triton kernel for the gate | Liger's, by a flag |
+# | TRL | no | Liger's, by a flag | in chunks |
+# | axolotl | fused | Liger's, by flags | Liger's, by a flag |
 # | `torch.compile` | fuses what lies between products | yes, it writes the kernels | whole logits |
-# | here | fused; adapter gradients in fp32 | fewer kernels, plain PyTorch | in chunks, trained tokens only |
+# | here | fused; their gradients in fp32 | fewer operations, or Triton | in chunks, trained tokens only |
 #
-# What remains to Unsloth is its kernels: one launch where plain PyTorch needs several, and a shorter way into
-# bitsandbytes' unpacking. What remains to all is the largest part of a step, the products with $W$. Fusing leaves
-# these as they are.
+# Unsloth's advantage is one launch where plain PyTorch needs several, and a shorter way into bitsandbytes when 4-bit
+# weights are unpacked. None of these speeds up the largest part of a step, the products with $W$.
 #
 # ## 6. Where it breaks
-# **`Unpack is being triggered for a tensor that was already unpacked once.`** Under gradient checkpointing, a function
-# of your own may read `ctx.saved_tensors` only once, because the read frees what was recomputed. Cure: read it into
-# local names.
+# **`Unpack is being triggered for a tensor that was already unpacked once.`** Under gradient checkpointing, a
+# function of your own may read `ctx.saved_tensors` only once, because the read frees what was recomputed. Cure: read
+# it into local names.
 
 
 # %%
@@ -412,8 +432,8 @@ except RuntimeError as error:
 # %% [markdown]
 # **No message, and gradients are wrong the second time.** Fast kernels write gradients over saved tensors, to spare
 # memory. Autograd notices PyTorch's in-place operations on a saved tensor, but not those of a kernel or of `.data`.
-# Then a second backward pass through the same graph (`retain_graph=True`) reads gradients where it expects activations.
-# Cure: run the backward pass once, or leave saved tensors alone, as our functions do.
+# Then a second backward pass through the same graph (`retain_graph=True`) reads gradients where it expects
+# activations. Cure: run the backward pass once, or leave saved tensors alone, as our functions do.
 
 
 # %%
@@ -430,14 +450,15 @@ class OverItsInput(torch.autograd.Function):
 
 
 x3 = torch.tensor([3.0], requires_grad=True)
-y = OverItsInput.apply(x3.clone())
+y = OverItsInput.apply(x3.clone())  # a copy, or x3 itself would be overwritten
 first, second = (torch.autograd.grad(y, x3, retain_graph=True)[0].item() for _ in range(2))
 print(f"the gradient of x squared at 3: {first:.0f}, and the second time {second:.0f}")
 assert (first, second) == (6, 12)
 
 # %% [markdown]
-# **`fused_lora has no effect with lora.dropout`.** Dropout gives the adapter another input than $W$, so $x$ is not
-# enough. Unsloth falls back to peft there too. The plan says so, and the bill stays that of peft:
+# **`fused_lora has no effect with lora.dropout`.** With dropout an adapter has another input than $W$, which would
+# have to be stored as well. Our functions do not do that: peft computes the adapters, and the plan says so. (Unsloth
+# falls back, too.)
 
 # %%
 plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]))
@@ -446,12 +467,14 @@ assert any("fused_lora has no effect with lora.dropout" in warning for warning i
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** Llama-3.1-8B has $D = 4096$, $F = 14336$ and 32 blocks. Without checkpointing, how many MiB do both
-#    switches save for one row of 1,024 tokens? Your answer is a number of MiB. (Leave the thin tensors out.)
+# 1. **Predict.** Llama-3.1-8B has $D = 4096$, $F = 14336$ and 32 blocks. Without checkpointing, by how many MiB do
+#    both switches lower the stored activations of one row of 1,024 tokens? Your answer is a number of MiB. (Leave $x
+#    A^\top$ out.)
 # 2. **Build.** Fill in `norm_backward(dy, x, w, eps)`: the gradient of $x$ for $y = w\,x\,r$, with
 #    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (About three lines. $r$ depends on $x$ as well.)
-# 3. **Reach.** Unsloth's gate kernel makes no new tensor. Fill in `in_place(dh, e, g)`: it returns $h$, $de$ and $dg$,
-#    and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`. (About eight lines.)
+# 3. **Reach.** Unsloth's kernel for `gate_backward` makes no new tensor. Fill in `in_place(dh, e, g)`: it returns
+#    $h$, $de$ and $dg$, and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`. (About eight
+#    lines.)
 
 # %% tags=["exercise"]
 mib_saved_for_8b = None
@@ -545,17 +568,19 @@ course.check(3, in_place, of_in_place, "a function (dh, e, g) -> three tensors o
 # </details>
 #
 # ## In one breath
-# - **Saves** 40 of 104 KiB a token and block of Llama-3.2-1B: 1.28 GiB of the job without checkpointing, 30 MiB with.
-# - **Costs** seven thin products and one activation a block.
+# - **Saves** 40 of 104 KiB a token and block of Llama-3.2-1B: 1.28 GiB of the job without checkpointing, 29.5 MiB
+#   with.
+# - **Costs** seven small products and one activation for each block.
 # - **Exact within rounding**: fewer roundings than peft's way, and adapter gradients that stay in fp32.
 # - **When**: no checkpointing, or checkpointing of some blocks; launches and traffic are a large part of the step.
-# - **When not**: dropout, DoRA, `compile`, tensor parallelism; models with other norms (Gemma, OLMo 2, Phi-3).
+# - **When not**: dropout, DoRA, `compile`, tensor parallelism. `fused_blocks` also refuses Gemma, OLMo 2 and Phi-3,
+#   whose blocks compute something else.
 #
 # ## Sources
 # - Seconds of TinyLlama on a T4: Hugging Face's blog, pull request 1726 (January 2024).
 # - Unsloth (2026.8): `unsloth/kernels/fast_lora.py`, `swiglu.py`, `rms_layernorm.py`, `rope_embedding.py`. Liger 0.8:
 #   Hsu et al. 2024, arXiv 2410.10989. axolotl: `kernels/lora.py`. TRL 1.16: `use_liger_kernel`.
-# - Hu et al. 2021, *LoRA*, arXiv 2106.09685, section 4.1. Shazeer 2020, *GLU Variants*, arXiv 2002.05202, eq. 6. Zhang
-#   and Sennrich 2019, *RMSNorm*, arXiv 1910.07467, eq. 4.
+# - Hu et al. 2021, *LoRA*, arXiv 2106.09685, section 4.1. Shazeer 2020, *GLU Variants*, arXiv 2002.05202, eq. 6.
+#   Zhang and Sennrich 2019, *RMSNorm*, arXiv 1910.07467, eq. 4.
 # - Tillet et al. 2019, *Triton*, MAPL 2019. Its interpreter: triton-lang.org, "Debugging Triton".
 # - Ours: `cria_tricks/tricks/fused_lora.py`, `fused_blocks.py` and `triton_blocks.py`, and their tests.

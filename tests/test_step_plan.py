@@ -319,7 +319,7 @@ def test_what_is_still_off_and_would_work():
         "tricks.quantization=int8 or nf4 or fp4",
         "tricks.lean_preparation=true",
         "tricks.fused_lora=true",
-        "tricks.fused_blocks=true",
+        "tricks.fused_blocks=true or triton",
         "tricks.attention=sdpa",
         "tricks.gradient_checkpointing=true",
         "tricks.activation_offload=true",

@@ -85,6 +85,8 @@ def _values(field: FieldInfo) -> str:
         return "`true` or `false`"
     if annotation == (bool | int):
         return "`true`, `false` or whole number from 0"
+    if annotation == bool | typing.Literal["triton"]:
+        return "`true`, `false` or `triton`"
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:

@@ -1,9 +1,10 @@
-r"""Look for seven silent failures of the libraries on this machine: ``cria doctor --selftest``.
+r"""Look for silent failures of the libraries on this machine: ``cria doctor --selftest``.
 
 A silent failure raises no error, and makes the result of a run wrong. Each check runs the real code (load, tokenise,
 trainer, loss, evaluation) with the installed versions, and compares the result with the same thing computed in another
 way. The model has the shape of ``random:tiny``, and its tokenizer makes a token of each byte. Both are made on the
-spot, so the selftest needs no network and no cache, and leaves no files behind. No check depends on what another one
+spot, so the selftest needs no network and no cache, and leaves no files behind. There are seven checks, and an eighth
+where Triton's kernels run. No check depends on what another one
 tests, so each failure is reported once. The checks stand in the order in which a run would meet the failures. Lesson 18
 shows every failure with the plain libraries.
 """
@@ -23,8 +24,10 @@ from cria_tricks.common.errors import BadInput, Diverged, Interrupted, first_lin
 from cria_tricks.common.version import versions
 from cria_tricks.data.rows import check_rows
 from cria_tricks.data.tokens import IGNORED, tokenize
+from cria_tricks.doctor.kernels import furthest
 from cria_tricks.doctor.selftest_runs import Poison, apart, fitted, gradient_of, make, random_rows, token_mean
 from cria_tricks.hardware import this_device
+from cria_tricks.load.fused import by_triton
 from cria_tricks.load.model import load, load_tokenizer, quiet_libraries
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe
@@ -159,6 +162,12 @@ def gradients_after_evaluation(weights: Weights) -> tuple[bool, str]:
     return moved <= SAME_GRADIENT, f"an evaluation moves the next gradient by {moved:.1e} of itself"
 
 
+def triton_kernels(weights: Weights) -> tuple[bool, str]:
+    """Compare the kernels of ``tricks.fused_blocks=triton``, and their gradients, with plain PyTorch's."""
+    label, share = furthest(this_device())
+    return share <= 1, f"the furthest is {label}: {share:.0%} of what rounding may change"
+
+
 @dataclass(frozen=True)
 class Check:
     """One check of a library's behaviour.
@@ -238,7 +247,23 @@ CHECKS = (
         "m.support_avx512bf16_for_cpu = False; until this check holds, tricks.quantization=none",
     ),
 )
-"""All checks, in the order in which a run would meet the failures."""
+"""The checks of every machine, in the order in which a run would meet the failures."""
+
+WHERE_TRITON_RUNS = Check(
+    triton_kernels,
+    "Do Triton's kernels compute what PyTorch does?",
+    "the installed version of Triton compiles a kernel wrongly for this card",
+    "tricks.fused_blocks=true, which is plain PyTorch; or install another version of Triton",
+)
+
+
+def checks() -> tuple[Check, ...]:
+    """Return the checks that can be made here."""
+    try:
+        by_triton(this_device())
+    except BadInput:
+        return tuple(CHECKS)
+    return (*CHECKS, WHERE_TRITON_RUNS)
 
 
 def examine() -> dict[str, Any]:
@@ -255,13 +280,13 @@ def examine() -> dict[str, Any]:
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         weights = make(Path(folder))
-        checks = [_made(check, weights) for check in CHECKS]
+        made = [_made(check, weights) for check in checks()]
     return {
-        "ok": all(entry["holds"] for entry in checks),
+        "ok": all(entry["holds"] for entry in made),
         "seconds": time.perf_counter() - began,
         "device": this_device().name,
         "versions": versions(),
-        "checks": checks,
+        "checks": made,
     }
 
 

@@ -7,12 +7,14 @@ adapter is switched off.
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitsandbytes as bnb
 import torch
+import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 
+from cria_tricks.hardware.device import Device
 from cria_tricks.tricks.fused_blocks import gated, rms_norm, rotate
 from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
 
@@ -51,25 +53,58 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def fuse_blocks(model: torch.nn.Module) -> torch.nn.Module:
+class Parts(NamedTuple):
+    """The functions of ``tricks/fused_blocks.py``, or others with the same arguments."""
+
+    rms_norm: Callable[..., torch.Tensor]
+    gated: Callable[..., torch.Tensor]
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+PLAIN = Parts(rms_norm, gated, rotate)
+
+
+def by_triton(device: Device) -> Parts:
+    """Return the same functions as Triton kernels.
+
+    Raises:
+        BadInput: if Triton is missing, or does not run on the device.
+    """
+    # Imported here because only this setting needs Triton, which not every machine has.
+    from cria_tricks.tricks import triton_blocks
+
+    triton_blocks.refuse_unfit(device)
+
+    def kernel_or_plain(gate: torch.Tensor, up: torch.Tensor, activation: Any) -> torch.Tensor:
+        if activation is F.silu or type(activation).__name__ in ("SiLU", "SiLUActivation"):
+            return triton_blocks.swiglu(gate, up)
+        return gated(gate, up, activation)
+
+    def rotated(q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return triton_blocks.rotate(q, k, cos, sin)
+
+    return Parts(triton_blocks.rms_norm, kernel_or_plain, rotated)
+
+
+def fuse_blocks(model: torch.nn.Module, parts: Parts = PLAIN) -> torch.nn.Module:
     """Replace the forward passes of norms, MLPs and rotary positions in place, after :func:`fuse`."""
     for module in model.modules():
         kind = type(module).__name__
         if kind in NORMS:
-            module.forward = _norm(module)
+            module.forward = _norm(module, parts)
         elif kind in GATED_MLPS and "forward" not in vars(module):  # else fused_lora has this MLP already
-            module.forward = _gated(module)
+            module.forward = _gated(module, parts)
         elif hasattr(module, "q_proj") and hasattr(module, "head_dim"):
-            module.forward = _with_global(module.forward, apply_rotary_pos_emb=rotate)
+            module.forward = _with_global(module.forward, apply_rotary_pos_emb=parts.rotate)
     return model
 
 
-def _norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: rms_norm(x, module.weight, module.variance_epsilon)
+def _norm(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: parts.rms_norm(x, module.weight, module.variance_epsilon)
 
 
-def _gated(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: module.down_proj(gated(module.gate_proj(x), module.up_proj(x), module.act_fn))
+def _gated(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: module.down_proj(parts.gated(module.gate_proj(x), module.up_proj(x), module.act_fn))
 
 
 def _with_global(method: Any, **replaced: Any) -> Any:

@@ -20,7 +20,7 @@ from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import quiet
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
-from cria_tricks.load.fused import fuse, fuse_blocks
+from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks
 from cria_tricks.load.refusals import Facts, refuse
 from cria_tricks.models import Weights, network, pretrained
 from cria_tricks.models.shape import BESIDE_HEAD
@@ -133,6 +133,8 @@ def refuse_unfit(plan: Plan, weights: Weights) -> None:
 
 def _refuse_unfit(plan: Plan, weights: Weights) -> Any:
     """Check the plan against the model's modules, and return the model, built without its weights."""
+    if "fuse_blocks_by_triton" in plan.after_load:
+        by_triton(plan.device)  # refused here, before weights are read
     return built_empty(plan, pretrained.config(weights.path, weights.name), weights.name)
 
 
@@ -235,7 +237,11 @@ def _fuse_adapters(model: Any, plan: Plan) -> Any:
 
 
 def _fuse_blocks(model: Any, plan: Plan) -> Any:
-    return fuse_blocks(model)
+    return fuse_blocks(model, PLAIN)
+
+
+def _fuse_blocks_by_triton(model: Any, plan: Plan) -> Any:
+    return fuse_blocks(model, by_triton(plan.device))
 
 
 def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
@@ -278,6 +284,7 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "fuse_adapters": _fuse_adapters,
     "fuse_blocks": _fuse_blocks,
+    "fuse_blocks_by_triton": _fuse_blocks_by_triton,
     "checkpoint_blocks": _checkpoint_blocks,
     "compile_blocks": _compile_blocks,
 }

@@ -89,7 +89,7 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     wanted = plan.checkpointing.get("blocks", 0)  # "all" or a number
     if isinstance(wanted, int) and wanted > (facts.blocks or 0):
         raise gradient_checkpointing.too_many(wanted, name, facts.blocks or 0)
-    if "fuse_blocks" in plan.after_load:
+    if {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load):
         fused_blocks.refuse_kind(facts.kind, name)
     if plan.checkpointing.get("keep_attention"):
         _refuse_without_kernel(plan, facts)

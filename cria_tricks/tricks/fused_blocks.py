@@ -1,21 +1,23 @@
-r"""Fused blocks: norm, rotary positions and gated activation save the least, and make few tensors on the way.
+r"""Fused blocks: norm, rotary positions and gated activation store fewer activations, and make few tensors on the way.
 
 Saves    activations in 16 bits: a norm keeps its input as it is and not an fp32 copy, 2 D bytes a token and norm less;
          an MLP computes its activated gate again, F numbers less where fused_lora does not do it; kernels and memory
          traffic, because intermediate results are written in place or not at all
 Costs    one activation for each MLP is computed a second time
 Claim    exact within rounding: the same formulas, with fewer roundings to 16 bits on the way
-Needs    frozen norms, so peft = lora or prompt_tuning; one of the kinds of model in KINDS, whose formulas these are
+Needs    frozen norms, so peft = lora or prompt_tuning; one of the kinds of model in KINDS, whose formulas these are.
+         triton: Triton 3.4 and a CUDA card of compute capability 7.5 or more
 Breaks   compile, which does the same and more, and other kinds of model (Gemma, OLMo 2, Phi-3): both are refused
 Sources  Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4 (RMSNorm); Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU);
          Su et al. 2021, arXiv:2104.09864, eq. 34 (rotary positions). Liger and Unsloth have them as Triton kernels
 Ours     three autograd functions in plain torch, which the switch itself runs in transformers' modules
-         (``load/fused.py``)
+         (``load/fused.py``). triton: the same three as kernels (``triton_blocks.py``), which no card of ours has run
 
 Shapes: x (..., D); gate and up (..., F); queries and keys (B, H, T, W), cosines and sines (B, T, W).
 """
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,18 +28,19 @@ from cria_tricks.bill import fused_operations, moved_bytes
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
+from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
-SWITCHES = ("fused_blocks=true",)
+SWITCHES = ("fused_blocks=true", "fused_blocks=triton")
 CLAIM = "exact within rounding"
 LESSON = "29_fused_lora"
 REFERENCE = ("_RMSNorm", "_Gated", "_Rotate")
 PLAIN = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from cria_tricks.load.fused import fuse_blocks  # in plain torch no library of this stack has it
+from cria_tricks.load.fused import fuse_blocks  # transformers has it as kernels only
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model = fuse_blocks(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
@@ -154,10 +157,31 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     if not tricks.fused_blocks:
         return plan
     if tricks.peft not in ("lora", "prompt_tuning"):
-        return plan.warn(f"fused_blocks has no effect: it needs frozen norms all the way, and peft is {tricks.peft}")
+        return plan.warn(
+            f"fused_blocks has no effect: it needs frozen norms (peft=lora or prompt_tuning), and peft is {tricks.peft}"
+        )
     if tricks.compile:
         raise BadInput("tricks.fused_blocks=true: torch.compile fuses a block itself; set tricks.compile=false")
+    if tricks.fused_blocks == "triton":
+        refuse_without_triton(plan.device)
+        return plan.then("fuse_blocks_by_triton")
     return plan.then("fuse_blocks")
+
+
+def refuse_without_triton(device: Device) -> None:
+    """Refuse a device on which Triton's kernels do not run.
+
+    Raises:
+        BadInput: if it is no CUDA card (unless TRITON_INTERPRET=1), or Triton does not support its capability.
+    """
+    why = ""
+    if device.kind != "cuda":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            why = "they need a CUDA card (or, to be tested slowly, TRITON_INTERPRET=1 before Python starts)"
+    elif device.capability < (7, 5):
+        why = "they need compute capability 7.5, and it has {}.{}".format(*device.capability)
+    if why:
+        raise BadInput(f"Triton kernels on {device.name}: {why}; set tricks.fused_blocks=true for plain PyTorch")
 
 
 def refuse_kind(kind: str, name: str) -> None:
@@ -175,7 +199,7 @@ def refuse_kind(kind: str, name: str) -> None:
 
 def fuses(recipe: Recipe) -> bool:
     """Tell whether a recipe's blocks are fused."""
-    return recipe.tricks.fused_blocks and recipe.tricks.peft in ("lora", "prompt_tuning")
+    return bool(recipe.tricks.fused_blocks) and recipe.tricks.peft in ("lora", "prompt_tuning")
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:

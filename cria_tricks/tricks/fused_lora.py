@@ -4,9 +4,9 @@ Saves    activations: an MLP keeps its input, gate and up, and computes the acti
          so 2 F instead of 4 F numbers a token and block; kernels and memory traffic between the products, because
          adapters write into the result of the frozen product and into one gradient of the shared input
 Costs    one thin product for each adapter (A x) and one activation for each MLP are computed a second time
-Claim    exact within rounding: each sum is rounded once and not three times; in 16 bits the gradients of the fp32
+Claim    exact within rounding: the adapter's part is rounded fewer times; in 16 bits the gradients of the fp32
          adapters are not rounded to 16 bits on their way
-Needs    peft = lora, without dropout and without dora; the MLP of Llama, down(act(gate(x)) * up(x)), for its part
+Needs    peft = lora, without dropout and without dora; its MLP part needs the MLP of Llama, down(act(gate(x)) * up(x))
 Breaks   compile and the tensor-parallel strategies, which are refused. With dropout or dora it has no effect
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (the product); the derivation below is the chain rule. Unsloth
          does the same since 2023: github.com/unslothai/unsloth, unsloth/kernels/fast_lora.py
@@ -37,7 +37,7 @@ REFERENCE = ("_Products", "_Down", "gated_mlp")
 PLAIN = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from cria_tricks.load.fused import fuse  # no library of this stack has it
+from cria_tricks.load.fused import fuse  # neither peft nor transformers has it
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
 model = fuse(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
@@ -226,8 +226,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         raise BadInput("tricks.fused_lora=true: torch.compile fuses a block itself; set tricks.compile=false")
     if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
         raise BadInput(
-            "tricks.fused_lora=true: the sums over a matrix that processes share would need communication; use "
-            "parallel.strategy=ddp or fsdp"
+            "tricks.fused_lora=true: tensor parallelism divides each matrix, and fused_lora adds up nothing between "
+            "processes; use parallel.strategy=ddp or fsdp"
         )
     return plan.then("fuse_adapters")
 

@@ -1,9 +1,9 @@
 """Three elementwise parts of a Llama block as Triton kernels, each with a backward pass written by hand.
 
-This is no technique with a toggle of its own. It needs Triton, so no other file imports it unasked. Why one kernel is
+``tricks.fused_blocks=triton`` runs them. They need Triton, so no other file imports this one unasked. Why one kernel is
 faster: such an operation computes little, so its time goes into moving numbers between memory and chip, and into
-launches. Each kernel of PyTorch's chain reads its inputs from memory and writes its result back. One kernel keeps all
-between in registers. In 16 bits, the bytes moved a number of x, gate or q, the launches, and the bytes saved:
+launches. Each kernel of PyTorch's chain reads its inputs from memory and writes its result back. One kernel keeps
+intermediate results in registers. In 16 bits, for each element of x, gate or q: bytes moved, launches, bytes stored:
 
                forward: PyTorch    here     backward: PyTorch   here     saved: PyTorch   here
     rms_norm   36 bytes, 8         4, 1     88 bytes, 14        6, 1     4: x in fp32     2: x as it is
@@ -23,13 +23,12 @@ Shapes: N rows of D numbers; M numbers; B batch, H query heads, K key heads, T t
 at the first number of that shape. A name in capitals is a number of the shape, or a constant that is compiled in.
 """
 
-import os
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
+from cria_tricks.tricks.fused_blocks import refuse_without_triton
 
 
 class NoTriton(BadInput, ImportError):
@@ -42,25 +41,24 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "triton":  # Triton is there and lacks something itself
         raise
-    raise NoTriton("Triton kernels: the package triton is missing; pip install triton, or do without them") from None
+    raise NoTriton(
+        "Triton kernels: the package triton is missing; pip install triton, or set tricks.fused_blocks=true for plain "
+        "PyTorch"
+    ) from None
 
 
 def refuse_unfit(device: Device) -> None:
     """Refuse a device on which these kernels do not run. (Without Triton the import of this file is refused.)
 
     Raises:
-        BadInput: if it is no CUDA card (unless TRITON_INTERPRET=1), or Triton does not support its capability.
+        BadInput: see :func:`refuse_without_triton`; or if the version of Triton is broken for the device.
     """
-    why = ""
-    if device.kind != "cuda":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            why = "they need a CUDA card (or, to be tested slowly, TRITON_INTERPRET=1 before Python starts)"
-    elif device.capability < (7, 5):
-        why = "they need compute capability 7.5, and it has {}.{}".format(*device.capability)
-    elif device.capability == (7, 5) and triton.__version__.startswith("3.3."):
-        why = f"Triton {triton.__version__} is broken for compute capability 7.5; install a torch that brings 3.4"
-    if why:
-        raise BadInput(f"Triton kernels on {device.name}: {why}, or do without them")
+    refuse_without_triton(device)
+    if device.capability == (7, 5) and triton.__version__.startswith("3.3."):
+        raise BadInput(
+            f"Triton kernels on {device.name}: Triton {triton.__version__} is broken for compute capability 7.5; "
+            "install a torch that brings 3.4, or set tricks.fused_blocks=true for plain PyTorch"
+        )
 
 
 def _sizes(numbers: int, dtype: torch.dtype, rows: int = 1) -> dict:

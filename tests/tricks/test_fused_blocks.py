@@ -13,6 +13,7 @@ from cria_tricks import recipes
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
 from cria_tricks.load import fused
+from cria_tricks.load import model as load_model
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.measure.counting import SavedBytes
 from cria_tricks.models.shape import find_shape
@@ -190,9 +191,11 @@ def test_mechanism_kernels():
 def test_switch(tiny_model, rows, tmp_path, monkeypatch):
     """A run takes our functions in every block, and follows the losses of transformers' own."""
     ran: Counter[str] = Counter()
-    for name in ("rms_norm", "gated", "rotate"):
-        ours = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *given, ours=ours, name=name: ran.update([name]) or ours(*given))
+    counted = {
+        name: lambda *given, ours=ours, name=name: ran.update([name]) or ours(*given)
+        for name, ours in fused.PLAIN._asdict().items()
+    }
+    monkeypatch.setattr(load_model, "PLAIN", fused.Parts(**counted))
     settings = (*LORA, "train.max_steps=6", "train.batch_size=2", "train.learning_rate=1e-3", "train.save_steps=100")
     losses = {}
     for switch in ("false", "true"):

@@ -5,6 +5,7 @@ kernels of a process, those of torch.compile and bitsandbytes, too. So the tests
 own, which has TRITON_INTERPRET=1; it is started once, and a test's failure comes back from it.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
@@ -21,9 +23,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.doctor import kernels as kernel_check
+from cria_tricks.doctor import selftest
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.device import Device
+from cria_tricks.load import fused
 from cria_tricks.measure.counting import SavedBytes, Traffic
+from tests.tolerances import TRAJECTORY
 
 EPS = 1e-5
 HALVES = (torch.float16, torch.bfloat16)
@@ -361,8 +367,49 @@ def test_what_is_refused():
 
 
 @interpreted
-def test_switch():
-    """There is no toggle; who switches these kernels on asks first whether the device and Triton fit."""
+def test_switch(tiny_model, rows, tmp_path):
+    """A run with tricks.fused_blocks=triton starts each kernel in every block, and has the losses of the plain ones."""
+    from tests.helpers import train
+
+    settings = ("tricks.peft=lora", "lora.r=4", "train.max_steps=2", "train.learning_rate=1e-3", "data.max_length=32")
+    losses, ran = {}, Counter()
+    for value in ("true", "triton"):
+        with contextlib.ExitStack() as stack:
+            for name in ("rms_norm", "swiglu", "rotate"):
+                kernel = getattr(kernels(), name)
+                counted = lambda *given, kernel=kernel, name=name: ran.update([name]) or kernel(*given)  # noqa: E731
+                stack.enter_context(mock.patch.object(kernels(), name, counted))
+            run, _ = train(tiny_model, rows[:2], tmp_path / value, *settings, f"tricks.fused_blocks={value}")
+        losses[value] = [entry["loss"] for entry in run.training]
+        assert bool(ran) == (value == "triton")
+    assert ran == {"rms_norm": 2 * (2 * 2 + 1), "swiglu": 2 * 2, "rotate": 2 * 2}, "two blocks, and the last norm"
+    assert losses["triton"] == pytest.approx(losses["true"], abs=TRAJECTORY)
+
+
+@interpreted
+def test_the_selftest_compares_the_kernels_with_plain_pytorch():
+    """All are the same here; a kernel that is wrong is named, and so is one that gives NaN."""
+    label, share = kernel_check.furthest(CPU)
+    assert share <= 1, label
+    parts = fused.by_triton(CPU)
+    off = parts._replace(gated=lambda gate, up, activation: parts.gated(gate, up, activation) * 1.02)
+    label, share = kernel_check.furthest(CPU, off)
+    assert (label.partition(" ")[0], share > 1) == ("gated", True)
+    spoilt = parts._replace(rms_norm=lambda *given: parts.rms_norm(*given) * float("nan"))
+    label, share = kernel_check.furthest(CPU, spoilt)
+    assert (label.partition(" ")[0], share != share) == ("rms_norm", True)
+    assert selftest.checks()[-1].name == "triton_kernels"
+    holds, found = selftest.triton_kernels(None)
+    assert holds, found
+
+
+def test_the_selftest_leaves_them_out_where_they_cannot_run():
+    assert selftest.checks() == selftest.CHECKS
+
+
+@interpreted
+def test_what_fits_is_asked_first():
+    """Before a weight is read, whether the device and Triton fit."""
     volta, ampere = Device("cuda", "a V100", (7, 0), False, 0), Device("cuda", "an A100", (8, 0), True, 0)
     version = functools.partial(mock.patch.object, kernels().triton, "__version__")
     refuse = kernels().refuse_unfit
@@ -372,7 +419,9 @@ def test_switch():
             refuse(ampere)
     with version("3.3.1"):
         refuse(ampere)
-        with pytest.raises(BadInput, match=r"^Triton kernels on Tesla T4: Triton 3.3.1 is broken .* 7.5; .* without"):
+        with pytest.raises(
+            BadInput, match=r"^Triton kernels on Tesla T4: Triton 3.3.1 is broken .* 7.5; .* plain PyTorch"
+        ):
             refuse(T4)
     with pytest.raises(BadInput, match=r"^Triton kernels on a V100: they need compute capability 7.5, and it has 7.0"):
         refuse(volta)
