@@ -342,8 +342,6 @@ for way in ("fused_lora", "fused"):
         print(f"{way:11}not measured yet")
 
 # %% [markdown]
-# For a T4 there is only an estimate, which section 5 prints.
-#
 # ## 5. The production switch
 # `fused_lora` is the MLP above, and the same for queries, keys, values and the output of attention, over 4-bit and
 # 8-bit matrices too. `fused_blocks` does it for norms, rotary positions and the activation.
@@ -358,7 +356,7 @@ course.show_bill(job, fused)
 # %% [markdown]
 # Predict the change of the peak. Per token and block the MLP needs $4F$ bytes less, each of two norms $2D$, and each
 # of seven adapters $2r$. The adapters have 11,272,192 weights; autocast makes 16-bit copies of them, and autograd no
-# longer stores these. (The final norm's input only moves to another line of the bill.)
+# longer stores these.
 
 # %%
 per_token_and_block = 4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r
@@ -457,8 +455,7 @@ assert (first, second) == (6, 12)
 
 # %% [markdown]
 # **`fused_lora has no effect with lora.dropout`.** With dropout an adapter has another input than $W$, which would
-# have to be stored as well. Our functions do not do that: peft computes the adapters, and the plan says so. (Unsloth
-# falls back, too.)
+# have to be stored as well. Our functions do not do that: peft computes the adapters, and the plan says so.
 
 # %%
 plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]))
