@@ -73,7 +73,6 @@ def as_text(choice):
 @pytest.fixture
 def page(host, browser):
     browser.set_window_size(1280, 900)
-    browser.set_script_timeout(60)
     browser.get(host + "fit.html")
     assert settles(browser, READY)
     return browser
