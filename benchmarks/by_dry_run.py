@@ -1,7 +1,7 @@
 """What no machine here could hold, counted without a byte of it: Llama-3.2-1B's ladder on a T4, its longest rows
 without checkpointing, and how bytes grow.
 
-    python -m benchmarks.by_dry_run                  # all: 17 minutes on one core
+    python -m benchmarks.by_dry_run                  # all: 14 minutes on one core
     python -m benchmarks.by_dry_run --only ladder
 
 Every number is of a dry run (``predict/dry_run.py``): the real modules, loss and optimizer on tensors without data,

@@ -289,8 +289,8 @@ assert counted["fused"] - counted["autograd"] == thin
 # %% [markdown]
 # In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What do we gain for it? Between
 # products, a block runs many small operations. On a GPU each is a *kernel*, a program that must be launched and that
-# reads and writes memory. Our tests count the operations of a block in fp32, forward and backward: 160 with peft, 138
-# with fused adapters, 120 if norms, rotary positions and the activation are fused too.
+# reads and writes memory. Our tests count the operations of a block in fp32 on a CPU, forward and backward: 160 with
+# peft, 152 with fused adapters, 134 if norms, rotary positions and the activation are fused too.
 #
 # **A kernel, run by hand.** Why are fewer better? A norm does little arithmetic. transformers' `LlamaRMSNorm` runs
 # eight kernels, and six of them read and write all numbers. A *Triton* kernel is a Python function that many programs
@@ -327,10 +327,10 @@ if triton:
 # %% [markdown]
 # In 16 bits this kernel moves 4 bytes for each number, and the eight move 36. `tricks/triton_blocks.py` has it with
 # its backward pass, and kernels for the activation and the rotary positions. `tricks.fused_blocks=triton` runs them.
-# No GPU of ours has, so what follows is plain PyTorch.
+# No GPU of ours has run them yet, so what follows is plain PyTorch.
 #
-# **Seconds.** We timed peft and ours in turn, on rows of the real lengths, with SmolLM2's shape on two CPU cores. The
-# results are stored beside the package:
+# **Seconds.** `make bench-fused` times peft and ours in turn, on rows of the real lengths, with SmolLM2's shape. The
+# stored results, once there are any:
 
 # %%
 study = results.study("fused")
@@ -384,7 +384,7 @@ assert less == 2 * 11_272_192 + 2 * 2048 * shape.width
 # Both switches are off in all recipes until a GPU has measured them. `cria plan kwanzaa --gpu t4 --fit fastest` takes
 # them into its choice.
 #
-# **Who does which part?**
+# **Which project fuses which part?**
 #
 # | | adapters | norm, activation, rotation | loss |
 # |---|---|---|---|
