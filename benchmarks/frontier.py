@@ -49,7 +49,8 @@ class Point(NamedTuple):
 
 
 POINTS = {
-    "fast": Point("ours", "chunked_loss=true compile=true"),
+    "fast": Point("ours", "chunked_loss=true fused_lora=true fused_blocks=true"),
+    "compiled": Point("ours", "chunked_loss=true compile=true"),
     "chunked loss": Point("ours", "chunked_loss=true"),
     "LoRA": Point("ours", ""),
     "checkpointing": Point("ours", LEAN),
@@ -63,7 +64,7 @@ POINTS = {
 }
 """TRL's defaults are what SFTConfig does when nothing is said, but for bf16, which this CPU has not: checkpointing, and
 8 rows at a time. Its fastest keeps everything, takes one row at a time, as nothing is padded then, and compiles."""
-UNCOMPILED = {"fast": "chunked loss", "TRL, its fastest": "TRL as chunked loss"}
+UNCOMPILED = {"compiled": "chunked loss", "TRL, its fastest": "TRL as chunked loss"}
 """On a CPU nobody can count inside compiled kernels: the point whose bytes stand in for theirs."""
 
 
@@ -85,7 +86,7 @@ def run(result: dict[str, Any], path: Path, chosen: argparse.Namespace, console:
     """Add what is missing, point by point; each is on the disk as soon as it is there."""
     rows, tokenizer = rows_of(chosen.model, chosen.data, chosen.tokens)
     for pair in range(chosen.pairs):
-        names = list(POINTS) if pair % 2 == 0 else list(POINTS)[::-1]
+        names = chosen.points if pair % 2 == 0 else chosen.points[::-1]
         for name in names:
             point, entry = POINTS[name], result["points"].setdefault(name, {"speeds": {}})
             job = Job(recipe_of(point, chosen.model, chosen.tokens, chosen.steps), rows, tokenizer, short_first=True)
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a file of rows; the package's own when left out")
     parser.add_argument("--tokens", type=int, default=2048, help="of the longest row")
     parser.add_argument("--pairs", type=int, default=3, help="how often each point is timed")
+    parser.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS), help="all when left out")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps; the first is not timed")
     parser.add_argument("--show", action="store_true", help="the table of what is there")
     parser.add_argument("--results", type=Path, help="a folder other than benchmarks/results")
