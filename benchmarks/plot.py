@@ -46,6 +46,8 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["frontier"] = tables.frontier(frontier)
     if seconds_error := study("seconds_error"):
         found["seconds_error"] = tables.seconds_error(seconds_error)
+    if trajectories := study("trajectories"):
+        found["trajectories"] = tables.trajectories(trajectories)
     if quality := study("quality"):
         found["quality"] = tables.quality(quality["runs"])
     return found

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cria_tricks.load.model import Loaded, load
 from cria_tricks.models import Weights
@@ -14,6 +15,26 @@ from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
 
 SMALL_LORA = ("lora.r=16",)
+
+
+def tiny_llama(folder: Path) -> Path:
+    """Save a two-layer Llama in a folder: wide enough that bitsandbytes quantises its optimizer states."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def prepare(folder: Path, *settings: str, processes: int = 1) -> tuple[Recipe, Plan, Loaded]:

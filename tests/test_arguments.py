@@ -16,13 +16,15 @@ from cria_tricks.trainer import arguments
 from cria_tricks.trainer.arguments import evaluated, leave_skipping_to_the_scaler, steps_per_epoch, training_arguments
 
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
+ON_A_GPU = {"use_cpu": False, "dataloader_pin_memory": True, "accelerator_config": {"non_blocking": True}}
 PLAIN = {
     "use_cpu": True, "optim": "adamw_torch_fused", "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1,
     "max_steps": 5, "learning_rate": 2e-4, "lr_scheduler_type": "cosine", "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True, "save_strategy": "steps",
     "save_steps": 5, "logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False, "seed": 42,
-    "data_seed": 42, "dataloader_pin_memory": False, "ignore_data_skip": False, "remove_unused_columns": False,
-    "disable_tqdm": True, "report_to": "none", "gradient_accumulation_steps": 1,
+    "data_seed": 42, "dataloader_pin_memory": False, "accelerator_config": {"non_blocking": False},
+    "ignore_data_skip": False, "remove_unused_columns": False, "disable_tqdm": True,
+    "report_to": "none", "gradient_accumulation_steps": 1,
 }  # fmt: skip
 
 
@@ -74,9 +76,9 @@ def test_five_rows_with_nothing_set(asked):
         (["tricks.optimizer=adamw_8bit"], {}, {"optim": "adamw_8bit"}),
         (["tricks.precision=fp16"], {}, {"fp16": True}),
         (["tricks.paged_optimizer=true"], {"device": T4},
-         {"optim": "paged_adamw_32bit", "use_cpu": False, "dataloader_pin_memory": True}),
+         {"optim": "paged_adamw_32bit", **ON_A_GPU}),
         (["tricks.paged_optimizer=true", "tricks.optimizer=adamw_8bit"], {"device": T4, "cards": 2},
-         {"optim": "paged_adamw_8bit", "use_cpu": False, "dataloader_pin_memory": True}),
+         {"optim": "paged_adamw_8bit", **ON_A_GPU}),
     ],
 )  # fmt: skip
 def test_what_a_setting_changes_and_nothing_else(settings, options, differs, asked):

@@ -221,6 +221,12 @@ def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
     return f"{found['bytes']:.2f}"
 
 
+def trajectories(found: Mapping[str, Any]) -> str:
+    """Lay out how far the losses of a run with a toggle are from those of the run without it."""
+    rows = [(f"`{name}`", f"{c['largest']:.1e}", f"{c['mean']:.1e}", c["claim"]) for name, c in found["cases"].items()]
+    return table(("toggle", "largest difference of a loss", "mean", "its claim"), rows)
+
+
 def quality(runs: Sequence[Mapping[str, Any]]) -> str:
     """Lay out held-out loss and peak of some settings, each compared with fp32 LoRA of the same seed."""
     plain = {run["seed"]: run["eval_loss_after"] for run in runs if run["case"] == "fp32"}

@@ -101,7 +101,9 @@ def training_arguments(
         logging_nan_inf_filter=False,  # it would log a NaN as 0.0
         seed=settings.seed,
         data_seed=settings.seed,  # the same order of the rows in all processes; dropout's seed is set in fit.py
+        # On a GPU, a batch is copied from pinned memory while the processor goes on.
         dataloader_pin_memory=plan.device.kind == "cuda",
+        accelerator_config={"non_blocking": plan.device.kind == "cuda"},
         ignore_data_skip=rows is None,  # a resumed stream restores its own position
         remove_unused_columns=False,
         disable_tqdm=True,

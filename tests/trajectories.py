@@ -1,0 +1,95 @@
+"""The losses of 20 optimizer steps with each exact toggle, beside those of the same steps without it.
+
+    python -m tests.trajectories    (measure, and write the table of docs/benchmarks.md; two minutes on two cores)
+
+A two-layer Llama with LoRA on a CPU, dropout 0. Every step sees all eight documents, however they are cut into
+micro-batches or packed into rows, so the trajectories can be compared step by step.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cria_tricks.bench.case import stamp
+from cria_tricks.common.errors import BadInput
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.resolve import resolve
+from cria_tricks.tricks import TRICKS
+from tests.helpers import tiny_llama, train
+
+STEPS = 20
+LORA = ["tricks.peft=lora", "lora.r=8", "train.learning_rate=1e-2", "train.save_steps=1000", "data.max_length=64"]
+LORA += [f"train.max_steps={STEPS}", "train.max_grad_norm=1000"]
+ALL_AT_ONCE, IN_WINDOWS, ONE_BY_ONE = "train.batch_size=8", "train.batch_size=3", "train.batch_size=1"
+
+
+def exact_toggles() -> dict[str, list[str]]:
+    """Every switch of a trick that claims to be exact, but for those that this machine refuses."""
+    found = {}
+    for trick in TRICKS:
+        for switch in trick.SWITCHES if trick.CLAIM.startswith("exact") else ():
+            settings = [f"tricks.{switch}"]
+            if switch == "expand_kv=true":
+                settings.append("tricks.attention=sdpa")  # what it acts on
+            if switch == "gradient_accumulation=8":
+                settings = ["tricks.gradient_accumulation=3"]  # windows of 3, 3 and 2 documents
+            try:
+                resolve(with_settings(Recipe(), [*LORA, *settings]))
+            except BadInput:
+                continue
+            found[switch] = settings
+    return found
+
+
+def documents() -> list[dict[str, list[int]]]:
+    """Eight documents of 6 to 40 random tokens, each with a prompt that is not trained."""
+    draw = torch.Generator().manual_seed(5)
+    made = []
+    for length, prompt in ((24, 6), (17, 3), (9, 2), (30, 20), (13, 1), (28, 9), (40, 11), (6, 2)):
+        ids = torch.randint(3, 512, (length,), generator=draw).tolist()
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return made
+
+
+def losses(settings: list[str], model: Path, folder: Path) -> torch.Tensor:
+    """Train, and return the loss of each step."""
+    torch._dynamo.reset()
+    run, _ = train(model, documents(), folder, *LORA, *settings)
+    assert len({entry["trained_tokens"] for entry in run.training}) == 1, "every step sees every document"
+    return torch.tensor([entry["loss"] for entry in run.training], dtype=torch.float64)
+
+
+def measure(model: Path, folder: Path) -> dict[str, Any]:
+    """Train with each toggle, and with as many together as can be.
+
+    Returns:
+        ``plain``, the losses without a toggle; ``cases``, by name: the largest and the mean difference of a step's loss
+        from that, and what the technique claims.
+    """
+    plain = losses([ALL_AT_ONCE], model, folder / "plain")
+    alone = exact_toggles()
+    together = [setting for settings in alone.values() for setting in settings if "accumulation" not in setting]
+    runs = {switch: [ALL_AT_ONCE, *settings] for switch, settings in alone.items()}
+    runs["gradient_accumulation=8"][0] = IN_WINDOWS
+    for left_out in ("fused", "compile"):  # torch.compile fuses blocks itself and refuses ours
+        others = [setting for setting in together if left_out not in setting]
+        runs[f"all but {left_out}"] = [ONE_BY_ONE, "tricks.gradient_accumulation=8", *others]
+    claims = {switch: trick.CLAIM for trick in TRICKS for switch in trick.SWITCHES}
+    cases = {}
+    for name, settings in runs.items():
+        difference = (losses(settings, model, folder / name) - plain).abs()
+        largest, mean = difference.max().item(), difference.mean().item()
+        cases[name] = {"largest": largest, "mean": mean, "claim": claims.get(name, "")}
+        print(f"{name:<32} largest {largest:.1e}, mean {mean:.1e}   {claims.get(name, '')}", flush=True)
+    return {"plain": plain.tolist(), "cases": cases}
+
+
+if __name__ == "__main__":
+    from benchmarks import common, plot
+
+    with tempfile.TemporaryDirectory() as name:
+        found = measure(tiny_llama(Path(name) / "model"), Path(name))
+    print(f"-> {common.write('trajectories', stamp() | found)}")
+    plot.main()
