@@ -25,7 +25,9 @@ class _Frozen(BaseModel):
 
 
 class Data(_Frozen):
-    """Where the rows come from: ``nguzo_saba``, ``kwanzaa``, a .jsonl or .txt file, a folder of texts, a hub data set.
+    """Where the rows come from: a name, a .jsonl or .txt file, a folder of texts, or a hub data set.
+
+    The names are ``nguzo_saba`` and ``history_notes``, which are in the package, and ``kwanzaa``, which is downloaded.
 
     The other fields say how rows become tokens, and what happens to the training rows before that, in this order:
     filters, the check for rows that are in the evaluation set, deduplication, augmentation.

@@ -329,8 +329,8 @@ if triton:
 # its backward pass, and kernels for the activation and the rotary positions. `tricks.fused_blocks=triton` runs them.
 # No GPU of ours has run them yet, so what follows is plain PyTorch.
 #
-# **Seconds.** `make bench-fused` times peft and ours in turn, on rows of the real lengths, with SmolLM2's shape. Here is
-# the stored result of a CPU, the median of twelve pairs with the slowest and the fastest:
+# **Seconds.** `make bench-fused` times peft and ours in turn, on rows of the real lengths, with SmolLM2's shape.
+# This is the stored result of a CPU: the median of twelve pairs, with the slowest and the fastest.
 
 # %%
 if study := results.study("fused"):

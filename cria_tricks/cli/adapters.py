@@ -63,7 +63,7 @@ def chat(
 @app.command("eval", rich_help_panel=ADAPTER, epilog="Example: cria eval runs/kwanzaa/adapter --with-base")
 def evaluate(
     adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
-    data: Annotated[str, typer.Option(help="Held-out rows: kwanzaa, nguzo_saba, a file, a hub data set.")] = "kwanzaa",
+    data: Annotated[str, typer.Option(help="Held-out rows, by name (kwanzaa, history_notes) or a file.")] = "kwanzaa",
     with_base: Annotated[bool, typer.Option("--with-base", help="Also the model without the adapter.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Also score the data's own answers.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,

@@ -118,10 +118,7 @@ def padded_mean(lengths: Sequence[int], batch: int) -> float:
 def _refuse_far_or_large(recipe: Recipe) -> None:
     size = 0
     for part, name in (("train", recipe.data.train), ("eval", recipe.data.eval)):
-        if name == "nguzo_saba":
-            path = Path(__file__).with_name(f"nguzo_saba_{part}.jsonl")
-        else:
-            path = usable_path(f"data.{part}", name)
+        path = sources.ours(name, part) if name in sources.OURS else usable_path(f"data.{part}", name)
         if name == "kwanzaa" or not path.exists():
             raise _Unread(f"data.{part}={name} is not read from the network")
         files = path.rglob("*.txt") if path.is_dir() else [path]

@@ -1,4 +1,4 @@
-"""Find and read a data set: our own small one, the real Kwanzaa set, a file, a folder of texts, or one of the hub."""
+"""Find and read a data set: one of our own, the real Kwanzaa set, a file, a folder of texts, or one of the hub."""
 
 import hashlib
 import http.client
@@ -20,6 +20,9 @@ from cria_tricks.models import network
 GLANCE = 1000
 """How many rows :func:`glance` checks, before a run does anything slow."""
 Part = Literal["train", "eval"]
+
+OURS = ("nguzo_saba", "history_notes")
+"""Our own sets, inside the package: 40 questions for quick tests, and 281 over short notes about Black history."""
 
 # The real Kwanzaa set is licensed under GPL-3.0, so this package does not contain it. It is downloaded from its public
 # repository, at one fixed commit.
@@ -56,9 +59,9 @@ def find(name: str, part: Part) -> DataSource:
     """Read one part of a data set.
 
     Args:
-        name: ``nguzo_saba`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash checked), a local
-            file of JSON lines or of text, a folder of ``.txt`` files, or a hub data set ``owner/name`` or
-            ``owner/name:split``.
+        name: ``nguzo_saba`` or ``history_notes`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash
+            checked), a local file of JSON lines or of text, a folder of ``.txt`` files, or a hub data set
+            ``owner/name`` or ``owner/name:split``.
         part: ``"train"`` or ``"eval"``. If a hub data set is named without a split, training takes the split ``train``,
             and evaluation the first of ``validation``, ``eval`` and ``test`` that exists.
 
@@ -71,8 +74,8 @@ def find(name: str, part: Part) -> DataSource:
     if found.is_dir() or found.suffix == ".txt":
         return _from_texts(found, part)
     rows = read_jsonl(found)
-    if name == "nguzo_saba":
-        return DataSource(rows, f"cria_tricks nguzo_saba {part}, {len(rows)} rows (Apache-2.0)")
+    if name in OURS:
+        return DataSource(rows, f"cria_tricks {name} {part}, {len(rows)} rows (Apache-2.0)")
     if name == "kwanzaa":
         return DataSource(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
     return DataSource(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
@@ -101,8 +104,8 @@ def place(name: str, part: Part) -> Path | str:
     Raises:
         BadInput: if there is no such data set, or the download fails.
     """
-    if name == "nguzo_saba":
-        return Path(__file__).parent / f"nguzo_saba_{part}.jsonl"
+    if name in OURS:
+        return ours(name, part)
     if name == "kwanzaa":
         return _download_kwanzaa(part)
     path = usable_path(f"data.{part}", name)
@@ -111,9 +114,14 @@ def place(name: str, part: Part) -> Path | str:
     if is_hub_set(name):
         return name
     raise BadInput(
-        f"data.{part}={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
-        "them, or a hub data set owner/name"
+        f"data.{part}={name}: no such file; give a .jsonl file, {', '.join(OURS)}, kwanzaa, a .txt file or a "
+        "folder of them, or a hub data set owner/name"
     )
+
+
+def ours(name: str, part: str) -> Path:
+    """Return the file of one of our own sets (:data:`OURS`)."""
+    return Path(__file__).with_name(f"{name}_{part}.jsonl")
 
 
 def is_hub_set(name: str) -> bool:

@@ -20,8 +20,8 @@ _REFUSES = (
     # I focus on ..., not on ...
     r"\bI focus on\b.*,\s*not\b",
     # The documents do not say ...
-    r"\b(?:documents?|sources?|corpus|passages?|texts?)\b.{0,40}\b(?:do|does|did) not "
-    r"(?:say|tell|mention|contain|state|hold|answer|give|provide|include|cover|address)",
+    r"\b(?:documents?|notes?|sources?|corpus|passages?|texts?)\b.{0,40}\b(?:do|does|did) not "
+    r"(?:say|tell|mention|name|contain|state|hold|answer|give|provide|include|cover|address)",
     # My corpus lacks ...
     r"\b(?:corpus|documents?|sources?)\b.{0,20}\black(?:s|ed)?\b",
     # No relevant documents were found.

@@ -23,7 +23,7 @@ def test_a_local_file_and_its_hash(tmp_path):
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "folder/missing.jsonl", "nguzo"])
 def test_a_missing_file_says_what_there_is(name):
-    with pytest.raises(BadInput, match="data.eval=.*no such file; give a .jsonl file, nguzo_saba, kwanzaa"):
+    with pytest.raises(BadInput, match="data.eval=.*no such file; give a .jsonl file, nguzo_saba, history_notes"):
         sources.find(name, "eval")
 
 
@@ -133,8 +133,8 @@ def test_names_of_nothing(name):
     with pytest.raises(BadInput) as caught:
         sources.place(name, "train")
     assert str(caught.value) == (
-        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, kwanzaa, a .txt file or a folder of "
-        "them, or a hub data set owner/name"
+        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, history_notes, kwanzaa, a .txt file or a "
+        "folder of them, or a hub data set owner/name"
     )
 
 
