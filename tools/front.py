@@ -91,7 +91,7 @@ def clone(_: Path) -> str:
     return (
         f"```\ngit clone {notebooks.REPOSITORY} && cd {folder}\n"
         "make train                    # trains a real adapter, without a GPU or a model hub\n"
-        ". .venv/bin/activate          # from here on: cria, python\n"
+        "source .venv/bin/activate     # from here on: cria, python\n"
         "cria plan kwanzaa --gpu t4    # the bill of the real job\n"
         "python lessons/00_the_bill.py # a lesson, without its figures\n```"
     )
