@@ -184,7 +184,8 @@ def bill(one: Setting) -> str:
     memory = by_hand(one)
     found = moments(memory.facts, every_point=True)
     rows = [f"{moment.name}, {line.name}: {line.bytes}" for moment in found for line in moment.lines]
-    return "\n".join([*rows, f"needed: {memory.needed_bytes}, fits: {memory.fits}"])
+    # In KiB, because what may be reserved is a sum of floats, which Python 3.12 rounds otherwise than 3.11.
+    return "\n".join([*rows, f"needed: {memory.needed_bytes >> 10} KiB, fits: {memory.fits}"])
 
 
 def cases(seed: int, settings: int, known: dict[str, int], models: Sequence[str]) -> Iterator[tuple[Setting, int]]:

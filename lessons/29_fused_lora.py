@@ -7,18 +7,18 @@
 
 # %% [markdown]
 # # 29. How the fast ones are fast: fused LoRA
-# > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and less
-# > preparation are a part of that (lessons 9 and 13). Another part is a backward pass written by hand. You derive it
-# > in four steps, prove it, and switch it on: 1.28 GiB less without checkpointing. Then you run a GPU kernel on your
-# > CPU.
+# > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and a
+# > leaner preparation are a part of that (lessons 9 and 13). A backward pass written by hand is another. You
+# > derive it in four steps, prove it, and switch it on: 1.28 GiB less without checkpointing. Then you run a GPU kernel
+# > on your CPU.
 #
 # > **Card.** saves half of an MLP's inner tensors, the fp32 copies of the norms' inputs, and kernel launches / costs
 # > one more small product for each adapter and one activation for each MLP / exact within rounding / 40 minutes /
 # > after lesson 16
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. Lesson 16 ended
-# with a surprise: the T4 has room to spare, so the fastest run is one *without* gradient checkpointing. Then every
-# block keeps all its activations. This lesson makes them fewer, and the block faster.
+# with a surprise: the T4 has room to spare, so the fastest run is one *without* gradient checkpointing. But then every
+# block keeps all its activations, and longer rows do not fit. This lesson stores fewer.
 
 # %% tags=["hide-input"]
 import os
@@ -52,8 +52,7 @@ D, INNER, R, N, S = 64, 160, 4, 96, 0.5  # width, inner width of the MLP, rank, 
 # %% [markdown]
 # ## 1. The bill
 # Take the job without checkpointing. What does one block save for its backward pass, per token? In Llama-3.2-1B the
-# width is $D = 2048$ and the MLP's inner width is $F = 8192$. A number takes 2 bytes. Guess which half of the block
-# is larger, attention or MLP.
+# width is $D = 2048$ and the MLP's inner width is $F = 8192$. A number takes 2 bytes. Is attention or the MLP larger?
 
 # %%
 job = with_settings(course.CAPSTONE, ["tricks.gradient_checkpointing=false"])
@@ -64,7 +63,7 @@ def saved_per_token(recipe):
     """Bytes that one block saves for one token, by name."""
     one, other = (folds.facts(recipe, shape, T4, tokens) for tokens in (64, 128))
     few, many = (kept(facts.operations) for facts in (one, other))
-    return {name: (many[name] - few[name]) / 64 for name in many}
+    return {name: (many[name] - few[name]) / 64 for name in many}  # what does not grow with tokens cancels
 
 
 table = saved_per_token(job)
@@ -77,20 +76,20 @@ assert large == 8 * 8192 + 20 * 2048 == 104 * KIB
 
 # %% [markdown]
 # The MLP stores four tensors of $F$ numbers: the results of its matrices gate and up, the activated gate, and the
-# product of that with up. That is $8F$ of $8F + 20D$ bytes. Both norms store an fp32 copy of their input. Which of
-# these can be recomputed cheaply from the others?
+# product of that with up. That is $8F$ of $8F + 20D$ bytes. Both norms store an fp32 copy of their input, $4D$
+# each. Which of these can be recomputed cheaply?
 #
 # ## 2. From scratch, in four steps
-# Autograd saves the inputs of each operation, because it looks at one operation at a time. If you write the backward
-# pass of several operations as one function, you choose what is saved.
+# Autograd looks at one operation at a time and saves its inputs. If you write the backward pass of several operations
+# as one function, you choose what is saved.
 #
 # **Step 1: one matrix and its adapter.** $x$ holds $N$ tokens of $D$ numbers. $W$, of $F$ by $D$, is frozen; $A$, of
 # $r$ by $D$, and $B$, of $F$ by $r$, learn. $s$ is a number:
 #
 # $$y = x W^\top + s\,(x A^\top) B^\top$$
 #
-# Let $dy$ be the gradient of the loss with respect to $y$. The chain rule gives, with $u = s\,dy\,B$, which has only
-# $r$ numbers for each token:
+# Let $dy$ be the gradient of the loss with respect to $y$. For a product $y = pM^\top$ the chain rule gives
+# $dp = dy\,M$ and $dM = dy^\top p$. Use it for $B$, then for $A$. With $u = s\,dy\,B$, of $r$ numbers for each token:
 #
 # $$dx = dy\,W + u A, \qquad dA = u^\top x, \qquad dB = dy^\top (s\,x A^\top)$$
 #
@@ -109,15 +108,15 @@ def lora_backward(dy, x, W, A, B):
 
 
 # %% [markdown]
-# **Step 2: matrices that share their input.** The MLP's matrices gate and up both multiply $x$. It is stored once,
-# and their two $dx$ are added. (Queries, keys and values do the same.)
+# **Step 2: matrices that share their input.** The MLP's matrices gate and up both multiply $x$, so their two
+# $dx$ are added. (So do queries, keys and values.)
 #
 # **Step 3: the activation.** Let $e$ be the result of gate, and $g$ that of up. The third matrix, down, multiplies
 # $h = a(e) \cdot g$. The activation is $a(e) = e\,\sigma(e)$, called SiLU. Therefore
 #
 # $$dg = dh\,a(e), \qquad de = dh\,g\,a'(e), \qquad a'(e) = \sigma(e)\,\bigl(1 + e\,(1 - \sigma(e))\bigr)$$
 #
-# So $e$ and $g$ are enough: $a(e)$ and $h$ are recomputed without any matrix product.
+# So $e$ and $g$ are enough: no matrix product is needed for $a(e)$ and $h$.
 
 
 # %%
@@ -128,7 +127,8 @@ def gate_backward(dh, e, g):
 
 
 # %% [markdown]
-# **Step 4: put them together.** The whole MLP stores $x$, $e$ and $g$.
+# **Step 4: put them together.** In a `torch.autograd.Function` you write both passes; `ctx` carries tensors
+# from one to the other. The MLP stores $x$, $e$ and $g$.
 
 
 # %%
@@ -174,21 +174,19 @@ def kept_tensors(theme: Theme):
             height = 2 if name in ("x", "y") else 4
             left = 8 + 6 * n
             sketch.tensor(left, top + 2 - height / 2, 4.2, height, name, color=0, kept=name in saved)
-            if n:
-                sketch.arrow((left - 1.7, top + 2), (left - 0.2, top + 2))
     return sketch.figure
 
 
 course.show(
     kept_tensors,
-    "Figure 1. Tensors of an MLP on the way from x to y. Filled boxes are stored. Fused, the activated gate a(e) and "
-    "the product h are not; the backward pass computes them again from e and g.",
+    "Figure 1. Tensors of an MLP, in the order of computation: g comes from x, and h from a(e) and g. Filled boxes "
+    "are stored. Fused, a(e) and h are not; the backward pass computes them again from e and g.",
 )
 
 # %% [markdown]
 # ## 3. Prove it
-# **The derivation.** `gradcheck` moves each input a little, and compares how the output moves with the gradient, in
-# fp64. If one sign were wrong, it would say so.
+# **The derivation.** `gradcheck` moves each input a little, in fp64, and compares how the output moves with the
+# gradient.
 
 
 # %%
@@ -206,8 +204,8 @@ assert torch.autograd.gradcheck(FusedMLP.apply, (small, *weights_of(fp64, 5, 7, 
 print("gradcheck: the gradients are those of finite differences")
 
 # %% [markdown]
-# **The bytes.** Predict what each way stores besides its weights, for $N$ tokens. Autograd stores $x$, four inner
-# tensors and three $x A^\top$. Ours stores $x$ and two inner tensors.
+# **The bytes.** For $N$ tokens autograd stores $x$, four inner tensors and three $x A^\top$. Ours stores $x$ and two
+# inner tensors. Predict the bytes.
 
 # %%
 weights, x = weights_of(fp32), torch.randn(N, D, requires_grad=True)
@@ -219,9 +217,10 @@ for name, mlp in (("autograd", plain_mlp), ("fused", FusedMLP.apply)):
     assert saved.now == predicted[name]
 
 # %% [markdown]
-# **The rounding.** In bf16 the adapter's part is rounded fewer times. So how far are result and gradients from fp64,
-# with peft's operations and with the package's version, `gated_mlp`? In both $A$ and $B$ are fp32, and autocast
-# (lesson 1) multiplies in bf16.
+# **The rounding.** In bf16 the adapter's part is rounded fewer times. How far from fp64 are results and gradients of
+# peft's operations, and of the package's `gated_mlp`, which is `FusedMLP` with autocast (lesson 1)? $A$ and $B$
+# are fp32; products are in bf16. A `Matrix` holds how to multiply by $W$ and how
+# to get it, and $A$, $B$, $s$.
 
 
 # %%
@@ -270,12 +269,12 @@ print(*(f"{name}: {gap:.2%} from fp64" for name, gap in far.items()), sep="\n")
 assert far["ours"] < far["peft's"]
 
 # %% [markdown]
-# Ours is no further away. One difference cannot be seen in this mean: autocast rounds the gradients of $A$ and $B$ to
-# 16 bits before it stores them as fp32. Ours keeps their fp32 sums (`tests/tricks/test_fused_lora.py` shows both).
+# Ours is a little nearer. The mean hides one difference: autocast rounds the gradients of $A$ and $B$ to 16 bits before
+# it stores them as fp32, and ours does not (`tests/tricks/test_fused_lora.py`).
 #
 # ## 4. What it costs
-# **Products.** Each adapter computes $x A^\top$ twice. A block has seven adapters, so it has seven small products
-# more. Predict the extra share of an MLP's floating-point operations:
+# **Products.** Each of a block's seven adapters computes $x A^\top$ twice. Predict the extra share of an MLP's
+# floating-point operations:
 
 # %%
 counted = {
@@ -287,15 +286,15 @@ print(f"autograd {counted['autograd']:,} operations, fused {counted['fused']:,}:
 assert counted["fused"] - counted["autograd"] == thin
 
 # %% [markdown]
-# In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What do we gain for it? Between
-# products, a block runs many small operations. On a GPU each is a *kernel*, a program that must be launched and that
-# reads and writes memory. Our tests count the operations of a block in fp32 on a CPU, forward and backward: 160 with
-# peft, 152 with fused adapters, 134 if norms, rotary positions and the activation are fused too.
+# In Llama-3.2-1B that share is 0.2 %, as the rank of 16 is small beside 2,048. What do we gain? Between
+# products, a block runs many small operations. On a GPU each is a *kernel*, a program that is launched and that
+# reads and writes memory. `tests/tricks/test_fused_lora.py` counts PyTorch's operations of a block in fp32 on a CPU:
+# 160 with peft, 152 with fused adapters, 134 if norms, rotary positions and the activation are fused too.
 #
-# **A kernel, run by hand.** Why are fewer better? A norm does little arithmetic. transformers' `LlamaRMSNorm` runs
-# eight kernels, and six of them read and write all numbers. A *Triton* kernel is a Python function that many programs
-# run side by side. Here each program has one row: it reads the row once, computes, and writes once. Triton compiles
-# it for a GPU; on a CPU its interpreter runs it:
+# **A kernel, run by hand.** A norm does little arithmetic. transformers' `LlamaRMSNorm` runs
+# eight kernels: five read and write all numbers, one (the mean) reads them, and two handle one number a row. A *Triton*
+# kernel is a Python function that many programs run side by side. Here each program has one row, which it
+# reads and writes once. Triton compiles it for a GPU; on a CPU its interpreter runs it:
 
 # %%
 try:
@@ -326,11 +325,11 @@ if triton:
 
 # %% [markdown]
 # In 16 bits this kernel moves 4 bytes for each number, and the eight move 36. `tricks/triton_blocks.py` has it with
-# its backward pass, and kernels for the activation and the rotary positions. `tricks.fused_blocks=triton` runs them.
-# No GPU of ours has run them yet, so what follows is plain PyTorch.
+# its backward pass, and kernels for activation and rotary positions. `tricks.fused_blocks=triton` runs them. No GPU of
+# ours has, so what follows is plain PyTorch.
 #
-# **Seconds.** `make bench-fused` times peft and ours in turn, on rows of the real lengths, with SmolLM2's shape.
-# This is the stored result of a CPU: the median of twelve pairs, with the slowest and the fastest.
+# **Seconds.** `make bench-fused` times peft and ours in turn, with SmolLM2's shape. A pair gives one ratio; this is the
+# median of twelve on a CPU, with the lowest and the highest.
 
 # %%
 if study := results.study("fused"):
@@ -343,7 +342,7 @@ if study := results.study("fused"):
 # %% [markdown]
 # ## 5. The production switch
 # `fused_lora` is the MLP above, and the same for queries, keys, values and the output of attention, over 4-bit and
-# 8-bit matrices too. `fused_blocks` does it for norms, rotary positions and the activation.
+# 8-bit matrices too. `fused_blocks` adds norms and rotary positions, and the activation if adapters are not fused.
 
 # %%
 switches = ["tricks.fused_lora=true", "tricks.fused_blocks=true"]
@@ -353,9 +352,9 @@ print(diff(resolve(job, T4), resolve(fused, T4)))
 course.show_bill(job, fused)
 
 # %% [markdown]
-# Predict the change of the peak. Per token and block the MLP needs $4F$ bytes less, each of two norms $2D$, and each
-# of seven adapters $2r$. The adapters have 11,272,192 weights; autocast makes 16-bit copies of them, and autograd no
-# longer stores these.
+# Predict the change of the peak. Per token and block the MLP needs $4F$ bytes less, each of seven adapters $2r$, and
+# each of two norms $2D$, because it stores its 16-bit input and not the fp32 copy. The adapters have 11,272,192
+# weights; autocast keeps 16-bit copies of them, and ours does not.
 
 # %%
 per_token_and_block = 4 * shape.inner + 2 * 2 * shape.width + 7 * 2 * job.lora.r
@@ -370,8 +369,7 @@ for name, recipe in (("peft's way", job), ("fused", fused)):
     print(f"{name:10} by estimate {ms:.2f} ms a token on a T4, and rows of up to {longest:,} tokens fit")
 
 # %% [markdown]
-# 104 KiB became 64, and the longest row without checkpointing grew by 59 %. And with checkpointing, where the peak is
-# at the loss and no block is open?
+# 104 KiB became 64, and the longest row grew by 59 %. And with checkpointing, where blocks store only their inputs?
 
 # %%
 checkpointed = course.bill(course.CAPSTONE).peak_bytes
@@ -380,8 +378,7 @@ print(f"{less / MIB:.1f} MiB less: 16-bit copies of the adapters, and a copy of 
 assert less == 2 * 11_272_192 + 2 * 2048 * shape.width
 
 # %% [markdown]
-# Both switches are off in all recipes until a GPU has measured them. `cria plan kwanzaa --gpu t4 --fit fastest` takes
-# them into its choice.
+# Both are off in all recipes until a GPU has measured them; `cria plan kwanzaa --gpu t4 --fit fastest` tries them.
 #
 # **Which project fuses which part?**
 #
@@ -394,13 +391,12 @@ assert less == 2 * 11_272_192 + 2 * 2048 * shape.width
 # | `torch.compile` | fuses what lies between products | yes, it writes the kernels | whole logits |
 # | here | fused; their gradients in fp32 | fewer operations, or Triton | in chunks, trained tokens only |
 #
-# Unsloth's advantage is one launch where plain PyTorch needs several, and a shorter way into bitsandbytes when 4-bit
-# weights are unpacked. None of these speeds up the largest part of a step, the products with $W$.
+# Unsloth launches one kernel where plain PyTorch launches several, and calls bitsandbytes' C functions directly. None
+# of them speeds up the products with $W$, the largest part of a step.
 #
 # ## 6. Where it breaks
-# **`Unpack is being triggered for a tensor that was already unpacked once.`** Under gradient checkpointing, a
-# function of your own may read `ctx.saved_tensors` only once, because the read frees what was recomputed. Cure: read
-# it into local names.
+# **`Unpack is being triggered for a tensor that was already unpacked once.`** Under gradient checkpointing a function
+# may read `ctx.saved_tensors` only once, because that frees what was recomputed. Cure: read it into local names.
 
 
 # %%
@@ -428,9 +424,9 @@ except RuntimeError as error:
 
 # %% [markdown]
 # **No message, and gradients are wrong the second time.** Fast kernels write gradients over saved tensors, to spare
-# memory. Autograd notices PyTorch's in-place operations on a saved tensor, but not those of a kernel or of `.data`.
-# Then a second backward pass through the same graph (`retain_graph=True`) reads gradients where it expects
-# activations. Cure: run the backward pass once, or leave saved tensors alone, as our functions do.
+# memory. Autograd notices PyTorch's in-place operations on a saved tensor, but not a kernel's, nor those on `.data`.
+# A second backward pass (`retain_graph=True`) then reads gradients in the place of activations. Cure: run it once, or
+# leave saved tensors alone, as our functions do.
 
 
 # %%
@@ -453,8 +449,8 @@ print(f"the gradient of x squared at 3: {first:.0f}, and the second time {second
 assert (first, second) == (6, 12)
 
 # %% [markdown]
-# **`fused_lora has no effect with lora.dropout`.** With dropout an adapter has another input than $W$, which would
-# have to be stored as well. Our functions do not do that: peft computes the adapters, and the plan says so.
+# **`fused_lora has no effect with lora.dropout`.** With dropout an adapter has another input than $W$. Our
+# functions store one, so peft computes the adapters, and the plan says so.
 
 # %%
 plan = resolve(with_settings(Recipe(), ["tricks.peft=lora", "tricks.fused_lora=true", "lora.dropout=0.1"]))
@@ -467,10 +463,12 @@ assert any("fused_lora has no effect with lora.dropout" in warning for warning i
 #    both switches lower the stored activations of one row of 1,024 tokens? Your answer is a number of MiB. (Leave $x
 #    A^\top$ out.)
 # 2. **Build.** Fill in `norm_backward(dy, x, w, eps)`: the gradient of $x$ for $y = w\,x\,r$, with
-#    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (About three lines. $r$ depends on $x$ as well.)
+#    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (Here $r$
+#    is not the rank, and it depends on $x$: $\partial r / \partial x_j = -r^3 x_j / D$.)
 # 3. **Reach.** Unsloth's kernel for `gate_backward` makes no new tensor. Fill in `in_place(dh, e, g)`: it returns
-#    $h$, $de$ and $dg$, and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`. (About eight
-#    lines.)
+#    $h$, $de$ and $dg$, and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`, with `mul_`
+#    and `addcmul_`. (First write
+#    $a'(e)$ as $\sigma + a - \sigma a$.)
 
 # %% tags=["exercise"]
 mib_saved_for_8b = None
@@ -564,13 +562,13 @@ course.check(3, in_place, of_in_place, "a function (dh, e, g) -> three tensors o
 # </details>
 #
 # ## In one breath
-# - **Saves** 40 of 104 KiB a token and block of Llama-3.2-1B: 1.28 GiB of the job without checkpointing, 29.5 MiB
-#   with.
+# - **Saves** 40 of 104 KiB a token and block of Llama-3.2-1B, and copies of the adapters: 1.28 GiB of the job without
+#   checkpointing, 29.5 MiB with.
 # - **Costs** seven small products and one activation for each block.
 # - **Exact within rounding**: fewer roundings than peft's way, and adapter gradients that stay in fp32.
-# - **When**: no checkpointing, or checkpointing of some blocks; launches and traffic are a large part of the step.
-# - **When not**: dropout, DoRA, `compile`, tensor parallelism. `fused_blocks` also refuses Gemma, OLMo 2 and Phi-3,
-#   whose blocks compute something else.
+# - **When**: without checkpointing, or if kernel launches and memory take a large part of the step.
+# - **When not**: dropout, DoRA, `compile`, tensor parallelism; the plan says so. `fused_blocks` refuses Gemma, OLMo 2
+#   and Phi-3, whose blocks compute something else.
 #
 # ## Sources
 # - Seconds of TinyLlama on a T4: Hugging Face's blog, pull request 1726 (January 2024).

@@ -20,7 +20,7 @@ class Without:
         return getattr(self.finder, name)
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("datasketch", "py3langid", "scipy"):
+        if name.partition(".")[0] in ("datasketch", "py3langid"):
             return None
         return self.finder.find_spec(name, path, target)
 

@@ -129,7 +129,8 @@ def test_the_steps_of_a_job_are_taken_from_its_file():
 
 
 def test_make_hands_on_the_versions_it_is_given(monkeypatch):
-    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "CONSTRAINTS"):  # by these the make that runs this test hands on its own
+    # By these the make that runs this test hands on its own.
+    for name in ("MAKEFLAGS", "MAKEOVERRIDES", "CONSTRAINTS", "PYTHON"):
         monkeypatch.delenv(name, raising=False)
 
     def pip(*words: str) -> str:

@@ -1,53 +1,55 @@
-"""Compute confidence intervals of means over few rows, by a seeded bootstrap."""
+"""Compute confidence intervals of figures over few rows, by scipy's bias-corrected and accelerated (BCa) bootstrap."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+
+Statistic = Callable[..., "np.ndarray"]
+"""Takes columns, arrays whose last axis is the rows, and returns a figure of each along that axis."""
 
 DRAWS = 10_000
 """The number of bootstrap samples."""
 SEED = 0
 
 
-def resampled_means(columns: Sequence[Sequence[float]], draws: int = DRAWS, seed: int = SEED) -> "torch.Tensor":
-    """Compute each column's mean over many bootstrap samples of the rows, drawn with replacement.
+def mean(values: "np.ndarray", axis: int = -1) -> "np.ndarray":
+    """Compute the mean of a column."""
+    return values.mean(axis)
 
-    All columns use the same samples. So two columns of the result can be subtracted for a paired comparison: the
-    difference of each sample comes from the same rows.
+
+def ratio(over: "np.ndarray", under: "np.ndarray", axis: int = -1) -> "np.ndarray":
+    """Compute the sum of one column over the sum of another, such as a loss per token over all rows."""
+    return over.sum(axis) / under.sum(axis)
+
+
+def with_interval(statistic: Statistic, columns: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Compute a figure and its interval of 95 %.
+
+    The rows are drawn with replacement, again and again. A draw takes the same rows of all columns, so the interval of
+    a difference of two systems is that of a paired comparison. With one row, or if no draw changes the figure, the
+    interval is the figure itself.
 
     Args:
-        columns: K lists of R numbers, one number for each row.
-        draws: how many samples of R rows are drawn.
-        seed: seeds the draws.
+        statistic: the figure, such as :func:`mean`.
+        columns: its arguments, a number for each row.
 
     Returns:
-        The means, shape (draws, K), float64.
+        ``value``, ``low`` and ``high``.
     """
-    import torch  # here, because importing it takes seconds, and wrong rows should be refused before that
+    # Imported here: scipy takes a second, and wrong rows should be refused before that.
+    import numpy as np
+    from scipy import stats
 
-    values_RK = torch.tensor(columns, dtype=torch.float64).T
-    rows = values_RK.shape[0]
-    generator = torch.Generator().manual_seed(seed)
-    means = []
-    for _ in range(draws):
-        sample = torch.randint(rows, (rows,), generator=generator)
-        times_drawn = torch.bincount(sample, minlength=rows).double()
-        means.append(times_drawn @ values_RK / rows)
-    return torch.stack(means)
-
-
-def interval(samples: "torch.Tensor") -> tuple[float, float]:
-    """Return the percentile interval: the limits of the middle 95 % of the samples.
-
-    With few rows this interval is somewhat too narrow.
-
-    Args:
-        samples: one number for each bootstrap sample, shape (draws,).
-    """
-    # Imported here, as above.
-    import torch
-
-    low, high = torch.quantile(samples, torch.tensor([0.025, 0.975], dtype=samples.dtype)).tolist()
-    return low, high
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    value = float(statistic(*arrays))
+    if len(arrays[0]) < 2:
+        return {"value": value, "low": value, "high": value}
+    with warnings.catch_warnings(action="ignore"):  # it warns of what is looked at below
+        drawn = stats.bootstrap(arrays, statistic, paired=True, vectorized=True, n_resamples=DRAWS, rng=SEED)  # BCa
+    low, high = drawn.confidence_interval
+    if not np.isfinite([low, high]).all():  # no draw changes the figure, or the rows are too few for the correction
+        low, high = np.percentile(drawn.bootstrap_distribution, [2.5, 97.5])
+    return {"value": value, "low": float(low), "high": float(high)}

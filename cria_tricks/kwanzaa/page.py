@@ -16,6 +16,7 @@ NAMES = {
 """The scores and losses in their order on the page: the key in ``eval.json``, and its name on the page."""
 _COUNTS = {
     "json": "a JSON object could be read",
+    "placeholders": "placeholders in the place of an answer",
     "citation_precision": "right labels, of all labels",
     "citation_recall": "statements with a right label, of those that need one",
     "items": "numbers, years, names and quotes",
@@ -53,6 +54,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         *_made_with(found),
         "",
         *_scores(found),
+        *_kinds(found["kinds"]),
         *_counts(found["systems"]),
     ]
     if _keeps_contract(found["systems"]):
@@ -94,7 +96,7 @@ def _scores(found: Mapping[str, Any]) -> list[str]:
     return [
         "## Scores",
         "",
-        "Mean over the rows; in brackets the middle 95 % of 10,000 bootstrap draws of the rows.",
+        "Mean over the rows; in brackets its 95 % interval, by 10,000 bootstrap draws of the rows (BCa).",
         "",
         *_table(head, rows),
         "",
@@ -104,6 +106,21 @@ def _scores(found: Mapping[str, Any]) -> list[str]:
         "Loss and perplexity: the lower the better.",
         "",
     ]
+
+
+def _kinds(kinds: Mapping[str, Any]) -> list[str]:
+    """Write the scores by kind of row; no lines if all rows are of one kind, or do not keep the contract."""
+    if len(kinds) < 2:
+        return []
+    rows = []
+    for kind, found in kinds.items():
+        for key, name in NAMES.items():
+            values = [_value(system[key]) for system in found["systems"].values() if key in system]
+            if values:
+                rows.append([f"{kind}, {found['rows']} rows", name, *values])
+    systems = next(iter(kinds.values()))["systems"]
+    text = "The kind is that of the data's own answer. A placeholder announces an answer in brackets and gives none."
+    return ["## By kind of row", "", text, "", *_table(["rows whose answer is", "score", *systems], rows), ""]
 
 
 def _counts(systems: Mapping[str, Any]) -> list[str]:

@@ -186,14 +186,19 @@ def should_refuse(row: QARow) -> bool:
 def kind(row: QARow) -> str:
     """Return the kind of the data's own answer: ``placeholder``, ``refusal`` or ``answer``.
 
-    A placeholder announces an answer in brackets and gives none, as in "[This answer would ...]". A refusal is marked
-    as one in its own fields (see :func:`should_refuse`); everything else is an answer.
+    A placeholder gives no answer (see :func:`is_placeholder`). A refusal is marked as one in its own fields (see
+    :func:`should_refuse`); everything else is an answer.
     """
-    if _PLACEHOLDER.match(row.reference.text):
+    if is_placeholder(row.reference):
         return "placeholder"
     if should_refuse(row):
         return "refusal"
     return "answer"
+
+
+def is_placeholder(reply: Reply) -> bool:
+    """Tell whether a reply announces an answer in brackets and gives none, as in "[This answer would ...]"."""
+    return _PLACEHOLDER.match(reply.text) is not None
 
 
 def refuses(reply: Reply) -> bool:

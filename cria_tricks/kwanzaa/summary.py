@@ -1,21 +1,19 @@
 """Summarise scored answers as plain data: values with their intervals, paired differences, counts, examples."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cria_tricks.kwanzaa.answers import Written
-from cria_tricks.kwanzaa.bootstrap import interval, resampled_means
+from cria_tricks.kwanzaa.bootstrap import Statistic, mean, ratio, with_interval
 from cria_tricks.kwanzaa.prompt import QARow
 from cria_tricks.kwanzaa.reply import VIOLATIONS, Reply
-from cria_tricks.kwanzaa.scores import SCORERS, Score
+from cria_tricks.kwanzaa.scores import SCORERS, Score, is_placeholder, kind
 
-if TYPE_CHECKING:
-    import torch
-
+Columns = list[list[float]]
+"""Some numbers for each row."""
 EXAMPLES = 10
 """The number of rows that are shown with all answers."""
 
@@ -50,15 +48,16 @@ def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any])
         about: the first keys of the result: what was evaluated, and with what.
 
     Returns:
-        Plain JSON data: the keys of ``about``; ``systems`` by name; ``differences``, adapter minus base, if both are
-        there; ``examples``; and ``answers``, every row's scores with their reasons.
+        Plain JSON data: the keys of ``about``; ``systems`` by name; ``kinds``, the scores by kind of row;
+        ``differences``, adapter minus base, if both are there; ``examples``; and ``answers``, every row's scores with
+        their reasons.
     """
-    samples = _samples(systems)
-    summary = {name: _system(scored, samples[name]) for name, scored in systems.items()}
+    figures = {name: _figures(scored) for name, scored in systems.items()}
     return {
         **about,
-        "systems": summary,
-        "differences": _differences(summary, samples),
+        "systems": {name: _system(scored, figures[name]) for name, scored in systems.items()},
+        "kinds": _kinds(systems),
+        "differences": _differences(figures),
         "examples": _examples(systems),
         "answers": {name: [_answer(each) for each in scored] for name, scored in systems.items()},
     }
@@ -70,29 +69,23 @@ def _answer(scored: Scored) -> dict[str, Any]:
     return {"row": scored.row.where, **scores}
 
 
-def _samples(systems: Mapping[str, Sequence[Scored]]) -> dict[str, dict[str, "torch.Tensor"]]:
-    """Draw bootstrap samples of each system's means; all systems use the same draws, so that differences are paired.
+def _figures(scored: Sequence[Scored]) -> dict[str, tuple[Statistic, Columns]]:
+    """Return the figures of a system, by name: each as a statistic, and the columns of numbers that it takes."""
+    figures: dict[str, tuple[Statistic, Columns]] = {}
+    for scorer in scored[0].scores:
+        figures[scorer] = (mean, [_values(scored, scorer)])
+    written = _written(scored)
+    if written:  # per token, so that a long row counts more than a short one
+        per_token = [[each.loss for each in written], [float(each.trained) for each in written]]
+        figures["loss"] = (ratio, per_token)
+        figures["perplexity"] = (_perplexity, per_token)
+    return figures
 
-    Returns:
-        For each system the samples by name (scores, ``loss``, ``perplexity``), each of shape (draws,).
-    """
-    columns: dict[tuple[str, str], list[float]] = {}
-    for name, scored in systems.items():
-        for scorer in scored[0].scores:
-            columns[name, scorer] = _values(scored, scorer)
-        written = _written(scored)
-        if written:
-            columns[name, "loss"] = [each.loss for each in written]
-            columns[name, "trained"] = [each.trained for each in written]
-    means = resampled_means(list(columns.values())).unbind(1)
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in systems}
-    for (name, column), mean in zip(columns, means, strict=True):
-        found[name][column] = mean
-    for samples in found.values():
-        if "loss" in samples:  # a row's mean loss over its mean number of tokens: the mean over tokens, not over rows
-            samples["loss"] = samples["loss"] / samples.pop("trained")
-            samples["perplexity"] = samples["loss"].exp()
-    return found
+
+def _perplexity(loss: Any, trained: Any, axis: int = -1) -> Any:
+    import numpy as np  # here, so that wrong arguments are refused before it is loaded
+
+    return np.exp(ratio(loss, trained, axis))
 
 
 def _values(scored: Sequence[Scored], scorer: str) -> list[float]:
@@ -104,14 +97,10 @@ def _written(scored: Sequence[Scored]) -> list[Written]:
     return [each.written for each in scored if each.written]
 
 
-def _system(scored: Sequence[Scored], samples: Mapping[str, "torch.Tensor"]) -> dict[str, Any]:
+def _system(scored: Sequence[Scored], figures: Mapping[str, tuple[Statistic, Columns]]) -> dict[str, Any]:
     """Summarise one system: its scores, loss and perplexity with their intervals, and its counts."""
-    values = {scorer: sum(_values(scored, scorer)) / len(scored) for scorer in scored[0].scores}
+    found: dict[str, Any] = {name: with_interval(*figure) for name, figure in figures.items()}
     written = _written(scored)
-    if written:
-        values["loss"] = sum(each.loss for each in written) / sum(each.trained for each in written)
-        values["perplexity"] = math.exp(values["loss"])
-    found: dict[str, Any] = {name: _with_interval(value, samples[name]) for name, value in values.items()}
     if scored[0].row.contract:
         found |= _of_contract(scored)
     tokens = cut_off = None
@@ -130,6 +119,7 @@ def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
     cases = Counter((case["should"], case["did"]) for case in _reasons(scored, "refusal"))
     return {
         "json": sum(case["json"] for case in formats) / len(formats),
+        "placeholders": sum(is_placeholder(each.reply) for each in scored),
         "violations": _violations(formats),
         "citation_precision": _ratio(citations, "right", "labels"),
         "citation_recall": _ratio(citations, "covered", "needed"),
@@ -152,29 +142,50 @@ def _reasons(scored: Sequence[Scored], scorer: str) -> list[dict[str, Any]]:
 def _violations(formats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the share of answers with each kind of violation, without the kinds that no answer has."""
     shares = {}
-    for kind in VIOLATIONS:
-        count = sum(kind in case["violations"] for case in formats)
+    for violation in VIOLATIONS:
+        count = sum(violation in case["violations"] for case in formats)
         if count:
-            shares[kind] = count / len(formats)
+            shares[violation] = count / len(formats)
     return shares
 
 
-def _with_interval(value: float, samples: "torch.Tensor") -> dict[str, float]:
-    low, high = interval(samples)
-    return {"value": value, "low": low, "high": high}
+def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
+    """Summarise the scores by the kind of the data's own answer (:func:`cria_tricks.kwanzaa.scores.kind`).
 
-
-def _differences(summary: Mapping[str, Any], samples: Mapping[str, Mapping[str, "torch.Tensor"]]) -> dict[str, Any]:
-    """Subtract the base's values from the adapter's, with paired intervals; empty if one of the two is missing."""
-    if not {"adapter", "base"} <= summary.keys():
+    Returns:
+        For each kind that the rows have: ``rows``, their number, and ``systems``, the scores of each system over them.
+        Empty for rows without the contract.
+    """
+    first = next(iter(systems.values()))
+    if not first[0].row.contract:
         return {}
-    return {
-        name: _with_interval(
-            summary["adapter"][name]["value"] - summary["base"][name]["value"],
-            samples["adapter"][name] - samples["base"][name],
-        )
-        for name in samples["adapter"]
-    }
+    places: dict[str, list[int]] = {}
+    for place, scored in enumerate(first):
+        places.setdefault(kind(scored.row), []).append(place)
+    found = {}
+    for name, some in places.items():
+        shares = {}
+        for system, scored in systems.items():
+            mine = [scored[place] for place in some]
+            shares[system] = {scorer: with_interval(mean, [_values(mine, scorer)]) for scorer in SCORERS}
+        found[name] = {"rows": len(some), "systems": shares}
+    return found
+
+
+def _differences(figures: Mapping[str, Mapping[str, tuple[Statistic, Columns]]]) -> dict[str, Any]:
+    """Subtract the base's figures from the adapter's, with paired intervals; empty if one of the two is missing."""
+    if not {"adapter", "base"} <= figures.keys():
+        return {}
+    return {name: _difference(figures["adapter"][name], figures["base"][name]) for name in figures["adapter"]}
+
+
+def _difference(one: tuple[Statistic, Columns], other: tuple[Statistic, Columns]) -> dict[str, float]:
+    statistic, columns = one
+
+    def apart(*both: Any, axis: int = -1) -> Any:
+        return statistic(*both[: len(columns)], axis=axis) - statistic(*both[len(columns) :], axis=axis)
+
+    return with_interval(apart, [*columns, *other[1]])
 
 
 def _examples(systems: Mapping[str, Sequence[Scored]]) -> list[dict[str, Any]]:
