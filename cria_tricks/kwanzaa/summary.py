@@ -156,12 +156,12 @@ def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
         For each kind that the rows have: ``rows``, their number, and ``systems``, the scores of each system over them.
         Empty for rows without the contract.
     """
-    first = next(iter(systems.values()))
-    if not first[0].row.contract:
+    rows = [scored.row for scored in next(iter(systems.values()))]
+    if not rows[0].contract:
         return {}
     places: dict[str, list[int]] = {}
-    for place, scored in enumerate(first):
-        places.setdefault(kind(scored.row), []).append(place)
+    for place, row in enumerate(rows):
+        places.setdefault(kind(row), []).append(place)
     found = {}
     for name, some in places.items():
         shares = {}
