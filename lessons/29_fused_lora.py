@@ -7,10 +7,9 @@
 
 # %% [markdown]
 # # 29. How the fast ones are fast: fused LoRA
-# > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and a
-# > leaner preparation are a part of that (lessons 9 and 13). A backward pass written by hand is another. You
-# > derive it in four steps, prove it, and switch it on: 1.28 GiB less without checkpointing. Then you run a GPU kernel
-# > on your CPU.
+# > **Promise.** On a T4, Unsloth trained TinyLlama in 6,996 s where TRL took 13,090. Other attention and a leaner
+# > preparation are a part of that (lessons 9 and 13). A backward pass written by hand is another. You derive it in four
+# > steps, prove it, and switch it on: 1.28 GiB less without checkpointing. Then you run a GPU kernel on your CPU.
 #
 # > **Card.** saves half of an MLP's inner tensors, the fp32 copies of the norms' inputs, and kernel launches / costs
 # > one more small product for each adapter and one activation for each MLP / exact within rounding / 40 minutes /
@@ -108,8 +107,8 @@ def lora_backward(dy, x, W, A, B):
 
 
 # %% [markdown]
-# **Step 2: matrices that share their input.** The MLP's matrices gate and up both multiply $x$, so their two
-# $dx$ are added. (So do queries, keys and values.)
+# **Step 2: matrices that share their input.** The MLP's matrices gate and up both multiply $x$, so their two $dx$ are
+# added. (Queries, keys and values: the same.)
 #
 # **Step 3: the activation.** Let $e$ be the result of gate, and $g$ that of up. The third matrix, down, multiplies
 # $h = a(e) \cdot g$. The activation is $a(e) = e\,\sigma(e)$, called SiLU. Therefore
@@ -218,9 +217,8 @@ for name, mlp in (("autograd", plain_mlp), ("fused", FusedMLP.apply)):
 
 # %% [markdown]
 # **The rounding.** In bf16 the adapter's part is rounded fewer times. How far from fp64 are results and gradients of
-# peft's operations, and of the package's `gated_mlp`, which is `FusedMLP` with autocast (lesson 1)? $A$ and $B$
-# are fp32; products are in bf16. A `Matrix` holds how to multiply by $W$ and how
-# to get it, and $A$, $B$, $s$.
+# peft's operations, and of the package's `gated_mlp`, which is `FusedMLP` with autocast (lesson 1)? $A$ and $B$ are
+# fp32; products are in bf16. A `Matrix` holds $A$, $B$, $s$ and two functions: one multiplies by $W$, one returns it.
 
 
 # %%
@@ -293,8 +291,8 @@ assert counted["fused"] - counted["autograd"] == thin
 #
 # **A kernel, run by hand.** A norm does little arithmetic. transformers' `LlamaRMSNorm` runs
 # eight kernels: five read and write all numbers, one (the mean) reads them, and two handle one number a row. A *Triton*
-# kernel is a Python function that many programs run side by side. Here each program has one row, which it
-# reads and writes once. Triton compiles it for a GPU; on a CPU its interpreter runs it:
+# kernel is a Python function that many programs run side by side. Here each program has one row, which it reads
+# and writes once. Triton compiles it for a GPU; on a CPU its interpreter runs it:
 
 # %%
 try:
@@ -463,12 +461,11 @@ assert any("fused_lora has no effect with lora.dropout" in warning for warning i
 #    both switches lower the stored activations of one row of 1,024 tokens? Your answer is a number of MiB. (Leave $x
 #    A^\top$ out.)
 # 2. **Build.** Fill in `norm_backward(dy, x, w, eps)`: the gradient of $x$ for $y = w\,x\,r$, with
-#    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (Here $r$
-#    is not the rank, and it depends on $x$: $\partial r / \partial x_j = -r^3 x_j / D$.)
+#    $r = 1 / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}$ for each row. (Here
+#    $r$ is not the rank, and it depends on $x$: $\partial r / \partial x_j = -r^3 x_j / D$.)
 # 3. **Reach.** Unsloth's kernel for `gate_backward` makes no new tensor. Fill in `in_place(dh, e, g)`: it returns
 #    $h$, $de$ and $dg$, and makes *one* new tensor of their size. It may write over `dh`, `e` and `g`, with `mul_`
-#    and `addcmul_`. (First write
-#    $a'(e)$ as $\sigma + a - \sigma a$.)
+#    and `addcmul_`. (First write $a'(e)$ as $\sigma + a - \sigma a$.)
 
 # %% tags=["exercise"]
 mib_saved_for_8b = None

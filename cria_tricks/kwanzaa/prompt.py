@@ -14,7 +14,7 @@ CONTRACT = (
     '"namespace":"","doc_id":"","chunk_id":""}],"retrieval_summary":{"query":"","top_k":1,"namespaces":[""],'
     '"results":[]},"unknowns":{"unsupported_claims":[],"missing_context":[],"clarifying_questions":[]}}'
 )
-"""A system prompt that shows the whole contract, so that a model that was never trained on it can keep it, too."""
+"""A system prompt that shows every required field of the contract, so that an untrained model can keep it, too."""
 
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
 _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
