@@ -27,7 +27,8 @@ class _Frozen(BaseModel):
 class Data(_Frozen):
     """Where the rows come from: a name, a .jsonl or .txt file, a folder of texts, or a hub data set.
 
-    The names are ``nguzo_saba`` and ``history_notes``, which are in the package, and ``kwanzaa``, which is downloaded.
+    The names are ``nguzo_saba`` and ``history_notes``, which are in the package, and ``kwanzaa`` and
+    ``kwanzaa_curated``, which are downloaded.
 
     The other fields say how rows become tokens, and what happens to the training rows before that, in this order:
     filters, the check for rows that are in the evaluation set, deduplication, augmentation.
@@ -35,6 +36,7 @@ class Data(_Frozen):
 
     train: str = Field("nguzo_saba", min_length=1, description="the training rows", examples=["my.jsonl"])
     eval: str = Field("nguzo_saba", min_length=1, description="the evaluation rows", examples=["held_out.jsonl"])
+    contract: bool = Field(False, description="every system prompt becomes one that shows the answer contract")
     max_length: int = Field(2048, ge=8, le=10_000_000, description="most tokens of a row", examples=[1024])
     overflow: Literal["truncate", "drop", "error"] = Field("truncate", description="what happens to a longer row")
     overlap: int = Field(1, ge=1, description="tokens of a text repeated in its next row, untrained", examples=[32])

@@ -96,12 +96,58 @@ def kwanzaa_small(device: Device | None = None) -> Recipe:
     )
 
 
+def kwanzaa_curated(device: Device | None = None) -> Recipe:
+    """The Kwanzaa recipe on rows that are worth learning: 38 real answers and refusals, and 217 rows of our own.
+
+    Of the 107 real rows 65 announce an answer and give none. They are left out here, as are four that are nearly an
+    evaluation row. The system prompt of every row shows the answer contract, so that the base can keep it, too.
+    """
+    return with_settings(
+        kwanzaa(device),
+        [
+            "name=kwanzaa_curated",
+            "data.train=kwanzaa_curated",
+            "data.eval=kwanzaa_curated",
+            "data.contract=true",
+            "train.save_steps=16",  # 255 rows, 8 a step: 32 steps an epoch
+        ],
+    )
+
+
+def kwanzaa_curated_small(device: Device | None = None) -> Recipe:
+    """SmolLM2-135M on our own 217 questions over short notes, for a machine without a GPU.
+
+    The rows of ``history_notes`` have about 490 tokens, so a model of this size can learn them on two cores. The rate
+    is larger than the one for Llama, because at 2e-4 so small a model learns too slowly.
+    """
+    device = device or this_device()
+    on_cpu = device.kind == "cpu"
+    return Recipe(
+        name="kwanzaa_curated_small",
+        model="smollm2",
+        data=Data(train="history_notes", eval="history_notes", contract=True, max_length=1024),
+        tricks=Tricks(
+            precision=best_precision(device),
+            quantization="nf4",
+            double_quantization=True,
+            peft="lora",
+            attention="sdpa",
+            chunked_loss=True,
+            fused_lora=on_cpu,  # on a CPU both are measured and equal to the plain path; no GPU has run them yet
+            fused_blocks=on_cpu,
+        ),
+        # 217 rows, 4 at a time: 55 steps an epoch.
+        train=Train(batch_size=4, epochs=4, learning_rate=1e-3, save_steps=55, on_oom=_on_oom(device)),
+    )
+
+
 def baseline(device: Device | None = None) -> Recipe:
     """The baseline with every toggle off: fp32 full fine-tuning of SmolLM2-135M on the rows of ``nguzo_saba``."""
     return Recipe(name="baseline", model="smollm2", data=Data(max_length=1024), train=Train(learning_rate=2e-5))
 
 
-NAMED: dict[str, Callable[..., Recipe]] = {f.__name__: f for f in (smoke, kwanzaa, kwanzaa_small, baseline)}
+_ALL = (smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, kwanzaa_curated_small, baseline)
+NAMED: dict[str, Callable[..., Recipe]] = {recipe.__name__: recipe for recipe in _ALL}
 """Recipe name -> the function that makes the recipe."""
 
 

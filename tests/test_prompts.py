@@ -9,6 +9,7 @@ import pytest
 from cria_tricks.adapter import prompts
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
+from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import IGNORED, chunks, document, token_row
 from cria_tricks.recipe import Recipe
@@ -146,6 +147,40 @@ def test_chat_gives_an_adapter_of_chats_the_turns_before_and_raw_gives_the_text(
     assert "note: " not in stderr
     assert run_cria("chat", trained / "adapter", "--raw", "--prompt", " go on")[0] == 0
     assert heard[2:] == [" go on"]
+
+
+def test_chat_with_base_asks_both_and_each_sees_its_own_answers(trained, run_cria, monkeypatch):
+    asked = []
+
+    def answer(model, tokenizer, said, *more):
+        name = "adapter" if hasattr(model, "get_base_model") else "base"
+        asked.append((name, [turn["content"] for turn in said]))
+        return f"of the {name}"
+
+    monkeypatch.setattr("cria_tricks.adapter.chat.answer", answer)
+    lines = iter(["One?", "Two?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    code, stdout, stderr = run_cria("chat", trained / "adapter", "--with-base")
+    assert code == 0, stderr
+    assert asked == [
+        ("base", ["One?"]),
+        ("adapter", ["One?"]),
+        ("base", ["One?", "of the base", "Two?"]),
+        ("adapter", ["One?", "of the adapter", "Two?"]),
+    ]
+    assert stdout.split() == ["base:", "adapter:", "base:", "adapter:"]
+
+
+def test_chat_begins_with_the_contract_if_every_training_row_did(trained, heard, run_cria, tmp_path):
+    folder = tmp_path / "adapter"
+    with atomic_files.new_folder(folder) as made:  # it writes the manifest anew
+        shutil.copytree(trained / "adapter", made, dirs_exist_ok=True)
+        recipe = made / "recipe.toml"
+        recipe.write_text(recipe.read_text().replace("contract = false", "contract = true"))
+    assert run_cria("chat", folder, "--prompt", "Hi")[0] == 0
+    assert [turn["content"] for turn in heard[0]] == [CONTRACT, "Hi"]
+    assert run_cria("chat", folder, "--prompt", "Hi", "--system", "Be brief.")[0] == 0
+    assert [turn["content"] for turn in heard[1]] == ["Be brief.", "Hi"]
 
 
 @pytest.mark.parametrize(

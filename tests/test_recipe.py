@@ -43,6 +43,7 @@ model = "smollm2"
 [data]
 train = "nguzo_saba"
 eval = "nguzo_saba"
+contract = false
 max_length = 2048
 overflow = "truncate"
 overlap = 1
@@ -548,7 +549,8 @@ def test_an_unknown_recipe_without_a_near_one_lists_them_all():
     with pytest.raises(BadInput) as caught:
         recipes.get("xyzzy")
     assert str(caught.value) == (
-        "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, baseline, or name a .toml file"
+        "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, "
+        "kwanzaa_curated_small, baseline, or name a .toml file"
     )
 
 

@@ -1,5 +1,6 @@
 """Load a trained adapter over its base, and generate answers with it."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from cria_tricks.common.units import DTYPE
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load import cache
 from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
-from cria_tricks.load.adapters import add_side_network
+from cria_tricks.load.adapters import add_side_network, without_adapter
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models import identity, pretrained
 from cria_tricks.recipe import Recipe, Tricks, from_toml
@@ -263,3 +264,42 @@ def answer(
             streamer=streamer,
         )
     return tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+class Conversation:
+    """The turns of a user with an adapter, and with its base if that is asked, too: each sees its own answers only.
+
+    Args:
+        model: the adapter over its base, in eval mode.
+        tokenizer: the model's tokenizer.
+        form: how prompts are written.
+        system: the system message; ``None`` if there is none.
+        max_new_tokens: length limit of an answer (tokens).
+        streamer: receives the text while it is generated.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, form: Format, system: str | None, max_new_tokens: int, streamer: Any = None
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.form = form
+        self.max_new_tokens = max_new_tokens
+        self.streamer = streamer
+        begin = [{"role": "system", "content": system}] if system else []
+        self.turns = {name: list(begin) for name in ("adapter", "base")}
+
+    def ask(self, text: str, name: str = "adapter") -> str:
+        """Return the answer of ``"adapter"`` or ``"base"`` to the user's next text.
+
+        Raises:
+            BadInput: if the prompt cannot be written.
+        """
+        turns = self.turns[name]
+        turns.append({"role": "user", "content": text.strip()})
+        asked = without_adapter(self.model) if name == "base" else contextlib.nullcontext(self.model)
+        with asked as model:
+            said = turns if self.form.template else text
+            reply = answer(model, self.tokenizer, said, self.max_new_tokens, self.streamer)
+        turns.append({"role": "assistant", "content": reply})
+        return reply

@@ -276,6 +276,11 @@ def adapter(
 def refuse_base_of_whole(folder: Path, base: str | Path | None, other_base: bool = False) -> None:
     """Refuse ``--base`` and ``--other-base`` for a whole model, because it needs no base."""
     if base:
-        raise BadInput(f"--base {base}: {folder} is a whole model and has no base below it; leave --base out")
+        raise no_base_below(folder, "--base", f" {base}")
     if other_base:
-        raise BadInput(f"--other-base: {folder} is a whole model and has no base below it; leave --other-base out")
+        raise no_base_below(folder, "--other-base")
+
+
+def no_base_below(folder: Path, option: str, value: str = "") -> BadInput:
+    """Return the error for an option that needs a base below the adapter, where the folder holds a whole model."""
+    return BadInput(f"{option}{value}: {folder} is a whole model and has no base below it; leave {option} out")

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.adapter.folder import PROVENANCE
+from cria_tricks.adapter.folder import PROVENANCE, RECIPE
 from cria_tricks.common.errors import BadInput, first_line
+from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.tokens import DATE
+from cria_tricks.recipe import from_toml
 from cria_tricks.trainer import what_ran
 
 
@@ -73,6 +75,13 @@ def of_tokenizer(tokenizer: Any) -> Format:
         return Format(True, found, f"{found}, so prompts are written by it; --raw gives them as they are")
     found = "it is not known what was trained, and the tokenizer has no chat template"
     return Format(False, found, f"{found}, so each prompt is given as it is")
+
+
+def trained_system(folder: Path) -> str | None:
+    """Return the system message of every training row, if the recipe has put one there (``data.contract``)."""
+    if (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract:
+        return CONTRACT
+    return None
 
 
 def refuse_system(form: Format, system: str | None) -> None:

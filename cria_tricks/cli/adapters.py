@@ -22,8 +22,9 @@ from cria_tricks.common.units import human
 def chat(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this once and leave.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with; default: as trained.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the text as it is, without a chat template.")] = False,
+    with_base: Annotated[bool, typer.Option("--with-base", help="The model without the adapter answers, too.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     base: Base = None,
     other_base: OtherBase = False,
@@ -31,41 +32,50 @@ def chat(
 ) -> None:
     """Talk to a trained adapter in the format that it was trained in; an empty line, Ctrl-D or Ctrl-C ends it."""
     from cria_tricks.adapter import folder as artifact
+    from cria_tricks.adapter.prompts import trained_system
 
     artifact.adapter(adapter, base, other_base=other_base)
+    if with_base and artifact.is_whole(adapter):
+        raise artifact.no_base_below(adapter, "--with-base")
+    if system is None and not raw:
+        system = trained_system(adapter)
     with importing():
         from transformers import TextStreamer
 
-        from cria_tricks.adapter.chat import answer, open_for_chat
+        from cria_tricks.adapter.chat import Conversation, open_for_chat
 
     with waiting.doing(f"loading {adapter}"):
         model, tokenizer, form = open_for_chat(adapter, raw, system, base=base, other_base=other_base, say=aside.print)
     if form.note:
         aside.print(f"note: {form.note}")
-
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    messages: list[dict[str, str]] = []
-    if system:
-        messages.append({"role": "system", "content": system})
+    talk = Conversation(model, tokenizer, form, system, max_new_tokens, streamer)
     while True:
         text = prompt or _ask()
         if not text:
             return
-        messages.append({"role": "user", "content": prompt or text.strip()})
-        with waiting.doing("answering"):
-            said = messages if form.template else text
-            reply = answer(model, tokenizer, said, max_new_tokens, streamer)
-        messages.append({"role": "assistant", "content": reply})
+        for name in ("base", "adapter") if with_base else ("adapter",):
+            if with_base:
+                screen.print(f"{name}:", markup=False, highlight=False)
+            with waiting.doing("answering"):
+                talk.ask(text, name)
         if prompt:
             return
 
 
 @app.command("eval", rich_help_panel=ADAPTER, epilog="Example: cria eval runs/kwanzaa/adapter --with-base")
 def evaluate(
-    adapter: Annotated[Path | None, typer.Argument(help="The adapter's folder; not needed for --reference.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Argument(help="The adapter's folder; not needed for --reference and --trivial.")
+    ] = None,
     data: Annotated[str, typer.Option(help="Held-out rows, by name (kwanzaa, history_notes) or a file.")] = "kwanzaa",
     with_base: Annotated[bool, typer.Option("--with-base", help="Also the model without the adapter.")] = False,
     reference: Annotated[bool, typer.Option("--reference", help="Also score the data's own answers.")] = False,
+    trivial: Annotated[bool, typer.Option("--trivial", help="Also score answers that need no model.")] = False,
+    contract: Annotated[
+        bool | None,
+        typer.Option("--contract/--own-prompts", help="Show the contract in each system prompt; default: as trained."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write; eval beside the adapter when left out.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 8,
@@ -80,10 +90,18 @@ def evaluate(
     from cria_tricks.kwanzaa.evaluate import evaluate as run
     from cria_tricks.kwanzaa.page import scores_table
 
-    settings = Settings(batch_size, max_new_tokens, base, other_base)
+    settings = Settings(batch_size, max_new_tokens, base, other_base, contract)
     with contextlib.redirect_stdout(sys.stderr):
         found = run(
-            adapter, data, base=with_base, reference=reference, out=out, limit=limit, settings=settings, console=aside
+            adapter,
+            data,
+            base=with_base,
+            reference=reference,
+            trivial=trivial,
+            out=out,
+            limit=limit,
+            settings=settings,
+            console=aside,
         )
     if as_json:
         print(json.dumps(found, indent=2, allow_nan=False))

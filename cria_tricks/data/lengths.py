@@ -89,8 +89,8 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
             raise _Unread("data.stream=true")
         _refuse_far_or_large(recipe)
         tokenizer = _Tokenizer(_folder(recipe.model))
-        train = sources.find(data.train, "train")
-        held_out = sources.find(data.eval, "eval")
+        train = sources.find(data.train, "train", contract=data.contract)
+        held_out = sources.find(data.eval, "eval", contract=data.contract)
         rows = train_rows(recipe, train, held_out, tokenizer, _quiet, augment)
     except _Unread as reason:
         return full(recipe, str(reason))
@@ -119,7 +119,7 @@ def _refuse_far_or_large(recipe: Recipe) -> None:
     size = 0
     for part, name in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         path = sources.ours(name, part) if name in sources.OURS else usable_path(f"data.{part}", name)
-        if name == "kwanzaa" or not path.exists():
+        if name in ("kwanzaa", sources.CURATED) or not path.exists():
             raise _Unread(f"data.{part}={name} is not read from the network")
         files = path.rglob("*.txt") if path.is_dir() else [path]
         size += sum(file.stat().st_size for file in files)

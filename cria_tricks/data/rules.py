@@ -34,6 +34,12 @@ def refuse(recipe: Recipe) -> None:
             "data.stream=true with tricks.packing=true: packing has to see all rows; set tricks.packing=false "
             "(plain texts are cut into rows of full length, so they need no packing)"
         )
+    if data.stream and data.contract:
+        raise BadInput(
+            "data.stream=true with data.contract=true: streamed rows keep their own system prompts; set one to false"
+        )
+    if data.stream and data.train == sources.CURATED:
+        raise BadInput(f"data.stream=true with data.train={sources.CURATED}: it is no file; set data.stream=false")
     if data.stream and data.duplicates != "keep" and sources.is_hub_set(data.train):
         # A row that is left out is found again by its file and line, and a streamed row of the hub has neither.
         raise BadInput(

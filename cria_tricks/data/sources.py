@@ -14,6 +14,7 @@ from cria_tricks.common import atomic_files
 from cria_tricks.common.cache import cache_folder
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.data import texts
+from cria_tricks.data.contract_prompt import with_contract
 from cria_tricks.data.rows import Chat, check_rows, first_rows, read_jsonl
 from cria_tricks.models import network
 
@@ -23,6 +24,11 @@ Part = Literal["train", "eval"]
 
 OURS = ("nguzo_saba", "history_notes")
 """Our own sets, inside the package: 40 questions for quick tests, and 281 over short notes about Black history."""
+
+CURATED = "kwanzaa_curated"
+"""The real answers and refusals of ``kwanzaa``, without its placeholders, followed by ``history_notes``."""
+_CHOSEN = Path(__file__).with_name("kwanzaa_curated.sha256")
+"""The hashes of the real rows that ``tools/curate.py`` has chosen for :data:`CURATED`, one a line."""
 
 # The real Kwanzaa set is licensed under GPL-3.0, so this package does not contain it. It is downloaded from its public
 # repository, at one fixed commit.
@@ -55,19 +61,29 @@ class DataSource:
         return digest.hexdigest()
 
 
-def find(name: str, part: Part) -> DataSource:
+def find(name: str, part: Part, *, contract: bool = False) -> DataSource:
     """Read one part of a data set.
 
     Args:
         name: ``nguzo_saba`` or ``history_notes`` (ours, inside the package), ``kwanzaa`` (downloaded once, hash
-            checked), a local file of JSON lines or of text, a folder of ``.txt`` files, or a hub data set
-            ``owner/name`` or ``owner/name:split``.
+            checked), ``kwanzaa_curated`` (chosen rows of ``kwanzaa``, then ``history_notes``), a local file of JSON
+            lines or of text, a folder of ``.txt`` files, or a hub data set ``owner/name`` or ``owner/name:split``.
         part: ``"train"`` or ``"eval"``. If a hub data set is named without a split, training takes the split ``train``,
             and evaluation the first of ``validation``, ``eval`` and ``test`` that exists.
+        contract: whether each row gets the system prompt that shows the answer contract (``data.contract``).
 
     Raises:
         BadInput: if there is no such data set, it cannot be loaded, or a row in it is wrong.
     """
+    source = _curated(part) if name == CURATED else _read(name, part)
+    if not contract:
+        return source
+    rows = [with_contract(row) for row in source.rows]
+    return DataSource(rows, f"{source.description}; the contract is in every system prompt")
+
+
+def _read(name: str, part: Part) -> DataSource:
+    """Read the rows as they are."""
     found = place(name, part)
     if isinstance(found, str):
         return _from_hub(found, part)
@@ -79,6 +95,21 @@ def find(name: str, part: Part) -> DataSource:
     if name == "kwanzaa":
         return DataSource(rows, f"AINative-Studio/kwanzaa {found.name}, sha256 {_SHA256[part]} (GPL-3.0)")
     return DataSource(rows, f"{found.name}, {len(rows)} rows, sha256 {_sha256(found.read_bytes())}")
+
+
+def _curated(part: Part) -> DataSource:
+    """Read the chosen real rows, and our own rows behind them."""
+    real = _read("kwanzaa", part)
+    chosen = set(_CHOSEN.read_text().split())
+    kept = [row for row in real.rows if row_hash(row) in chosen]
+    ours = _read("history_notes", part)
+    of_real = f"{len(kept)} of the {len(real.rows)} rows of {real.description}"
+    return DataSource(kept + ours.rows, f"{of_real}; {ours.description}")
+
+
+def row_hash(row: Chat) -> str:
+    """Hash the text of a row, whichever file it is in."""
+    return hashlib.sha256(row.content.encode()).hexdigest()
 
 
 def glance(name: str, part: Part) -> None:
@@ -106,7 +137,7 @@ def place(name: str, part: Part) -> Path | str:
     """
     if name in OURS:
         return ours(name, part)
-    if name == "kwanzaa":
+    if name in ("kwanzaa", CURATED):
         return _download_kwanzaa(part)
     path = usable_path(f"data.{part}", name)
     if path.exists():
@@ -114,8 +145,8 @@ def place(name: str, part: Part) -> Path | str:
     if is_hub_set(name):
         return name
     raise BadInput(
-        f"data.{part}={name}: no such file; give a .jsonl file, {', '.join(OURS)}, kwanzaa, a .txt file or a "
-        "folder of them, or a hub data set owner/name"
+        f"data.{part}={name}: no such file; give a .jsonl file, {', '.join(OURS)}, kwanzaa, {CURATED}, a .txt "
+        "file or a folder of them, or a hub data set owner/name"
     )
 
 

@@ -29,6 +29,8 @@ from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply, read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.kwanzaa.training import read_training
+from cria_tricks.kwanzaa.trivial import trivial_reply
 from cria_tricks.models import identity
 from cria_tricks.recipe import Recipe, from_toml
 
@@ -45,12 +47,15 @@ class Settings:
         max_new_tokens: length limit of an answer (tokens).
         base: folder or name of the base model, if it is no longer where the adapter's config says.
         other_base: whether the base may be another one than the adapter was trained over.
+        contract: whether every row gets the system prompt that shows the answer contract. ``None``: as the adapter was
+            trained (its ``data.contract``).
     """
 
     batch_size: int = 8
     max_new_tokens: int = 2048
     base: str | Path | None = None
     other_base: bool = False
+    contract: bool | None = None
 
 
 def evaluate(
@@ -59,6 +64,7 @@ def evaluate(
     *,
     base: bool = False,
     reference: bool = False,
+    trivial: bool = False,
     out: str | Path | None = None,
     limit: int | None = None,
     settings: Settings | None = None,
@@ -71,11 +77,13 @@ def evaluate(
     are saved in ``answers-SYSTEM.jsonl``, so the same call after an interruption continues after the last whole batch.
 
     Args:
-        adapter: the folder of an adapter or of a whole model. It may be left out with ``reference``; then no model is
-            loaded.
+        adapter: the folder of an adapter or of a whole model. If it is left out, no model is loaded; then ``reference``
+            or ``trivial`` is needed.
         data: a file, a folder or a data set, as for the recipe's ``data.eval``.
         base: also answer with the base model, that is, without the adapter.
         reference: also score the data's own answers; all rows must keep the contract.
+        trivial: also score the answers that need no model (:mod:`cria_tricks.kwanzaa.trivial`); all rows must keep the
+            contract.
         out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without an adapter.
         limit: evaluate only this many rows, the first ones.
         settings: the settings for generating answers.
@@ -90,12 +98,13 @@ def evaluate(
     """
     settings = settings or Settings()
     console = console or Aside()
-    folder = _adapter_folder(adapter, base, reference, settings)
-    source = _find(data)
+    folder = _adapter_folder(adapter, base, reference or trivial, settings)
+    source = _find(data, _contract(folder, settings))
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
-    if reference:
-        _refuse_unscorable(source.rows[:limit])
+    for wanted, option in ((reference, "--reference"), (trivial, "--trivial")):
+        if wanted:
+            _refuse_unscorable(source.rows[:limit], option)
     place = _made_folder(out, folder)
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
     with atomic_files.only_writer(place):
@@ -106,21 +115,26 @@ def evaluate(
                 console.print(f"note: {UNSCORED}")
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
+        if trivial:
+            systems["trivial"] = [Scored(row, trivial_reply(row), None) for row in rows]
         if reference:
             systems["reference"] = [Scored(row, row.reference, None) for row in rows]
-        found = summarise(systems, about)
+        training = read_training(folder, console.print) if folder and contract else None
+        found = summarise(systems, about, training)
         atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         atomic_files.write_file(place / "eval.md", markdown(found))
     return found | {"out": str(place)}
 
 
-def _adapter_folder(adapter: str | Path | None, base: bool, reference: bool, settings: Settings) -> Path | None:
-    """Check the arguments, and return the folder of the adapter; ``None`` if only the reference is scored."""
+def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, settings: Settings) -> Path | None:
+    """Check the arguments, and return the folder of the adapter; ``None`` if no model is asked (``without``)."""
     if adapter is None:
         if base:
             raise BadInput("--with-base: there is no adapter to compare with its base; name the adapter's folder")
-        if not reference:
-            raise BadInput("name the folder of an adapter, or give --reference to score the data's own answers")
+        if not without:
+            raise BadInput(
+                "name the folder of an adapter, or give --reference to score the data's own answers, or --trivial"
+            )
         return None
     path = Path(adapter)
     if not base or not is_whole(path):
@@ -151,12 +165,19 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
     return place
 
 
-def _find(data: str) -> DataSource:
+def _contract(folder: Path | None, settings: Settings) -> bool:
+    """Tell whether every row gets the system prompt with the contract: as asked for, or as in the training."""
+    if settings.contract is not None:
+        return settings.contract
+    return folder is not None and (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract
+
+
+def _find(data: str, contract: bool) -> DataSource:
     """Find the rows; errors name the option ``--data`` instead of the recipe's setting ``data.eval``."""
     if not data:
         raise BadInput("--data: is empty; name a file, a folder or a data set")
     try:
-        return sources.find(data, "eval")
+        return sources.find(data, "eval", contract=contract)
     except BadInput as error:
         said = str(error)
         for name in ("--set data.eval=", "data.eval=", "data.eval "):
@@ -164,13 +185,13 @@ def _find(data: str) -> DataSource:
         raise BadInput(said) from None
 
 
-def _refuse_unscorable(chats: Sequence[Chat]) -> None:
-    """Refuse to score the data's own answers where one of them does not keep the contract."""
+def _refuse_unscorable(chats: Sequence[Chat], option: str) -> None:
+    """Refuse to score answers without a model where the data's own answers do not keep the contract."""
     for chat in chats:
         if not keeps_contract(chat):
             raise BadInput(
-                f"--reference: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
-                "(a JSON object with answer.text), so it cannot be scored; leave --reference out"
+                f"{option}: {chat.where}: the row does not end with an answer of the contract kwanzaa.answer.v1 "
+                f"(a JSON object with answer.text), so it cannot be scored; leave {option} out"
             )
 
 

@@ -17,6 +17,8 @@ NAMES = {
 _COUNTS = {
     "json": "a JSON object could be read",
     "placeholders": "placeholders in the place of an answer",
+    "learnt_by_heart": "answers whose text is a training answer, word for word",
+    "same_documents": "cites the same documents as the data's own answer",
     "citation_precision": "right labels, of all labels",
     "citation_recall": "statements with a right label, of those that need one",
     "items": "numbers, years, names and quotes",
@@ -37,6 +39,8 @@ UNSCORED = (
     "The four scores (format, citations, grounding, refusal) need rows whose answers keep the contract "
     "kwanzaa.answer.v1, so they are left out."
 )
+KINDS = "The kind is that of the data's own answer. A placeholder announces an answer in brackets and gives none."
+QUESTIONS = "Where a question was trained on, a model may know the answer by heart."
 _LONGEST = 1200
 """The length at which a text in an example is cut (characters)."""
 
@@ -54,7 +58,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         *_made_with(found),
         "",
         *_scores(found),
-        *_kinds(found["kinds"]),
+        *_groups("kind of row", "rows whose answer is", KINDS, found["kinds"]),
+        *_groups("question", "rows of which", QUESTIONS, found["questions"]),
         *_counts(found["systems"]),
     ]
     if _keeps_contract(found["systems"]):
@@ -108,19 +113,18 @@ def _scores(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _kinds(kinds: Mapping[str, Any]) -> list[str]:
-    """Write the scores by kind of row; no lines if all rows are of one kind, or do not keep the contract."""
-    if len(kinds) < 2:
+def _groups(by: str, column: str, text: str, groups: Mapping[str, Any]) -> list[str]:
+    """Write the scores by group of rows; no lines if all rows are of one group, or do not keep the contract."""
+    if len(groups) < 2:
         return []
     rows = []
-    for kind, found in kinds.items():
+    for group, found in groups.items():
         for key, name in NAMES.items():
             values = [_value(system[key]) for system in found["systems"].values() if key in system]
             if values:
-                rows.append([f"{kind}, {found['rows']} rows", name, *values])
-    systems = next(iter(kinds.values()))["systems"]
-    text = "The kind is that of the data's own answer. A placeholder announces an answer in brackets and gives none."
-    return ["## By kind of row", "", text, "", *_table(["rows whose answer is", "score", *systems], rows), ""]
+                rows.append([f"{group}, {found['rows']} rows", name, *values])
+    systems = next(iter(groups.values()))["systems"]
+    return [f"## By {by}", "", text, "", *_table([column, "score", *systems], rows), ""]
 
 
 def _counts(systems: Mapping[str, Any]) -> list[str]:

@@ -7,15 +7,6 @@ from dataclasses import dataclass
 from cria_tricks.data.rows import Chat, marked_question
 from cria_tricks.kwanzaa.reply import Reply, plain_reply, read_reply
 
-CONTRACT = (
-    "Answer only from the documents and cite them as [1]. If they lack the answer, say so. Reply with JSON only: "
-    '{"version":"kwanzaa.answer.v1","answer":{"text":"","completeness":"complete or insufficient_data"},'
-    '"sources":[{"citation_label":"","canonical_url":"","source_org":"","year":0,"content_type":"","license":"",'
-    '"namespace":"","doc_id":"","chunk_id":""}],"retrieval_summary":{"query":"","top_k":1,"namespaces":[""],'
-    '"results":[]},"unknowns":{"unsupported_claims":[],"missing_context":[],"clarifying_questions":[]}}'
-)
-"""A system prompt that shows every required field of the contract, so that an untrained model can keep it, too."""
-
 _DOCUMENT = re.compile(r"^\[(\d+)\] +(\S.*)$", re.MULTILINE)
 _URL = re.compile(r"^URL: *(\S+)$", re.MULTILINE)
 

@@ -1,7 +1,7 @@
 """Summarise scored answers as plain data: values with their intervals, paired differences, counts, examples."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,8 @@ from cria_tricks.kwanzaa.bootstrap import Statistic, mean, ratio, with_interval
 from cria_tricks.kwanzaa.prompt import QARow
 from cria_tricks.kwanzaa.reply import VIOLATIONS, Reply
 from cria_tricks.kwanzaa.scores import SCORERS, Score, is_placeholder, kind
+from cria_tricks.kwanzaa.statements import labels
+from cria_tricks.kwanzaa.training import Training
 
 Columns = list[list[float]]
 """Some numbers for each row."""
@@ -40,23 +42,29 @@ class Scored:
         return {name: scorer(self.row, self.reply) for name, scorer in SCORERS.items()}
 
 
-def summarise(systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any]) -> dict[str, Any]:
+def summarise(
+    systems: Mapping[str, Sequence[Scored]], about: Mapping[str, Any], training: Training | None = None
+) -> dict[str, Any]:
     """Summarise the scored answers of all systems.
 
     Args:
-        systems: for each system (``adapter``, ``base``, ``reference``) its answers to the same rows, in the same order.
+        systems: for each system (``adapter``, ``base``, ``trivial``, ``reference``) its answers to the same rows, in
+            the same order.
         about: the first keys of the result: what was evaluated, and with what.
+        training: what the adapter was trained on, if that is known.
 
     Returns:
         Plain JSON data: the keys of ``about``; ``systems`` by name; ``kinds``, the scores by kind of row;
+        ``questions``, the scores by whether the question is in the training rows (empty if these are not known);
         ``differences``, adapter minus base, if both are there; ``examples``; and ``answers``, every row's scores with
         their reasons.
     """
     figures = {name: _figures(scored) for name, scored in systems.items()}
     return {
         **about,
-        "systems": {name: _system(scored, figures[name]) for name, scored in systems.items()},
-        "kinds": _kinds(systems),
+        "systems": {name: _system(scored, figures[name], training) for name, scored in systems.items()},
+        "kinds": _grouped(systems, kind),
+        "questions": _grouped(systems, training.group) if training else {},
         "differences": _differences(figures),
         "examples": _examples(systems),
         "answers": {name: [_answer(each) for each in scored] for name, scored in systems.items()},
@@ -97,12 +105,16 @@ def _written(scored: Sequence[Scored]) -> list[Written]:
     return [each.written for each in scored if each.written]
 
 
-def _system(scored: Sequence[Scored], figures: Mapping[str, tuple[Statistic, Columns]]) -> dict[str, Any]:
+def _system(
+    scored: Sequence[Scored], figures: Mapping[str, tuple[Statistic, Columns]], training: Training | None
+) -> dict[str, Any]:
     """Summarise one system: its scores, loss and perplexity with their intervals, and its counts."""
     found: dict[str, Any] = {name: with_interval(*figure) for name, figure in figures.items()}
     written = _written(scored)
     if scored[0].row.contract:
         found |= _of_contract(scored)
+        if training:
+            found["learnt_by_heart"] = sum(training.holds(each.reply) for each in scored)
     tokens = cut_off = None
     answered = [each for each in written if each.tokens]  # a text is not answered
     if answered:
@@ -120,6 +132,7 @@ def _of_contract(scored: Sequence[Scored]) -> dict[str, Any]:
     return {
         "json": sum(case["json"] for case in formats) / len(formats),
         "placeholders": sum(is_placeholder(each.reply) for each in scored),
+        "same_documents": sum(map(_cites_as_the_reference, scored)) / len(scored),
         "violations": _violations(formats),
         "citation_precision": _ratio(citations, "right", "labels"),
         "citation_recall": _ratio(citations, "covered", "needed"),
@@ -149,11 +162,20 @@ def _violations(formats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return shares
 
 
-def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
-    """Summarise the scores by the kind of the data's own answer (:func:`cria_tricks.kwanzaa.scores.kind`).
+def _cites_as_the_reference(scored: Scored) -> bool:
+    """Tell whether an answer cites the same documents as the data's own answer, no more and no fewer."""
+    return set(labels(scored.reply.text)) == set(labels(scored.row.reference.text))
+
+
+def _grouped(systems: Mapping[str, Sequence[Scored]], group: Callable[[QARow], str]) -> dict[str, Any]:
+    """Summarise the scores of each group of rows.
+
+    Args:
+        systems: as for :func:`summarise`.
+        group: returns the name of a row's group, such as :func:`cria_tricks.kwanzaa.scores.kind`.
 
     Returns:
-        For each kind that the rows have: ``rows``, their number, and ``systems``, the scores of each system over them.
+        For each group that the rows have: ``rows``, their number, and ``systems``, the scores of each system over them.
         Empty for rows without the contract.
     """
     rows = [scored.row for scored in next(iter(systems.values()))]
@@ -161,7 +183,7 @@ def _kinds(systems: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
         return {}
     places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        places.setdefault(kind(row), []).append(place)
+        places.setdefault(group(row), []).append(place)
     found = {}
     for name, some in places.items():
         shares = {}

@@ -73,10 +73,11 @@ def checked(
     # A stream has one lane for each micro-batch of a step, those of all processes together.
     lanes = plan.training["gradient_accumulation_steps"] * plan.parallel["data"]
     with doing("reading the rows"):
+        data = recipe.data
         train_rows = (
-            open_stream(recipe.data.train, lanes) if recipe.data.stream else sources.find(recipe.data.train, "train")
+            open_stream(data.train, lanes) if data.stream else sources.find(data.train, "train", contract=data.contract)
         )
-        found = {"train": train_rows, "eval": sources.find(recipe.data.eval, "eval")}
+        found = {"train": train_rows, "eval": sources.find(data.eval, "eval", contract=data.contract)}
     # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
     about = describe(recipe, found, plan.device.name, world.size)
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.

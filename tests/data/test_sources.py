@@ -2,13 +2,19 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
+from cria_tricks.data.contract_prompt import CONTRACT
+from cria_tricks.data.duplicates import Guard
 from cria_tricks.data.rows import Chat
+from cria_tricks.kwanzaa.prompt import read_rows
+from cria_tricks.kwanzaa.scores import kind
 from tests.helpers import is_frozen
+from tools import curate
 
 ROW = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
 
@@ -65,6 +71,43 @@ def test_kwanzaa_offline_is_not_asked_for(public_repository, monkeypatch):
 def test_kwanzaa_without_network_says_how_to_go_on(public_repository):
     with pytest.raises(BadInput, match="cannot download .* --set data.train=FILE.jsonl"):
         sources.find("kwanzaa", "train")
+
+
+@pytest.fixture
+def at_hand(real_data, tmp_path, monkeypatch):
+    """The real files where a download would put them."""
+    monkeypatch.setenv("CRIA_CACHE", str(tmp_path))
+    shutil.copytree(real_data, tmp_path / "kwanzaa")
+
+
+def test_the_curated_set_has_the_real_rows_that_answer_and_ours_behind_them(at_hand):
+    parts = ("train", "eval")
+    real = {part: sources.find("kwanzaa", part).rows for part in parts}
+    ours = {part: sources.find("history_notes", part).rows for part in parts}
+    found = {part: sources.find("kwanzaa_curated", part).rows for part in parts}
+    kept = {part: found[part][: -len(ours[part])] for part in parts}
+    assert {part: len(rows) for part, rows in kept.items()} == {"train": 38, "eval": 13}
+    for part in parts:
+        assert found[part][len(kept[part]) :] == ours[part]
+        assert set(map(sources.row_hash, kept[part])) <= set(map(sources.row_hash, real[part]))
+        assert "placeholder" not in map(kind, read_rows(found[part]))
+    guard = Guard(real["eval"])
+    assert not any(map(guard.find, kept["train"]))
+    assert curate.chosen(real["train"], real["eval"]) == curate.CHOSEN.read_text().split()
+
+
+def test_the_contract_takes_the_place_of_the_system_prompt(tmp_path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = tmp_path / "d.jsonl"
+    begun = [{"role": "system", "content": "Be brief."}, *turns]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (turns, begun)))
+    shown = sources.find(str(path), "train", contract=True)
+    assert [row.messages for row in shown.rows] == [({"role": "system", "content": CONTRACT}, *turns)] * 2
+    assert shown.description.endswith("; the contract is in every system prompt")
+    assert sources.find(str(path), "train").rows[1].messages == tuple(begun)
+    path.write_text(ROW)
+    with pytest.raises(BadInput, match=r"data.contract=true: .*d.jsonl:1: is no chat"):
+        sources.find(str(path), "train", contract=True)
 
 
 def test_a_hub_data_set(monkeypatch):
@@ -133,8 +176,8 @@ def test_names_of_nothing(name):
     with pytest.raises(BadInput) as caught:
         sources.place(name, "train")
     assert str(caught.value) == (
-        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, history_notes, kwanzaa, a .txt file or a "
-        "folder of them, or a hub data set owner/name"
+        f"data.train={name}: no such file; give a .jsonl file, nguzo_saba, history_notes, kwanzaa, kwanzaa_curated, a "
+        ".txt file or a folder of them, or a hub data set owner/name"
     )
 
 

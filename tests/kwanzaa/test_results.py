@@ -11,8 +11,10 @@ from cria_tricks.kwanzaa.bootstrap import mean, ratio, with_interval
 from cria_tricks.kwanzaa.page import markdown, scores_table
 from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.kwanzaa.training import SEEN, UNSEEN, Training
+from cria_tricks.kwanzaa.trivial import trivial_reply
 from tests.helpers import is_frozen
-from tests.kwanzaa.made import GOOD, REFUSAL, reply, row
+from tests.kwanzaa.made import GOOD, NOTHING_FOUND, REFUSAL, reply, row
 
 ABOUT = {"data": "made", "rows": 4, "rows_in_data": 4}
 
@@ -81,6 +83,40 @@ def test_scores_counts_and_cases(systems):
     assert (adapter["items"], adapter["unsupported"]) == (10, 2)
     assert adapter["citation_precision"] == 4 / 5
     json.dumps(found, allow_nan=False)
+
+
+def test_what_an_adapter_was_trained_on_is_told_apart(systems):
+    training = Training(frozenset({"who carved  it?"}), frozenset({" ".join(GOOD.split()).casefold()}))
+    found = summarise(systems, ABOUT, training)
+    assert found["questions"].keys() == {UNSEEN}
+    assert [system["learnt_by_heart"] for system in found["systems"].values()] == [2, 0, 2]
+    assert "learnt_by_heart" not in summarise(systems, ABOUT)["systems"]["adapter"]
+    assert summarise(systems, ABOUT)["questions"] == {}
+    asked = [row(query="Who paid?"), row()]
+    two = {"adapter": [Scored(asked[0], reply(GOOD), None), Scored(asked[1], reply("Wood."), None)]}
+    found = summarise(two, ABOUT, Training(frozenset({"who paid?"}), frozenset()))
+    assert {name: group["rows"] for name, group in found["questions"].items()} == {SEEN: 1, UNSEEN: 1}
+    assert found["questions"][SEEN]["systems"]["adapter"]["citations"]["value"] == 1
+    assert found["questions"][UNSEEN]["systems"]["adapter"]["citations"]["value"] == 0
+    assert "## By question" in markdown(found)
+
+
+def test_the_cited_documents_are_held_against_those_of_the_data(systems):
+    cites_two = reply("Ruth Adeyemi carved it [1]. Ujima is work [2].")
+    for answer, share in ((reply(GOOD), 1), (cites_two, 0), (reply("Ujima is work [2]."), 0), (reply("It is."), 0)):
+        found = summarise({"adapter": [Scored(row(), answer, None)]}, ABOUT)
+        assert found["systems"]["adapter"]["same_documents"] == share
+
+
+def test_trivial_answers_keep_the_contract_cite_everything_and_refuse_only_without_documents():
+    asked = [row(), row(refuses=True), row(documents=NOTHING_FOUND, refuses=True)]
+    found = summarise({"trivial": [Scored(each, trivial_reply(each), None) for each in asked]}, ABOUT)["systems"]
+    trivial = found["trivial"]
+    assert [trivial[name]["value"] for name in ("format", "citations", "grounding")] == [1, 1, 1]
+    assert trivial["confusion"]["refused_rightly"] == 1
+    assert trivial["confusion"]["answered_wrongly"] == 1
+    assert trivial["confusion"]["answered_rightly"] == 1
+    assert trivial["same_documents"] == 1 / 3
 
 
 def test_the_loss_is_per_token_and_differences_are_paired(systems):
