@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-kwanzaa bench-fused bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-curated bench-kwanzaa bench-fused bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -162,6 +162,11 @@ results: $(READY)
 # Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
 bench-kwanzaa: $(READY)
 	$(VENV)/bin/python -m benchmarks.kwanzaa_shape
+
+# SmolLM2 on our own curated rows, and its answers beside the base's: an hour or two on two cores. RECIPE=kwanzaa_small
+# takes the 107 real rows.
+bench-curated: $(READY)
+	$(VENV)/bin/python -m benchmarks.curated $(if $(RECIPE),--recipe $(RECIPE))
 
 # lessons/*.py -> notebooks/*.ipynb. Notebooks are never edited; a test fails when one is out of date.
 notebooks: $(READY)

@@ -19,6 +19,8 @@ _LIBRARIES = {"none": "transformers", "side_network": "cria_tricks"}
 HERE = "path/to/this/folder"
 """The path that the card's code gives for the folder; a reader replaces it."""
 COLUMNS = ("what", "value")
+NOT_SCORED = " The answers were not scored; after `cria eval`, `cria card` writes the scores here."
+"""A sentence of the card that goes when scores come."""
 WHOLE = Recipe()
 """A recipe without an adapter: training it gives a whole model."""
 
@@ -51,9 +53,8 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "",
             *markdown_table(COLUMNS, _results(report)),
             "",
-            "This card knows the training run and nothing later. The losses are all that the run measured of quality: "
-            "whether answers are true, well cited or safe, it did not measure. The scores of `cria eval`, where "
-            "somebody ran it, are in the folder that it writes and not here.",
+            "The losses are all that the run measured of quality. Whether answers are true or safe was not measured."
+            + NOT_SCORED,
             "",
             "## On a GPU",
             "",
@@ -152,14 +153,16 @@ def _paragraph(text: str) -> list[str]:
 
 def _front(base: str, library: str, tags: Sequence[str]) -> list[str]:
     """Return the YAML lines at the top of README.md, from which the hub reads base, library, licence and tags."""
-    lines = ["---"]
-    if is_hub_id(base):  # the hub refuses any other name here
-        lines.append(f"base_model: {base}")
-    lines.append(f"library_name: {library}")
-    licence = _licence(base)
-    if licence:
-        lines.append(f"license: {licence}")
-    return [*lines, f"tags: [{', '.join(['cria_tricks', *tags])}]", "---"]
+    # Slow to import, and only a card needs it.
+    from huggingface_hub import ModelCardData
+
+    about = ModelCardData(
+        base_model=base if is_hub_id(base) else None,  # the hub refuses any other name here
+        library_name=library,
+        license=_licence(base),
+        tags=["cria_tricks", *tags],
+    )
+    return ["---", about.to_yaml(), "---"]
 
 
 def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -171,6 +174,8 @@ def _results(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained tokens", f"{report['data']['trained_tokens_seen']:,}"),
         ("trainable parameters", f"{report['parameters']['trainable']:,}"),
         ("peak memory", human(report["peak_bytes"])),
+        ("peak memory, estimated before it ran", _estimated(report)),
+        ("minutes, loading and evaluation included", f"{report['seconds'] / 60:,.1f}"),
         ("device", report["device"]),
         ("processes", str(_processes(report))),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),

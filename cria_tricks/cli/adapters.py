@@ -1,4 +1,4 @@
-"""``cria eval``, ``chat``, ``verify``, ``merge`` and ``publish``: the commands for a trained adapter.
+"""``cria eval``, ``chat``, ``card``, ``verify``, ``merge`` and ``publish``: the commands for a trained adapter.
 
 Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
 """
@@ -112,6 +112,27 @@ def evaluate(
         shown.add_row(*row)
     screen.wrapped(f"[bold]{found['rows']} rows, mean and 95 % interval[/]", "", shown, "")
     screen.print(f"to read: {Path(found['out']) / 'eval.md'}", markup=False, highlight=False)
+
+
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria card runs/kwanzaa/adapter")
+def card(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    evaluation: Annotated[
+        list[Path] | None,
+        typer.Option("--eval", help="A folder of cria eval; may be repeated. Default: eval beside it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the scores of cria eval into the adapter's model card, with a verdict in one sentence."""
+    from cria_tricks.kwanzaa.card import write_scores
+
+    with importing():
+        said = write_scores(adapter, evaluation or ())
+    if as_json:
+        print(json.dumps({"verdict": said, "card": str(adapter / "README.md")}))
+        return
+    screen.print(said, markup=False, highlight=False)
+    screen.print(f"written: {adapter / 'README.md'}", markup=False, highlight=False)
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria verify runs/smoke/adapter")

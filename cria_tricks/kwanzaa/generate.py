@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cria_tricks.common import atomic_files
+from cria_tricks.common import atomic_files, waiting
 from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import template, tokenize, trained
 from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.kwanzaa.prompt import read_prompt
+from cria_tricks.kwanzaa.reply import read_reply
 from cria_tricks.load import cache
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
@@ -26,6 +28,8 @@ BROKEN = 700.0
 
 The perplexity is exp(loss), which must be a Python float, and floats end at exp(709).
 """
+SHOWN = 160
+"""The length at which an answer is cut that is shown while others are written (characters)."""
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
@@ -110,13 +114,15 @@ def answer_rows(
             task = bar.add_task(system, total=len(chats), completed=done, note="answers")
             for begin in range(0, len(order), batch_size):
                 batch = order[begin : begin + batch_size]
-                written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
+                with waiting.doing(f"answering {len(batch)} rows"):
+                    written = _answered(model, tokenizer, {row: prompts[row] for row in batch}, max_new_tokens)
                 # One row at a time: a loss needs the logits of all tokens, while an answer needs only the last token's.
                 losses = {row: reference_loss(model, tokenizer, chats[row], text_length) for row in batch}
                 answers.add({row: Written(*written[row], *losses[row]) for row in batch})
                 bar.advance(task, len(batch))
                 if not console.is_terminal:
                     console.print(f"{system} {done + begin + len(batch):>4}/{len(chats)} rows")
+                _show_one(console, chats[batch[0]], written[batch[0]][0])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -124,6 +130,16 @@ def answer_rows(
             f"out of memory with {batch_size} rows at a time; {len(answers.rows)} answers are in {answers.path}, and "
             "the same command with a smaller --batch-size goes on after them"
         ) from None
+
+
+def _show_one(console: Console, chat: Chat, answer: str) -> None:
+    """Print a question and its answer in one line each, so that the reader sees answers as they come."""
+    if not answer or not chat.messages:
+        return
+    question = read_prompt(chat.before_answer[-1]["content"]).query
+    for mark, text in (("?", question), (">", read_reply(answer).text)):
+        in_a_line = " ".join(text.split())
+        console.print(f"  {mark} {in_a_line[:SHOWN]}", markup=False, highlight=False)
 
 
 def _answered(

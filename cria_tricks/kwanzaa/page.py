@@ -1,6 +1,6 @@
 """Write an evaluation, the content of ``eval.json``, as a Markdown page."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cria_tricks.common.markdown_table import cell, markdown_table
@@ -58,8 +58,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         *_made_with(found),
         "",
         *_scores(found),
-        *_groups("kind of row", "rows whose answer is", KINDS, found["kinds"]),
-        *_groups("question", "rows of which", QUESTIONS, found["questions"]),
+        *_groups("kind of row", KINDS, groups_table("rows whose answer is", found["kinds"])),
+        *_groups("question", QUESTIONS, groups_table("rows of which", found["questions"])),
         *_counts(found["systems"]),
     ]
     if _keeps_contract(found["systems"]):
@@ -91,7 +91,6 @@ def _made_with(found: Mapping[str, Any]) -> list[str]:
 
 
 def _scores(found: Mapping[str, Any]) -> list[str]:
-    head, *rows = scores_table(found)
     where = UNSCORED
     if _keeps_contract(found["systems"]):
         where = "Definitions and blind spots stand in `cria_tricks/kwanzaa/scores.py`."
@@ -103,7 +102,7 @@ def _scores(found: Mapping[str, Any]) -> list[str]:
         "",
         "Mean over the rows; in brackets its 95 % interval, by 10,000 bootstrap draws of the rows (BCa).",
         "",
-        *_table(head, rows),
+        *table_lines(scores_table(found)),
         "",
         where,
         "",
@@ -113,18 +112,28 @@ def _scores(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _groups(by: str, column: str, text: str, groups: Mapping[str, Any]) -> list[str]:
-    """Write the scores by group of rows; no lines if all rows are of one group, or do not keep the contract."""
+def _groups(by: str, text: str, table: list[list[str]]) -> list[str]:
+    """Write the scores by group of rows under a heading; no lines without a table."""
+    return [f"## By {by}", "", text, "", *table_lines(table), ""] if table else []
+
+
+def groups_table(column: str, groups: Mapping[str, Any]) -> list[list[str]]:
+    """Lay out the scores by group of rows: a line for each group and score, a column for each system.
+
+    Returns:
+        The lines of the table; the first line holds the column names. Empty if all rows are of one group, or do not
+        keep the contract.
+    """
     if len(groups) < 2:
         return []
-    rows = []
+    systems = next(iter(groups.values()))["systems"]
+    rows = [[column, "score", *systems]]
     for group, found in groups.items():
         for key, name in NAMES.items():
             values = [_value(system[key]) for system in found["systems"].values() if key in system]
             if values:
                 rows.append([f"{group}, {found['rows']} rows", name, *values])
-    systems = next(iter(groups.values()))["systems"]
-    return [f"## By {by}", "", text, "", *_table([column, "score", *systems], rows), ""]
+    return rows
 
 
 def _counts(systems: Mapping[str, Any]) -> list[str]:
@@ -133,7 +142,7 @@ def _counts(systems: Mapping[str, Any]) -> list[str]:
     for key, label in _COUNTS.items():
         if key in first:
             rows.append([label, *(_count(system[key]) for system in systems.values())])
-    return ["## Counts", "", *_table(["what", *systems], rows), ""]
+    return ["## Counts", "", *table_lines([["what", *systems], *rows]), ""]
 
 
 def _violations(systems: Mapping[str, Any]) -> list[str]:
@@ -144,14 +153,14 @@ def _violations(systems: Mapping[str, Any]) -> list[str]:
     for kind in kinds:
         shares = [system["violations"].get(kind, 0) for system in systems.values()]
         rows.append([kind, *(f"{share:.2f}" for share in shares)])
-    return ["## Violations of the contract", "", *_table(["share of rows with", *systems], rows), ""]
+    return ["## Violations of the contract", "", *table_lines([["share of rows with", *systems], *rows]), ""]
 
 
 def _refusals(systems: Mapping[str, Any]) -> list[str]:
     rows = []
     for key, label in _CASES.items():
         rows.append([label, *(str(system["confusion"][key]) for system in systems.values())])
-    return ["## Refusals", "", *_table(["rows", *systems], rows), ""]
+    return ["## Refusals", "", *table_lines([["rows", *systems], *rows]), ""]
 
 
 def scores_table(found: Mapping[str, Any]) -> list[list[str]]:
@@ -223,6 +232,9 @@ def _count(value: float | None) -> str:
     return f"{value:,.2f}"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    escaped = [list(map(cell, row)) for row in (columns, *rows)]
-    return markdown_table(escaped[0], escaped[1:])
+def table_lines(table: Sequence[Sequence[str]]) -> list[str]:
+    """Write a table as Markdown; no lines if it is empty."""
+    if not table:
+        return []
+    head, *rows = [list(map(cell, row)) for row in table]
+    return markdown_table(head, rows)

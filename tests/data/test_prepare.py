@@ -111,6 +111,14 @@ def test_augmentation_without_effect_is_said():
         (["data.min_words=9", "data.max_words=8"], "no row can have at least 9 and at most 8 words"),
         (["data.stream=true"], "set train.max_steps"),
         (["data.stream=true", "train.max_steps=2", "tricks.packing=true"], "set tricks.packing=false"),
+        (
+            ["data.stream=true", "train.max_steps=2", "data.contract=true"],
+            "streamed rows keep their own system prompts",
+        ),
+        (
+            ["data.stream=true", "train.max_steps=2", "data.train=kwanzaa_curated"],
+            "it is no file; set data.stream=false",
+        ),
         *(
             (
                 ["data.stream=true", "train.max_steps=2", "data.train=owner/name:train", f"data.duplicates={wanted}"],
