@@ -42,6 +42,8 @@ ROWS = 4
 """The number of fixed rows on which the models are compared."""
 TOKENS = 64
 """Length limit of these rows (tokens); the rest of a row is cut off."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The file in which peft saves an adapter's weights."""
 NOTHING_TO_MERGE = "has nothing to merge into the weights"
 
 
@@ -99,6 +101,8 @@ def merge(
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
         }
+        # cria export tells by it whether a merged folder belongs to an adapter.
+        check["adapter_sha256"] = atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"]
         if others:
             check["other_base"] = "; ".join(others)
         _refuse_beyond_rounding(folder, check)
