@@ -65,9 +65,10 @@ def export(
         say: called with one sentence for each step, and with each warning.
 
     Returns:
-        ``folder`` (what was written), ``model`` (what it was written from), ``prompt``, ``versions``, ``modelfile``
-        (the file that it names, and whether it has the chat template), and ``files``: for each its ``file``, ``type``,
-        ``bytes`` and the results of :func:`cria_tricks.adapter.gguf_proof.prove`.
+        ``folder`` (what was written), ``model`` (what it was written from), ``prompt``, the model's ``answer``,
+        ``stops``, ``versions``, ``modelfile`` (the file that it names, and whether it has the chat template), and
+        ``files``: for each its ``file``, ``type``, ``bytes`` and the results of
+        :func:`cria_tricks.adapter.gguf_proof.prove`.
 
     Raises:
         BadInput: if the folder is damaged or not safe, its model cannot be written as GGUF, or a proof fails. In these
@@ -75,9 +76,7 @@ def export(
     """
     folder = usable_path("adapter", folder)
     wanted = _kinds(to, kinds)
-    target = folder.absolute().parent / "gguf"
-    if out:
-        target = usable_path("--out", out)
+    target = usable_path("--out", out or folder.absolute().parent / "gguf")
     if target.exists():
         raise BadInput(f"--out {target}: is there already; name a new folder")
     quiet_libraries()
@@ -88,6 +87,7 @@ def export(
         ids = prompts.write(source.tokenizer, _prompt(source.tokenizer))["input_ids"][0].tolist()
         original = gguf_proof.original(whole, source.tokenizer, ids, source.stops)
     found = _about(source, target)
+    found["answer"] = source.tokenizer.decode(original.answer, skip_special_tokens=True)
     with atomic_files.new_folder(target) as aside:
         for kind in wanted:
             found["files"].append(_one_file(aside, kind, source, original, say))

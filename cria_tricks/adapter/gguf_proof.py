@@ -77,8 +77,8 @@ def prove(file: Path, kind: str, of: Original) -> dict[str, Any]:
     Returns:
         ``tensors`` (how many), ``error_of_limit`` (the largest error of a weight, as a share of its limit),
         ``largest_error`` of a weight, ``settings_difference`` (of logits over equal weights), ``largest_difference``
-        of a logit to the original's, ``kl`` (mean over positions, nats), ``same_argmax``, ``tokens`` compared,
-        ``answer_tokens``, and ``parts_at``, the first token of the answer that differs, or ``None``.
+        of a logit to the original's, ``kl`` (mean over positions, nats), ``same_argmax``, ``tokens`` compared, the
+        ``answer``, its ``answer_tokens``, and ``parts_at``, the first token of it that differs, or ``None``.
 
     Raises:
         BadInput: naming what does not hold.
@@ -95,6 +95,7 @@ def prove(file: Path, kind: str, of: Original) -> dict[str, Any]:
     of.model.tie_weights()
     found["settings_difference"] = _compare_settings(file, logits, _logits(of.model, of.prompt + of.answer))
     found |= _compare_logits(logits, of.logits)
+    found["answer"] = of.tokenizer.decode(answer, skip_special_tokens=True)
     found["answer_tokens"] = len(answer)
     found["parts_at"] = _parting(answer, of.answer)
     if kind == "f16" and found["parts_at"] is not None:

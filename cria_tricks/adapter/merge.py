@@ -67,16 +67,15 @@ def merge(
     Returns:
         ``merged`` (the folder), ``dtype``, ``base``, and the result of the check: ``positions`` compared,
         ``largest_difference`` of a logit, its limit ``bound``, ``adapter_effect`` (the largest difference that the
-        adapter makes), ``same_argmax`` (the share of equal most likely tokens), and ``other_base`` if it was another.
+        adapter makes), ``same_argmax`` (the share of equal most likely tokens), ``adapter_sha256`` (of the adapter's
+        weights), and ``other_base`` if it was another.
 
     Raises:
         BadInput: if the folder is damaged or not safe, holds nothing that can be merged, or the merged model's logits
             differ by more than rounding can explain. In these cases nothing is written.
     """
     folder = usable_path("adapter", adapter)
-    target = folder.absolute().parent / "merged"
-    if out:
-        target = usable_path("--out", out)
+    target = usable_path("--out", out or folder.absolute().parent / "merged")
     config, below = base_of(folder, base)
     _refuse_unmergeable(folder, config)
     if target.exists():
@@ -100,9 +99,8 @@ def merge(
         check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
+            "adapter_sha256": atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"],  # cria export looks for it
         }
-        # cria export tells by it whether a merged folder belongs to an adapter.
-        check["adapter_sha256"] = atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"]
         if others:
             check["other_base"] = "; ".join(others)
         _refuse_beyond_rounding(folder, check)
