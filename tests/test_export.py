@@ -281,7 +281,7 @@ def test_another_chat_template_and_another_end_token_are_found(folders, tmp_path
         refused(folders["llama"], tmp_path, "its chat template is not the model's")
     honest = gguf.GGUFWriter.add_eos_token_id
     monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda self, number: honest(self, 0))
-    refused(folders["llama"], tmp_path, "its eos_token_id is 0")
+    refused(folders["llama"], tmp_path, "its eos_token_id is 0, and the model's is 2")
 
 
 def test_an_answer_in_16_bits_may_part_at_a_tie_only():

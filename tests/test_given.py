@@ -92,7 +92,9 @@ CASES = {
     # folders of adapters
     **{
         f"{command} {{folder}}/{folder}{rest}": said
-        for command, rest in (("chat", ""), ("eval", ""), ("merge", ""), ("export", ""), ("verify", ""), ("publish", " a/b"))
+        for command, rest in (
+            ("chat", ""), ("eval", ""), ("merge", ""), ("export", ""), ("verify", ""), ("publish", " a/b")
+        )
         for folder, said in {
             "run": RUN,
             "unfinished": UNFINISHED,

@@ -32,6 +32,12 @@ NOISE = 1e-4
 """How much two fp32 runs with equal weights may differ, as a share of the largest logit; 2^-24 is one rounding."""
 ANSWER = 32
 """The length of the greedy answer (tokens)."""
+SPECIAL = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+"""The tokenizer's special tokens, and their names in the file."""
 HARD = "In 1966  he counted:\n 1,234.5 + 67 = 1301.5\n\n\tIt's Kwanzaa's ñandú 東京 🙂 -- they'LL say  7  times… \r\n"
 """A text whose blanks, numbers, accents and apostrophes the ways of splitting text cut in different places."""
 
@@ -189,22 +195,31 @@ def rounding_limit(weight: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 def _compare_tokens(file: Path, reader: Any, tokenizer: Any, of: Original) -> int:
     """Compare the chat template, the special tokens, and the ids of two texts; return how many ids were compared."""
-    pre = reader.fields["tokenizer.ggml.pre"].contents()
-    gguf_tokens.split_as_named(tokenizer, pre)
-    if tokenizer.chat_template != of.tokenizer.chat_template:
+    # These are read from the file itself, because transformers 5.16 takes other special tokens than it names.
+    if _field(reader, "tokenizer.chat_template") != of.tokenizer.chat_template:
         raise BadInput(f"{file.name}: its chat template is not the model's")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(tokenizer, name) != getattr(of.tokenizer, name):
-            raise BadInput(f"{file.name}: its {name} is {getattr(tokenizer, name)}, the model's is not")
+    for name, key in SPECIAL.items():
+        found = _field(reader, key)
+        wanted = getattr(of.tokenizer, name)
+        if found != wanted:
+            raise BadInput(f"{file.name}: its {name} is {found}, and the model's is {wanted}")
+    gguf_tokens.split_as_named(tokenizer, _field(reader, "tokenizer.ggml.pre"))
     compared = 0
     for text in (of.tokenizer.decode(of.prompt), HARD):
-        wanted = of.tokenizer(text, add_special_tokens=False)["input_ids"]
-        found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        at = _parting(found, wanted)
+        ids = of.tokenizer(text, add_special_tokens=False)["input_ids"]
+        at = _parting(tokenizer(text, add_special_tokens=False)["input_ids"], ids)
         if at is not None:
             raise BadInput(f"{file.name}: its tokenizer parts from the model's at token {at} of {text[:40]!r}")
-        compared += len(wanted)
+        compared += len(ids)
     return compared
+
+
+def _field(reader: Any, key: str) -> Any:
+    """Return the value of a field of the file's metadata; ``None`` if it is not there."""
+    field = reader.get_field(key)
+    if field is None:
+        return None
+    return field.contents()
 
 
 def _compare_settings(file: Path, found: torch.Tensor, wanted: torch.Tensor) -> float:
