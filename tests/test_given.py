@@ -92,7 +92,9 @@ CASES = {
     # folders of adapters
     **{
         f"{command} {{folder}}/{folder}{rest}": said
-        for command, rest in (("chat", ""), ("eval", ""), ("merge", ""), ("verify", ""), ("publish", " a/b"))
+        for command, rest in (
+            ("chat", ""), ("eval", ""), ("merge", ""), ("export", ""), ("verify", ""), ("publish", " a/b")
+        )
         for folder, said in {
             "run": RUN,
             "unfinished": UNFINISHED,
@@ -104,8 +106,9 @@ CASES = {
     },
     **{
         f"{command} {{folder}}/plain": NOT_HERE
-        for command in ("chat", "eval", "merge")
+        for command in ("chat", "eval", "merge", "export")
     },
+    "export": "Missing argument",
     "eval": "name the folder of an adapter, or give --reference to score the data's own answers",
     "eval --with-base": "--with-base: there is no adapter to compare with its base; name the adapter's folder",
     "eval --reference --data none.jsonl": "--data none.jsonl: no such file",

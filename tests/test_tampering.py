@@ -22,6 +22,7 @@ COMMANDS = {
     "verify": ["verify", "ADAPTER"],
     "chat": ["chat", "ADAPTER", "--prompt", "Hi", "--max-new-tokens", "1"],
     "merge": ["merge", "ADAPTER"],
+    "export": ["export", "ADAPTER"],
     "publish": ["publish", "ADAPTER", "owner/name"],
 }
 every_command = pytest.mark.parametrize("command", COMMANDS)
@@ -140,7 +141,7 @@ def test_a_pickle_slipped_in_is_refused_and_never_run(name, vouched, command, fo
         sealed(foreign)
         assert atomic_files.damage(foreign) == "", "the hashes would let it through"
     said = refused(command, foreign, run_cria)
-    if vouched.startswith("with a") or command in ("chat", "merge"):
+    if vouched.startswith("with a") or command in ("chat", "merge", "export"):
         assert name in said
         assert "pickle" in said or "no safetensors file" in said
     assert not (tmp_path / "trace").exists()

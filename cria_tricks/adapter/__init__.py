@@ -1,1 +1,1 @@
-"""An adapter's folder: written, verified, opened, merged, published. It knows nothing of the run that made it."""
+"""An adapter's folder: written, verified, opened, merged, exported, published. It knows no run that made it."""

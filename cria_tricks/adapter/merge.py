@@ -42,6 +42,8 @@ ROWS = 4
 """The number of fixed rows on which the models are compared."""
 TOKENS = 64
 """Length limit of these rows (tokens); the rest of a row is cut off."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The file in which peft saves an adapter's weights."""
 NOTHING_TO_MERGE = "has nothing to merge into the weights"
 
 
@@ -65,16 +67,15 @@ def merge(
     Returns:
         ``merged`` (the folder), ``dtype``, ``base``, and the result of the check: ``positions`` compared,
         ``largest_difference`` of a logit, its limit ``bound``, ``adapter_effect`` (the largest difference that the
-        adapter makes), ``same_argmax`` (the share of equal most likely tokens), and ``other_base`` if it was another.
+        adapter makes), ``same_argmax`` (the share of equal most likely tokens), ``adapter_sha256`` (of the adapter's
+        weights), and ``other_base`` if it was another.
 
     Raises:
         BadInput: if the folder is damaged or not safe, holds nothing that can be merged, or the merged model's logits
             differ by more than rounding can explain. In these cases nothing is written.
     """
     folder = usable_path("adapter", adapter)
-    target = folder.absolute().parent / "merged"
-    if out:
-        target = usable_path("--out", out)
+    target = usable_path("--out", out or folder.absolute().parent / "merged")
     config, below = base_of(folder, base)
     _refuse_unmergeable(folder, config)
     if target.exists():
@@ -98,6 +99,7 @@ def merge(
         check = _compare(unmerged, _logits(_reloaded(aside), rows)) | {
             "bound": _largest(rounded, unmerged),
             "adapter_effect": _largest(plain, unmerged),
+            "adapter_sha256": atomic_files.entry(folder / ADAPTER_WEIGHTS)["sha256"],  # cria export looks for it
         }
         if others:
             check["other_base"] = "; ".join(others)

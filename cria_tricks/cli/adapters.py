@@ -1,4 +1,4 @@
-"""``cria eval``, ``chat``, ``card``, ``verify``, ``merge`` and ``publish``: the commands for a trained adapter.
+"""The commands for a trained adapter: ``cria eval``, ``chat``, ``card``, ``verify``, ``merge``, ``export``, ``publish``.
 
 Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
 """
@@ -177,6 +177,60 @@ def merge(
     for name, value in check_rows(found):
         screen.print(f"{name}: {value}", highlight=False, markup=False)
     screen.print(f"merged into {found['base']}, {found['dtype']}: {found['merged']}", highlight=False, markup=False)
+
+
+@app.command(rich_help_panel=ADAPTER, epilog="Example: cria export runs/kwanzaa/adapter --to gguf --type q8_0")
+def export(
+    model: Annotated[Path, typer.Argument(help="The folder of an adapter, or of a merged or trained model.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="The format; there is gguf.")] = "gguf",
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--type", metavar="TYPE", help="f16, q8_0 or q4_0; may be repeated; all three when left out."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; gguf beside the model when left out.")] = None,
+    base: Base = None,
+    other_base: OtherBase = False,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Write GGUF files for Ollama and llama.cpp, read each again, and hold it against the model."""
+    from cria_tricks.adapter import folder as artifact
+
+    artifact.adapter(model, base, other_base=other_base)
+    with importing():
+        from cria_tricks.adapter.export import export as run
+
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run(model, to, kinds, out, base=base, other_base=other_base, say=aside.print)
+    if as_json:
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    _print_exported(found)
+
+
+def _print_exported(found: dict[str, Any]) -> None:
+    numbers = ("size", "error / limit", "logits differ by", "KL [nats]", "same token")
+    shown = table("file", *numbers, "greedy answer", numbers=numbers)
+    for file in found["files"]:
+        answer = f"equal, {file['answer_tokens']} tokens"
+        if file["parts_at"] is not None:
+            answer = f"parts at token {file['parts_at'] + 1}"
+        shown.add_row(
+            file["file"],
+            human(file["bytes"]),
+            f"{file['error_of_limit']:.2f}",
+            f"{file['largest_difference']:.2g}",
+            f"{file['kl']:.2g}",
+            f"{file['same_argmax']:.1%}",
+            answer,
+        )
+    screen.wrapped("[bold]each file, read again, against the model[/]", "", shown, "")
+    tokens = found["files"][0]["tokens"]
+    screen.print(f"the tokenizer: {tokens} tokens of two texts, all equal", highlight=False, markup=False)
+    screen.print(f"written: {found['folder']}", highlight=False, markup=False)
+    if not found["modelfile"]["template"]:
+        screen.print("note: the Modelfile has no TEMPLATE; write one by hand", highlight=False, markup=False)
+    screen.print(f"next: cd {found['folder']} && ollama create mine -f Modelfile", highlight=False, markup=False)
 
 
 @app.command(rich_help_panel=ADAPTER, epilog="Example: cria publish runs/kwanzaa/adapter me/kwanzaa --tag v0.1.0")

@@ -9,6 +9,8 @@ tied to the embedding; position buffers (``rotary_emb.inv_freq``, ``position_ids
 class may list old tensors that its newer code ignores.
 """
 
+import contextlib
+import io
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -130,6 +132,18 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
             "holds a different head; set tie_word_embeddings to false in config.json to use that head"
         )
     return model
+
+
+def gguf(file: Path, name: str) -> tuple[Any, Any]:
+    """Load the model and the tokenizer of a GGUF file; its weights are unpacked to fp32.
+
+    Raises:
+        BadInput: if transformers cannot read the file.
+    """
+    options = {"gguf_file": file.name, "local_files_only": True}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers hides
+        model = _loaded(AutoModelForCausalLM.from_pretrained, file.parent, name, dtype=torch.float32, **options)
+        return model.eval(), _loaded(AutoTokenizer.from_pretrained, file.parent, name, **options)
 
 
 def refuse_misfit(folder: Path, name: str) -> None:
