@@ -353,7 +353,7 @@ def test_explain(run_cria):
 
 
 GROUPS = {
-    "Before you train": ("plan", "hardware"),
+    "Before you train": ("plan", "hardware", "data"),
     "Train": ("train", "launch"),
     "After training": ("chat", "eval", "verify", "merge", "publish"),
     "Learn the techniques": ("tricks", "explain"),

@@ -91,7 +91,7 @@ def evaluate(
     settings = settings or Settings()
     console = console or Aside()
     folder = _adapter_folder(adapter, base, reference, settings)
-    source = _find(data)
+    source = sources.find_named("--data ", data, "eval")
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
     if reference:
@@ -149,19 +149,6 @@ def _made_folder(out: str | Path | None, adapter: Path | None) -> Path:
     except OSError as error:
         raise BadInput(f"--out {place}: cannot be made: {error.strerror}; name another folder") from None
     return place
-
-
-def _find(data: str) -> DataSource:
-    """Find the rows; errors name the option ``--data`` instead of the recipe's setting ``data.eval``."""
-    if not data:
-        raise BadInput("--data: is empty; name a file, a folder or a data set")
-    try:
-        return sources.find(data, "eval")
-    except BadInput as error:
-        said = str(error)
-        for name in ("--set data.eval=", "data.eval=", "data.eval "):
-            said = said.replace(name, "--data ")
-        raise BadInput(said) from None
 
 
 def _refuse_unscorable(chats: Sequence[Chat]) -> None:
