@@ -355,7 +355,7 @@ def test_explain(run_cria):
 GROUPS = {
     "Before you train": ("plan", "hardware", "data"),
     "Train": ("train", "launch"),
-    "After training": ("chat", "eval", "verify", "merge", "publish"),
+    "After training": ("chat", "eval", "verify", "merge", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
     "Check this machine": ("doctor", "report"),
 }

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+from collections import Counter
 
 import pytest
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
-from cria_tricks.data.look import leaks, look
+from cria_tricks.data.look import Look, RowLook, leaks, look
 from cria_tricks.data.look_problems import problems
 from cria_tricks.data.rows import Chat
 from cria_tricks.data.sources import DataSource
@@ -91,6 +92,27 @@ def test_lengths_are_those_of_training(smollm2):
     shorter = look(source, kind_and_answer, smollm2, 420).to_dict()["tokens"]
     assert shorter["rows_longer"] == tokenize(source.rows, smollm2, 420).cut > 0
     assert shorter["max"] == tokens["max"], "of whole rows, before any cut"
+
+
+def test_of_an_even_number_of_rows_the_median_is_the_lower_one_in_the_middle():
+    rows = tuple(RowLook("here", "chat", "chat", "a", "b", tokens=tokens) for tokens in (40, 10, 20, 30))
+    tokens = Look("made up", rows, 2048, (), (), Counter()).to_dict()["tokens"]
+    assert (tokens["min"], tokens["median"], tokens["p95"], tokens["max"]) == (10, 20, 40, 40)
+
+
+def test_the_first_token_of_the_answer_must_be_within_the_length(smollm2):
+    row = Chat((), "word " * 30, "yes", "here")
+    prompt = len(smollm2(row.prompt)["input_ids"])
+    assert looked(row, tokenizer=smollm2, max_length=prompt).rows[0].cut_to_nothing
+    assert not looked(row, tokenizer=smollm2, max_length=prompt + 1).rows[0].cut_to_nothing
+
+
+def test_an_answer_that_occurs_twice_is_shown_and_one_that_occurs_once_is_not():
+    found = looked(chat("a", "Yes."), chat("b", "Yes. "), chat("c", "No."), chat("d", "It is the first of all."))
+    assert found.commonest_answers() == [("Yes.", 2)]
+    assert looked(chat("d", "It is the first of all."), chat("e", "It is the first of two.")).commonest_openings() == [
+        ("It is the first", 2)
+    ]
 
 
 def test_a_text_is_never_too_long_and_becomes_several_rows(smollm2):
