@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def run(
 ) -> Path:
     """Write the folder of a run; with texts, as it is evaluated on :data:`ROWS`."""
     folder.mkdir(parents=True)
-    (folder / "recipe.toml").write_text(with_settings(Recipe(name=folder.name), settings).to_toml())
+    recipe = Recipe(name=re.sub(r"\W", "-", folder.name))
+    (folder / "recipe.toml").write_text(with_settings(recipe, settings).to_toml())
     (folder / "run.json").write_text("{}")
     if reported:
         (folder / "report.json").write_text(json.dumps(reported))
@@ -311,6 +313,14 @@ def test_the_command_shows_answers_and_gives_one_document(two, run_cria):
     assert made.QUERY not in run_cria("compare", *two)[1], "none, if none is asked for"
     found = json.loads(run_cria("compare", *two, "--json")[1])
     assert found == json.loads(json.dumps(compared(two)))
+
+
+def test_brackets_in_names_and_cells_are_no_markup(tmp_path, run_cria):
+    one = run(tmp_path / "one[red]", "model=./a[bold]b", reported=report())
+    stdout = run_cria("compare", one, run(tmp_path / "two", reported=report((2.0, 1.0))))[1]
+    assert "(one[red]: 2.1000)" in stdout
+    assert stdout.count(" one[red] ") == 2, "the heads of both tables"
+    assert "./a[bold]b" in stdout
 
 
 def test_without_a_second_evaluation_it_is_said_why_there_are_no_answers(tmp_path, two, run_cria):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.text import Text
 
 from cria_tricks.cli.app import ADAPTER, SHOWN, Json, app, screen
@@ -79,7 +80,7 @@ def _print_table(made: "ComparedTable") -> None:
     screen.wrapped("", Text(made.title, style="bold"))
     for first in range(1, len(made.head), SIDE_BY_SIDE):
         columns = slice(first, first + SIDE_BY_SIDE)
-        shown = table(made.head[0], *made.head[columns])
+        shown = table(made.head[0], *map(escape, made.head[columns]))  # a folder's name may hold brackets
         for name, *cells in made.lines:
             shown.add_row(*map(Text, (name, *cells[first - 1 : first - 1 + SIDE_BY_SIDE])))
         screen.wrapped("", shown)

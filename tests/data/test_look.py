@@ -1,11 +1,13 @@
 """A look at a data set counts what stands in made-up rows, names what is worth acting on, and changes nothing."""
 
+import fnmatch
 import importlib.util
 import json
 from collections import Counter
 
 import pytest
 
+from cria_tricks import models
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
 from cria_tricks.data.look import Look, RowLook, leaks, look
@@ -258,6 +260,24 @@ def test_a_tokenizer_that_cannot_be_had_leaves_out_the_lengths_alone(run_cria, f
     assert (code, found["train"]["tokens"], found["train"]["rows"]) == (0, None, 11)
     assert found["notes"][0].startswith("no lengths: model meta-llama/Llama-3.2-1B: cannot be loaded")
     assert "note: no lengths" in run_cria("data", file, "--model", "meta-llama/Llama-3.2-1B", "--offline")[1]
+
+
+def test_of_a_hub_model_only_the_small_files_are_downloaded(monkeypatch, online):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(models.tokenizer_here("smollm2"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    tokenizer = lengths.open_tokenizer("owner/never-seen")
+    assert len(tokenizer("Umoja means unity.")["input_ids"]) > 3
+    ((name, patterns),) = asked
+    assert name == "owner/never-seen"
+    assert not any(fnmatch.fnmatch("model.safetensors", pattern) for pattern in patterns)
+    assert any(fnmatch.fnmatch("tokenizer.json", pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize(
