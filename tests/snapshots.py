@@ -29,6 +29,7 @@ CASES = {
     "plan_two_cards": "plan kwanzaa --gpu t4 --rows-full --nproc 2",
     "tricks": "tricks",
     "hardware": "hardware",
+    "data": "data nguzo_saba --max-length 400",
     "doctor": "doctor",
     "explain": "explain nf4",
 }

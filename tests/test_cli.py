@@ -353,9 +353,9 @@ def test_explain(run_cria):
 
 
 GROUPS = {
-    "Before you train": ("plan", "hardware"),
+    "Before you train": ("plan", "hardware", "data"),
     "Train": ("train", "launch"),
-    "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish"),
+    "After training": ("chat", "eval", "card", "verify", "merge", "export", "publish", "compare"),
     "Learn the techniques": ("tricks", "explain"),
     "Check this machine": ("doctor", "report"),
 }

@@ -1,4 +1,4 @@
-"""The commands for a trained adapter: ``cria eval``, ``chat``, ``card``, ``verify``, ``merge``, ``export``, ``publish``.
+"""Commands for a trained adapter: ``cria eval``, ``chat``, ``card``, ``verify``, ``merge``, ``export``, ``publish``.
 
 Each command imports its part of the package when it is called, so that ``cria --help`` is quick.
 """

@@ -1,4 +1,4 @@
-"""Read the lengths of a recipe's rows [tokens] for ``cria plan``, without transformers.
+"""Read the lengths of a recipe's rows [tokens] for ``cria plan`` and ``cria data``, without transformers.
 
 This works if rows and tokenizer are on this machine. The rows are filtered and tokenised by the same code as in
 training. Only the tokenizer is a lighter one, made of two libraries that transformers itself uses: ``tokenizers`` and
@@ -99,6 +99,22 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
         return Lengths(data.max_length, sum(lengths) / len(lengths), len(lengths))
     mean = padded_mean(lengths, recipe.train.batch_size)
     return Lengths(lengths[-1], mean, len(lengths), each=tuple(lengths))
+
+
+def open_tokenizer(model: str) -> Any:
+    """Open a model's tokenizer, if possible without transformers; of a hub model only small files are downloaded.
+
+    Raises:
+        BadInput: if there is no such model, or its tokenizer cannot be had or read.
+    """
+    folder = models.fetch_tokenizer(model)
+    try:
+        return _Tokenizer(folder)
+    except _Unread:
+        # It imports torch and transformers, which read older kinds of tokenizers, too.
+        from cria_tricks.models import pretrained
+
+        return pretrained.tokenizer(folder, model)
 
 
 def padded_mean(lengths: Sequence[int], batch: int) -> float:

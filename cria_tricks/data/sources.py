@@ -112,6 +112,29 @@ def row_hash(row: Chat) -> str:
     return hashlib.sha256(row.content.encode()).hexdigest()
 
 
+def find_named(option: str, name: str, part: Part, *, contract: bool = False) -> DataSource:
+    """Read one part of a data set as :func:`find` does; errors name the command's option, not the recipe's setting.
+
+    Args:
+        option: what errors write before the name, e.g. ``"--data "``; empty for an argument.
+        name: as for :func:`find`.
+        part: as for :func:`find`.
+        contract: as for :func:`find`.
+
+    Raises:
+        BadInput: as :func:`find` does, and for an empty name.
+    """
+    if not name:
+        raise BadInput(f"{option.strip() or 'the data set'}: is empty; name a file, a folder or a data set")
+    try:
+        return find(name, part, contract=contract)
+    except BadInput as error:
+        said = str(error)
+        for setting in (f"--set data.{part}=", f"data.{part}=", f"data.{part} "):
+            said = said.replace(setting, option)
+        raise BadInput(said) from None
+
+
 def glance(name: str, part: Part) -> None:
     """Check quickly that a data set exists and that its first rows are right; a hub data set is only checked by name.
 

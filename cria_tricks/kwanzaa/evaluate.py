@@ -99,7 +99,7 @@ def evaluate(
     settings = settings or Settings()
     console = console or Aside()
     folder = _adapter_folder(adapter, base, reference or trivial, settings)
-    source = _find(data, _contract(folder, settings))
+    source = sources.find_named("--data ", data, "eval", contract=_contract(folder, settings))
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
     for wanted, option in ((reference, "--reference"), (trivial, "--trivial")):
@@ -170,19 +170,6 @@ def _contract(folder: Path | None, settings: Settings) -> bool:
     if settings.contract is not None:
         return settings.contract
     return folder is not None and (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract
-
-
-def _find(data: str, contract: bool) -> DataSource:
-    """Find the rows; errors name the option ``--data`` instead of the recipe's setting ``data.eval``."""
-    if not data:
-        raise BadInput("--data: is empty; name a file, a folder or a data set")
-    try:
-        return sources.find(data, "eval", contract=contract)
-    except BadInput as error:
-        said = str(error)
-        for name in ("--set data.eval=", "data.eval=", "data.eval "):
-            said = said.replace(name, "--data ")
-        raise BadInput(said) from None
 
 
 def _refuse_unscorable(chats: Sequence[Chat], option: str) -> None:

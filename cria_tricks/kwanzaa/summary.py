@@ -198,10 +198,16 @@ def _differences(figures: Mapping[str, Mapping[str, tuple[Statistic, Columns]]])
     """Subtract the base's figures from the adapter's, with paired intervals; empty if one of the two is missing."""
     if not {"adapter", "base"} <= figures.keys():
         return {}
-    return {name: _difference(figures["adapter"][name], figures["base"][name]) for name in figures["adapter"]}
+    return {name: difference(figures["adapter"][name], figures["base"][name]) for name in figures["adapter"]}
 
 
-def _difference(one: tuple[Statistic, Columns], other: tuple[Statistic, Columns]) -> dict[str, float]:
+def difference(one: tuple[Statistic, Columns], other: tuple[Statistic, Columns]) -> dict[str, float]:
+    """Subtract a figure of one system from that of another over the same rows, with the paired interval.
+
+    Args:
+        one: the statistic and its columns of the system to subtract from.
+        other: the same of the system that is subtracted.
+    """
     statistic, columns = one
 
     def apart(*both: Any, axis: int = -1) -> Any:

