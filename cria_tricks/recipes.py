@@ -97,7 +97,7 @@ def kwanzaa_small(device: Device | None = None) -> Recipe:
 
 
 def kwanzaa_curated(device: Device | None = None) -> Recipe:
-    """The Kwanzaa recipe on rows that are worth learning: 38 real answers and refusals, and 217 rows of our own.
+    """The Kwanzaa recipe on rows that are worth learning: 38 real answers and refusals, and 357 rows of our own.
 
     Of the 107 real rows 65 announce an answer and give none. They are left out here, as are four that are nearly an
     evaluation row. The system prompt of every row shows the answer contract, so that the base can keep it, too.
@@ -109,13 +109,13 @@ def kwanzaa_curated(device: Device | None = None) -> Recipe:
             "data.train=kwanzaa_curated",
             "data.eval=kwanzaa_curated",
             "data.contract=true",
-            "train.save_steps=16",  # 255 rows, 8 a step: 32 steps an epoch
+            "train.save_steps=25",  # 395 rows, 8 a step: 50 steps an epoch
         ],
     )
 
 
 def kwanzaa_curated_small(device: Device | None = None) -> Recipe:
-    """SmolLM2-135M on our own 217 questions over short notes, for a machine without a GPU.
+    """SmolLM2-135M on our own 357 questions over short notes, for a machine without a GPU.
 
     The rows of ``history_notes`` have about 490 tokens, so a model of this size can learn them on two cores. The rate
     is larger than the one for Llama, because at 2e-4 so small a model learns too slowly.
@@ -136,8 +136,8 @@ def kwanzaa_curated_small(device: Device | None = None) -> Recipe:
             fused_lora=on_cpu,  # on a CPU both are measured and equal to the plain path; no GPU has run them yet
             fused_blocks=on_cpu,
         ),
-        # 217 rows, 4 at a time: 55 steps an epoch.
-        train=Train(batch_size=4, epochs=4, learning_rate=1e-3, save_steps=55, on_oom=_on_oom(device)),
+        # 357 rows, 4 at a time: 90 steps an epoch.
+        train=Train(batch_size=4, epochs=3, learning_rate=1e-3, save_steps=45, on_oom=_on_oom(device)),
     )
 
 

@@ -12,7 +12,7 @@
 # > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with a file
 # > that runs without us.
 #
-# > **Card.** After the other lessons / a free Colab T4 / 4 to 9 minutes of training by estimate, from public runs
+# > **Card.** After the other lessons / a free Colab T4 / 4 to 10 minutes of training by estimate, from public runs
 # > on a T4 and not measured by us yet / without a GPU the same steps run on a toy in some minutes, and you see the
 # > result of a real run on two CPU cores.
 #
@@ -149,7 +149,7 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # </details>
 #
 # So `kwanzaa_curated` leaves out the placeholders, and the rows that are nearly an evaluation row. It keeps 38 real
-# rows, and adds 217 of ours over short notes, a quarter of them refusals. And it shows the contract, that is the JSON's
+# rows, and adds 357 of ours over short notes, a quarter of them refusals. And it shows the contract, that is the JSON's
 # fields, in every system prompt. Else the untrained model would be graded on a form that it has never seen.
 #
 # ## 1. The bill
@@ -160,7 +160,7 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 
 # %%
 DATA = RECIPE if GPU else "history_notes"
-ROWS = {"kwanzaa_curated": 255, "kwanzaa": 107}[RECIPE]
+ROWS = {"kwanzaa_curated": 395, "kwanzaa": 107}[RECIPE]
 bill = ask("plan", RECIPE, "--rows", ROWS)
 for line in bill["lines"] + bill["around"]:
     print(f"{line['bytes'] / 2**20:9.1f} MiB  {line['name']}")
@@ -207,7 +207,7 @@ for toggle in bill["removed"]:
 # Two numbers of the run need nothing but school arithmetic. LoRA puts beside every matrix of $D_{in} \times D_{out}$
 # two thin ones of $r$ columns and $r$ rows, so $r\,(D_{in} + D_{out})$ numbers; with 4 bytes each that is the file you
 # download. (The summary that this course grew from says "~6MB" for the same settings. Count for yourself.) And an
-# epoch of 255 rows in windows of 8 has 32 steps: 31 full ones, and one of 7 rows.
+# epoch of 395 rows in windows of 8 has 50 steps: 49 full ones, and one of 3 rows.
 
 
 # %%
@@ -226,7 +226,7 @@ def optimizer_steps(rows: int, window: int, epochs: int) -> int:
 
 
 assert lora_numbers(CONFIGS["llama-3.2-1b"]) == 11_272_192
-assert optimizer_steps(rows=255, window=8, epochs=3) == 96
+assert optimizer_steps(rows=395, window=8, epochs=3) == 150
 assert optimizer_steps(rows=107, window=8, epochs=3) == 42
 
 # %%
@@ -271,7 +271,7 @@ assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
 # The toy without a GPU learns nothing in two steps. So its reader sees a run that a laptop can do, and that we have
-# committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 217 rows, and its answers to 64 questions that
+# committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers to 64 questions that
 # share no note and no question with them.
 
 # %%

@@ -23,7 +23,7 @@ GLANCE = 1000
 Part = Literal["train", "eval"]
 
 OURS = ("nguzo_saba", "history_notes")
-"""Our own sets, inside the package: 40 questions for quick tests, and 281 over short notes about Black history."""
+"""Our own sets, inside the package: 40 questions for quick tests, and 421 over short notes about Black history."""
 
 CURATED = "kwanzaa_curated"
 """The real answers and refusals of ``kwanzaa``, without its placeholders, followed by ``history_notes``."""
