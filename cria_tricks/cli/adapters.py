@@ -209,14 +209,14 @@ def export(
 
 
 def _print_exported(found: dict[str, Any]) -> None:
-    numbers = ("size", "error / limit", "logits differ by", "KL [nats]", "same token")
-    shown = table("file", *numbers, "greedy answer", numbers=numbers)
+    numbers = ("size", "error/limit", "logit off by", "KL, nats", "top token")
+    shown = table("type", *numbers, "answer parts", numbers=numbers)
     for file in found["files"]:
-        answer = f"equal, {file['answer_tokens']} tokens"
+        answer = "never"
         if file["parts_at"] is not None:
-            answer = f"parts at token {file['parts_at'] + 1}"
+            answer = f"at token {file['parts_at'] + 1}"
         shown.add_row(
-            file["file"],
+            file["type"],
             human(file["bytes"]),
             f"{file['error_of_limit']:.2f}",
             f"{file['largest_difference']:.2g}",

@@ -102,28 +102,30 @@ def evaluate(
     source = sources.find_named("--data ", data, "eval", contract=_contract(folder, settings))
     rows = read_rows(source.rows[:limit])
     contract = rows[0].contract
-    for wanted, option in ((reference, "--reference"), (trivial, "--trivial")):
-        if wanted:
-            _refuse_unscorable(source.rows[:limit], option)
+    if reference or trivial:
+        _refuse_unscorable(source.rows[:limit], "--reference" if reference else "--trivial")
     place = _made_folder(out, folder)
     about: dict[str, Any] = {"data": source.description, "rows": len(rows), "rows_in_data": len(source.rows)}
     with atomic_files.only_writer(place):
         systems: dict[str, list[Scored]] = {}
+        training = None
         if folder:
             answered, more = _answers(folder, base, source, len(rows), place, settings, console)
-            if not contract:
-                console.print(f"note: {UNSCORED}")
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
-        if trivial:
-            systems["trivial"] = [Scored(row, trivial_reply(row), None) for row in rows]
-        if reference:
-            systems["reference"] = [Scored(row, row.reference, None) for row in rows]
-        training = read_training(folder, console.print) if folder and contract else None
+            if contract:
+                training = read_training(folder, console.print)
+            else:
+                console.print(f"note: {UNSCORED}")
+        systems |= _without_a_model(rows, trivial, reference)
         found = summarise(systems, about, training)
-        atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-        atomic_files.write_file(place / "eval.md", markdown(found))
+        _write(found, place)
     return found | {"out": str(place)}
+
+
+def _write(found: dict[str, Any], place: Path) -> None:
+    atomic_files.write_file(place / "eval.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+    atomic_files.write_file(place / "eval.md", markdown(found))
 
 
 def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, settings: Settings) -> Path | None:
@@ -186,6 +188,16 @@ def _scored(rows: Sequence[QARow], written: Mapping[int, Written]) -> list[Score
     """Parse the answers of one system: as JSON if the rows keep the contract, else as plain text."""
     reader = read_reply if rows[0].contract else plain_reply
     return [Scored(row, reader(written[number].text), written[number]) for number, row in enumerate(rows)]
+
+
+def _without_a_model(rows: Sequence[QARow], trivial: bool, reference: bool) -> dict[str, list[Scored]]:
+    """Score the answers that need no model, those that are asked for."""
+    systems = {}
+    if trivial:
+        systems["trivial"] = [Scored(row, trivial_reply(row), None) for row in rows]
+    if reference:
+        systems["reference"] = [Scored(row, row.reference, None) for row in rows]
+    return systems
 
 
 def _answers(
