@@ -21,6 +21,7 @@ from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, trai
 from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
 from cria_tricks.trainer.pipeline import PipelineTrainer
 from cria_tricks.trainer.resumable import position
+from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.shared import SharedTrainer
 from cria_tricks.trainer.shares import with_filler
 from cria_tricks.tricks.packing import pack
@@ -79,6 +80,7 @@ def fit(
     start: Checkpoint | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     world: World | None = None,
+    samples: Samples | None = None,
 ) -> Run:
     """Train the loaded model in place, and evaluate it before, during and after training.
 
@@ -94,6 +96,7 @@ def fit(
         start: the checkpoint to resume from; from the beginning when left out.
         callbacks: more callbacks, e.g. a progress bar.
         world: the processes that share the run; this one alone when left out.
+        samples: the rows that are answered at each evaluation.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
@@ -109,7 +112,7 @@ def fit(
     stop = StopOnSignal(world)
     trainer = _made(
         loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
-        world=world, stop=stop, callbacks=callbacks,
+        world=world, stop=stop, callbacks=callbacks, samples=samples,
     )  # fmt: skip
     if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
@@ -150,6 +153,7 @@ def _made(
     world: World,
     stop: StopOnSignal,
     callbacks: Sequence[TrainerCallback],
+    samples: Samples | None,
 ) -> SharedTrainer:
     """Make the trainer for the plan's parallel strategy; the arguments are those of :func:`fit`."""
     budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
@@ -170,6 +174,7 @@ def _made(
         model=loaded.model,
         checkpoints=checkpoints,
         stop=stop,
+        samples=samples,
         world=world,
         args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
         stream=stream,
