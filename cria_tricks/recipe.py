@@ -156,7 +156,7 @@ class Train(_Frozen):
     eval_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch", examples=[10]
     )
-    keep_best: bool = Field(False, description="also keep what the evaluation with the lowest loss has measured")
+    keep_best: bool = Field(False, description="also keep the weights of the evaluation with the lowest loss")
     patience: int = Field(
         0, ge=0, le=1_000_000, description="stop after so many evaluations without a lower loss; 0: never", examples=[3]
     )

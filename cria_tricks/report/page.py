@@ -12,7 +12,7 @@ from cria_tricks.data.samples import answer_line, one_line
 from cria_tricks.measure import monitor
 from cria_tricks.recipe import Recipe
 from cria_tricks.report.figure import draw
-from cria_tricks.trainer import what_ran
+from cria_tricks.trainer import by_loss, what_ran
 
 QUESTION = 200
 """How much of a question report.md shows [characters]."""
@@ -77,6 +77,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("evaluation loss before", _loss(report["eval_loss_before"])),
         ("evaluation loss after", _loss(report["eval_loss_after"])),
+        *_best(report),
         ("training loss, mean over steps", _loss(report["train_loss"])),
         ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
@@ -88,6 +89,15 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("device", report["device"]),
         ("attention kernel", report["attention_kernel"]),
     ]
+
+
+def _best(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about the weights that ``train.keep_best`` has kept; nothing if it was off."""
+    kept = report.get("best")
+    if not kept:
+        return []
+    lowest, _ = by_loss.lowest(report["history"])
+    return [("lowest evaluation loss, kept in `best`", what_ran.best(kept, lowest))]
 
 
 def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:

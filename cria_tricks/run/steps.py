@@ -24,7 +24,7 @@ from cria_tricks.load.model import count_trainable, load, load_tokenizer, quiet_
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
-from cria_tricks.models import Weights, identity
+from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.predict.per_process import per_process
@@ -38,7 +38,7 @@ from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer import samples
 from cria_tricks.trainer.arguments import micro_batches_at_once
-from cria_tricks.trainer.fit import fit
+from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.trackers import trackers
 from cria_tricks.tricks.folds import estimate
@@ -74,7 +74,8 @@ def carry_out(job: Job) -> dict[str, Any]:
         stream = rows["train"] if recipe.data.stream else None
         if stream:
             stream.look_for_duplicates(job.folders.folder, world, console)
-        job, trained = _train(job, weights, rows, tokenizer)
+        of = results.Made(weights, tokenizer, rows, began_over)
+        job, trained = _train(job, of)
         if stream:
             stream.add_up(world)
             if stream.tally.in_words():
@@ -82,7 +83,7 @@ def carry_out(job: Job) -> dict[str, Any]:
             job.warn(report.data_warnings(rows, recipe))
         job.warn(report.step_warnings(trained.run))
         with doing("writing the result"):
-            summary = results.write(job, weights, tokenizer, rows, trained, began_over)
+            summary = results.write(job, of, trained)
     return world.on_rank_zero(lambda: summary)
 
 
@@ -99,9 +100,7 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
 
 
-def _train(
-    job: Job, weights: Weights, rows: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[Job, results.Trained]:
+def _train(job: Job, of: results.Made) -> tuple[Job, results.Trained]:
     """Load the model and train it, while a monitor watches; if memory runs out, again with a smaller set.
 
     Returns:
@@ -113,14 +112,13 @@ def _train(
         cuda=job.plan.device.kind == "cuda",
         say=Voice(job.console),
     )
-    known = recovery.Known(results.shape_of(job.recipe, weights.path), weights.path, rows, _longest(rows, job.plan))
+    path = of.weights.path
+    known = recovery.Known(results.shape_of(job.recipe, path), path, of.rows, _longest(of.rows, job.plan))
     with monitor:
-        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, weights, tokenizer, monitor))
+        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, of, monitor))
 
 
-def _attempt(
-    job: Job, known: recovery.Known, weights: Weights, tokenizer: PreTrainedTokenizerBase, monitor: Monitor
-) -> results.Trained:
+def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor) -> results.Trained:
     """Load the model and train it with one set, while meter and progress bar watch."""
     rows = known.rows
     shape = known.shape
@@ -137,13 +135,18 @@ def _attempt(
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
-    asked = samples.of(recipe, job.sources["eval"].rows, tokenizer, job.warn)
+    asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape):
-        with meter.phase("load"), doing(f"loading {weights.name}"):
-            loaded = load(plan, weights)
+        with meter.phase("load"), doing(f"loading {of.weights.name}"):
+            loaded = load(plan, of.weights)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
+        known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf
+
+        def keep(run: Run) -> None:
+            results.keep(job, of, results.Trained(loaded, parameters, run, meter, monitor, estimated))
+
         with _onlookers(job, monitor, progress) as onlookers, doing("training"):
             run = fit(
                 loaded,
@@ -152,12 +155,14 @@ def _attempt(
                 rows["train"].rows,
                 rows["eval"].rows,
                 folders.checkpoints,
-                pad_id=tokenizer.pad_token_id,
+                pad_id=of.tokenizer.pad_token_id,
                 meter=meter,
                 start=folders.start,
                 callbacks=onlookers,
                 world=world,
                 samples=asked,
+                keep=keep if recipe.train.keep_best else None,
+                known=known_loss,
             )
     return results.Trained(loaded, parameters, run, meter, monitor, estimated)
 

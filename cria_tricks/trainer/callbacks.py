@@ -213,7 +213,7 @@ class StopOnBudget(TrainerCallback):
     Args:
         budget: seconds; 0 for no limit.
         elapsed: returns the seconds since this process began with the run.
-        save_seconds: returns the seconds that the last checkpoint took.
+        save_seconds: returns the seconds that writing what is still to be written takes.
     """
 
     def __init__(self, budget: float, elapsed: Callable[[], float], save_seconds: Callable[[], float]):
@@ -230,8 +230,7 @@ class StopOnBudget(TrainerCallback):
         now = self.elapsed()
         self.longest_step = max(self.longest_step, now - self.last)
         evaluation = max(map(_evaluation_seconds, state.log_history), default=0)
-        # Writing the result at the end is taken to be as slow as writing a checkpoint, hence twice.
-        to_come = self.longest_step + evaluation + 2 * self.save_seconds()
+        to_come = self.longest_step + evaluation + self.save_seconds()
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 

@@ -1,8 +1,9 @@
 """Train a loaded model (Loaded -> Run): set up the shared trainer for one run, and start it."""
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments
+from cria_tricks.trainer.by_loss import KeepBest, Patience
 from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
 from cria_tricks.trainer.pipeline import PipelineTrainer
 from cria_tricks.trainer.resumable import position
@@ -39,12 +41,16 @@ class Run:
             ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
-        planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget ended the run.
+        planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget or
+            ``train.patience`` ended the run.
         train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.attention_kernels.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
         lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
             so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.
+        stopped_early: where and why ``train.patience`` ended the run, as :class:`~cria_tricks.trainer.by_loss.Patience`
+            says it; else empty.
+        goes_on: whether these are the results so far of a run that goes on, for ``train.keep_best``.
     """
 
     history: list[dict[str, Any]]
@@ -55,6 +61,8 @@ class Run:
     attention_kernel: str
     warnings: tuple[str, ...] = ()
     lengthened: tuple[dict[str, int], ...] = ()
+    stopped_early: Mapping[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -81,6 +89,8 @@ def fit(
     callbacks: Sequence[TrainerCallback] = (),
     world: World | None = None,
     samples: Samples | None = None,
+    keep: Callable[[Run], None] | None = None,
+    known: float = math.inf,
 ) -> Run:
     """Train the loaded model in place, and evaluate it before, during and after training.
 
@@ -97,6 +107,8 @@ def fit(
         callbacks: more callbacks, e.g. a progress bar.
         world: the processes that share the run; this one alone when left out.
         samples: the rows that are answered at each evaluation.
+        keep: keeps the weights after an evaluation with a lower loss than all before; called in all processes.
+        known: the loss of what an earlier part of the run has kept.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
@@ -114,6 +126,11 @@ def fit(
         loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
         world=world, stop=stop, callbacks=callbacks, samples=samples,
     )  # fmt: skip
+    number = None if isinstance(rows, Stream) else len(rows)
+    if keep:
+        trainer.add_callback(KeepBest(lambda: keep(_summed_up(trainer, number, goes_on=True)), known))
+    patience = Patience(settings.patience)
+    trainer.add_callback(patience)
     if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
     meter.track(every_tensor(loaded.model))
@@ -121,13 +138,19 @@ def fit(
         with trainer.rescue():
             with meter.phase("train"):
                 trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+            trainer.remove_callback(patience)  # the training has ended, so it can end nothing more
             if eval_rows and not evaluated(trainer.state) and not stop.requested:
                 trainer.evaluate()
-        step = trainer.state.global_step
         if stop.requested:
-            kept = f"its state is in {checkpoints.folder}" if step else "there was nothing to save yet"
-            raise Interrupted(f"interrupted after step {step}; {kept}")
-    return _summed_up(trainer, None if isinstance(rows, Stream) else len(rows))
+            raise _interrupted(trainer)
+    return replace(_summed_up(trainer, number), stopped_early=patience.stopped)
+
+
+def _interrupted(trainer: SharedTrainer) -> Interrupted:
+    """Make the error of a run that a signal has ended."""
+    step = trainer.state.global_step
+    kept = f"its state is in {trainer.checkpoints.folder}" if step else "there was nothing to save yet"
+    return Interrupted(f"interrupted after step {step}; {kept}")
 
 
 def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
@@ -156,7 +179,9 @@ def _made(
     samples: Samples | None,
 ) -> SharedTrainer:
     """Make the trainer for the plan's parallel strategy; the arguments are those of :func:`fit`."""
-    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
+    # Writing the result at the end is taken to be as slow as writing a checkpoint, and so is keeping the best.
+    writes = 3 if settings.keep_best else 2
+    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: writes * checkpoints.seconds)
     stream: Stream | None = None
     listed: Rows = []
     number: int | None = None  # nobody knows how many rows a stream has
@@ -199,7 +224,7 @@ def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, in
     return settings.batch_size * micro_batches_at_once(plan), max(len(row["input_ids"]) for row in rows)
 
 
-def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
+def _summed_up(trainer: SharedTrainer, train_rows: int | None, *, goes_on: bool = False) -> Run:
     """Collect the results of a run from the trainer's state."""
     state = trainer.state
     # The last entry of transformers' Trainer is left out, because its averages cover only the part after a resume.
@@ -213,4 +238,5 @@ def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
         attention_kernel=trainer.attention_kernel,
         warnings=tuple(trainer.warnings),
         lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
+        goes_on=goes_on,
     )
