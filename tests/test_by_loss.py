@@ -1,4 +1,4 @@
-"""``train.keep_best`` and ``train.patience``: the lowest evaluation loss is kept, an early end is said, no bit moves."""
+"""``train.keep_best`` and ``train.patience``: the lowest loss is kept, an early end is said, and no bit moves."""
 
 import io
 import json
@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from tests.helpers import train, trained_weights
 
 SETS = (
     "tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=8", "train.eval_steps=1", "train.save_steps=2",
-    "train.learning_rate=0.02", "train.warmup_ratio=0", "train.schedule=constant",
+    "train.learning_rate=0.1", "train.warmup_ratio=0", "train.schedule=constant",
 )  # fmt: skip
-"""Rows of random tokens: the loss of the one that is held out falls for a step or two, and then rises."""
+"""The loss of a held-out row of random tokens then falls at step 1, rises, falls further at step 4, and rises."""
+FASTER = (*SETS, "train.learning_rate=0.3")
+"""It falls at step 1 only."""
 
 
 def curves(history):
@@ -64,7 +67,8 @@ def test_weights_are_kept_at_each_lower_loss_after_the_first_step(tiny_model, ro
             expected.append(found["step"])
             known = found["eval_loss"]
     assert [so_far.steps for so_far in kept] == expected
-    assert 0 < expected[-1] < 8, "the lowest is inside the run, or the tests below would show nothing"
+    assert len(expected) > 1, "more than one is kept, and there are worse ones between them"
+    assert expected != list(range(1, len(expected) + 1))
     assert all(so_far.goes_on and step_warnings(so_far) == [] for so_far in kept), "no early end is said"
     kept.clear()
     train(tiny_model, rows[:4], tmp_path / "known", *SETS, eval_rows=rows[4:], keep=kept.append, known=known)
@@ -73,11 +77,11 @@ def test_weights_are_kept_at_each_lower_loss_after_the_first_step(tiny_model, ro
 
 def test_patience_ends_the_run_and_a_resumed_run_goes_on_only_when_told(tiny_model, rows, tmp_path):
     options = {"eval_rows": rows[4:]}
-    whole, loaded = train(tiny_model, rows[:4], tmp_path / "whole", *SETS, **options)
+    whole, loaded = train(tiny_model, rows[:4], tmp_path / "whole", *FASTER, **options)
     best, _ = lowest(whole.history)
     stops_after = best["step"] + 2
     assert stops_after < 8
-    run, ended = train(tiny_model, rows[:4], tmp_path / "run", *SETS, "train.patience=2", **options)
+    run, ended = train(tiny_model, rows[:4], tmp_path / "run", *FASTER, "train.patience=2", **options)
     assert (run.steps, run.planned_steps) == (stops_after, 8)
     assert curves(run.history) == curves(whole.history)[: len(run.history)]
     assert run.stopped_early == {
@@ -90,15 +94,29 @@ def test_patience_ends_the_run_and_a_resumed_run_goes_on_only_when_told(tiny_mod
     assert step_warnings(run) == [said]
     assert (tmp_path / "run" / f"checkpoint-{stops_after}").is_dir()
 
-    resumed, again = train(tiny_model, rows[:4], tmp_path / "run", *SETS, "train.patience=2", resume=True, **options)
+    resumed, again = train(tiny_model, rows[:4], tmp_path / "run", *FASTER, "train.patience=2", resume=True, **options)
     assert step_warnings(resumed) == [said]
     assert curves(resumed.history) == curves(run.history)
     assert equal(trained_weights(again), trained_weights(ended))
 
-    further, to_the_end = train(tiny_model, rows[:4], tmp_path / "run", *SETS, resume=True, **options)
+    further, to_the_end = train(tiny_model, rows[:4], tmp_path / "run", *FASTER, resume=True, **options)
     assert further.stopped_early == {}
     assert curves(further.history) == curves(whole.history)
     assert equal(trained_weights(to_the_end), trained_weights(loaded))
+
+
+def test_the_evaluation_after_a_time_budget_counts_too_but_patience_did_not_end_the_run(tiny_model, rows, tmp_path):
+    kept = []
+    sets = (*SETS, "train.time_budget=0.001", "train.eval_steps=5", "train.patience=1")
+    run, _ = train(tiny_model, rows[:4], tmp_path, *sets, eval_rows=rows[4:], keep=kept.append)
+    assert ([found["step"] for found in run.evaluations], run.steps) == ([0, 1], 1)
+    assert [so_far.steps for so_far in kept] == [1]
+    kept.clear()
+    worse = (*sets, "train.learning_rate=1", "train.seed=3")
+    run, _ = train(tiny_model, rows[:4], tmp_path / "worse", *worse, eval_rows=rows[4:], keep=kept.append)
+    assert run.evaluations[1]["eval_loss"] > run.evaluations[0]["eval_loss"], "so patience would be at its end"
+    assert run.stopped_early == {}
+    assert "train.time_budget ended the run after step 1 of 8" in step_warnings(run)[0]
 
 
 def test_a_run_that_reaches_its_end_was_not_stopped_early(tiny_model, rows, tmp_path):
@@ -106,11 +124,8 @@ def test_a_run_that_reaches_its_end_was_not_stopped_early(tiny_model, rows, tmp_
     assert (run.steps, run.stopped_early) == (8, {})
     at_the_end = Patience(1)
 
-    class State:
-        log_history = [entry(1, 1.0), entry(2, 2.0)]
-        global_step = max_steps = 2
-
-    at_the_end.on_evaluate(None, State, None)
+    state = SimpleNamespace(log_history=[entry(1, 1.0), entry(2, 2.0)], global_step=2, max_steps=2)
+    at_the_end.on_evaluate(None, state, None)
     assert at_the_end.stopped == {}, "the last evaluation ends nothing"
 
 
@@ -120,11 +135,8 @@ def test_an_interrupted_write_is_not_taken_for_kept():
 
     callback = KeepBest(full, float("inf"))
 
-    class State:
-        global_step = 1
-
     with pytest.raises(OSError, match="no space"):
-        callback.on_evaluate(None, State, None, {"eval_loss": 1.0})
+        callback.on_evaluate(None, SimpleNamespace(global_step=1), None, {"eval_loss": 1.0})
     assert callback.known == float("inf")
 
 
@@ -140,11 +152,11 @@ class StopBefore(TrainerCallback):
 
 
 def carry_out(folder: Path, *settings: str, resume: bool = False) -> tuple[dict, str]:
-    """A whole run on six rows of our own, with its report and what it said."""
+    """A whole run on a few short rows, with its report and what it said."""
     said = io.StringIO()
-    rows = (Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_train.jsonl").read_text().splitlines()
-    for name, lines in (("train", rows[:4]), ("eval", rows[4:6])):
-        (folder.parent / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for name, names in (("train", ("Ella Baker", "Bayard Rustin", "Septima Clark")), ("eval", ("Diane Nash",))):
+        rows = [{"prompt": f"Who was {who}?", "completion": f"{who} was an organiser."} for who in names]
+        (folder.parent / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = [
         "model=random:tiny", f"data.train={folder.parent / 'train.jsonl'}", f"data.eval={folder.parent / 'eval.jsonl'}",
         "data.max_length=64", "lora.r=2", "train.learning_rate=0.3", "train.monitor_seconds=0",

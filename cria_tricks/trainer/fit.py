@@ -107,19 +107,18 @@ def fit(
         callbacks: more callbacks, e.g. a progress bar.
         world: the processes that share the run; this one alone when left out.
         samples: the rows that are answered at each evaluation.
-        keep: keeps the weights after an evaluation with a lower loss than all before; called in all processes.
+        keep: keeps the weights after an evaluation with a loss below ``known`` and all before; in all processes.
         known: the loss of what an earlier part of the run has kept.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
         Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
         Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
-        OutOfMemory: if it does not fit. A single process then saves the last whole step it has done, if the optimizer
-            had not begun to change the weights.
+        OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
-    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     world = world or World()
+    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     rows = _laid_out(train_rows, plan, start)
     stop = StopOnSignal(world)
     trainer = _made(
@@ -127,30 +126,36 @@ def fit(
         world=world, stop=stop, callbacks=callbacks, samples=samples,
     )  # fmt: skip
     number = None if isinstance(rows, Stream) else len(rows)
-    if keep:
-        trainer.add_callback(KeepBest(lambda: keep(_summed_up(trainer, number, goes_on=True)), known))
     patience = Patience(settings.patience)
     trainer.add_callback(patience)
+    if keep:
+        trainer.add_callback(_keeping(trainer, number, keep, known))
     if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
-    meter.track(every_tensor(loaded.model))
     with stop, contextlib.closing(trainer.step):
-        with trainer.rescue():
-            with meter.phase("train"):
-                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-            trainer.remove_callback(patience)  # the training has ended, so it can end nothing more
-            if eval_rows and not evaluated(trainer.state) and not stop.requested:
-                trainer.evaluate()
-        if stop.requested:
-            raise _interrupted(trainer)
+        _carry_out(trainer, start, bool(eval_rows))
     return replace(_summed_up(trainer, number), stopped_early=patience.stopped)
 
 
-def _interrupted(trainer: SharedTrainer) -> Interrupted:
-    """Make the error of a run that a signal has ended."""
+def _keeping(trainer: SharedTrainer, number: int | None, keep: Callable[[Run], None], known: float) -> KeepBest:
+    """Make the callback that hands the results so far to ``keep``, at each lower loss."""
+    return KeepBest(lambda: keep(_summed_up(trainer, number, goes_on=True)), known)
+
+
+def _carry_out(trainer: SharedTrainer, start: Checkpoint | None, evaluates: bool) -> None:
+    """Train, and evaluate after the last step; the arguments and the errors are those of :func:`fit`."""
+    stop = trainer.stop
+    trainer.meter.track(every_tensor(trainer.model))
+    with trainer.rescue():
+        with trainer.meter.phase("train"):
+            trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+        trainer.remove_callback(Patience)  # the training has ended, so it can end nothing more
+        if evaluates and not evaluated(trainer.state) and not stop.requested:
+            trainer.evaluate()
     step = trainer.state.global_step
-    kept = f"its state is in {trainer.checkpoints.folder}" if step else "there was nothing to save yet"
-    return Interrupted(f"interrupted after step {step}; {kept}")
+    if stop.requested:
+        kept = f"its state is in {trainer.checkpoints.folder}" if step else "there was nothing to save yet"
+        raise Interrupted(f"interrupted after step {step}; {kept}")
 
 
 def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
