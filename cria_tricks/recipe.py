@@ -16,7 +16,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.field_errors import in_one_line, line_of
 from cria_tricks.common.fields import find_field, unknown_field
 from cria_tricks.common.names import same
-from cria_tricks.common.values import AllOrNumber, Duration, Trackers
+from cria_tricks.common.values import AllOrNumber, Duration, Trackers, parts
 from cria_tricks.models.catalogue import short_name
 
 
@@ -158,6 +158,10 @@ class Train(_Frozen):
     eval_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch", examples=[10]
     )
+    keep_best: bool = Field(False, description="also keep the weights of the evaluation with the lowest loss")
+    patience: int = Field(
+        0, ge=0, le=1_000_000, description="stop after so many evaluations without a lower loss; 0: never", examples=[3]
+    )
     save_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps between checkpoints; 0: every epoch", examples=[10]
     )
@@ -182,6 +186,15 @@ class Train(_Frozen):
     )
     profile: bool = Field(False, description="trace a few early steps, and on CUDA keep a snapshot of memory")
     report_to: Trackers = Field((), description="also write the history for these trackers", examples=["tensorboard"])
+
+
+class Eval(_Frozen):
+    """What an evaluation during training does besides measuring the loss."""
+
+    samples: int = Field(
+        0, ge=0, le=1000, description="first evaluation rows with a prompt that get an answer", examples=[3]
+    )
+    max_new_tokens: int = Field(256, ge=1, le=100_000, description="most tokens of such an answer", examples=[64])
 
 
 class Parallel(_Frozen):
@@ -218,6 +231,7 @@ class Recipe(_Frozen):
     prompt: Prompt = Prompt()
     side: Side = Side()
     train: Train = Train()
+    eval: Eval = Eval()
     parallel: Parallel = Parallel()
 
     @property
@@ -309,17 +323,11 @@ def with_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         for group in groups:
             place = place[group]
         if isinstance(place[name], list):
-            place[name] = _parts(text)
+            place[name] = parts(text)
         else:
             place[name] = _choice(field, text.strip())
         values = build(values, where).model_dump(mode="json")
     return build(values, "recipe")
-
-
-def _parts(text: str) -> list[str]:
-    """Split a list as it is typed: ``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
-    parts = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
-    return [part for part in parts if part]
 
 
 def _choice(field: str, text: str) -> str:

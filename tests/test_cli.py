@@ -516,7 +516,7 @@ def test_a_time_budget_stops_cleanly_and_resume_reports_the_whole_run(run_cria, 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, few_rows, tmp_path, monkeypatch):
-    from cria_tricks.run import steps as training
+    from cria_tricks.run import results
     from cria_tricks.trainer.shared import SharedTrainer
 
     def loss_sum(self, model, batch):
@@ -524,7 +524,7 @@ def test_out_of_memory_is_one_line_that_says_what_would_help(known, run_cria, fe
 
     monkeypatch.setattr(SharedTrainer, "loss_sum", loss_sum)
     if not known:  # a model of a kind that cannot be estimated
-        monkeypatch.setattr(training, "_shape", lambda *what: None)
+        monkeypatch.setattr(results, "shape_of", lambda *what: None)
     code, stdout, stderr = run_cria("train", "baseline", *QUICK, *few_rows, "--out", tmp_path / "run", "--json")
     assert (code, stdout) == (3, "")
     last = stderr.splitlines()[-1]

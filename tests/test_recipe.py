@@ -106,6 +106,11 @@ monitor_seconds = 1.0
 profile = false
 expandable_segments = true
 report_to = []
+keep_best = false
+patience = 0
+[eval]
+samples = 0
+max_new_tokens = 256
 [parallel]
 strategy = "none"
 tensor_size = 2
@@ -147,6 +152,9 @@ BOUNDS = {  # the lowest and the highest value that are allowed, and the nearest
     "train.time_budget": (0, -0.01, "", ""),
     "train.seed": (0, -1, 4_294_967_295, 4_294_967_296),
     "train.monitor_seconds": (0, -0.01, 86_400, 86_400.1),
+    "train.patience": (0, -1, 1_000_000, 1_000_001),
+    "eval.samples": (0, -1, 1000, 1001),
+    "eval.max_new_tokens": (1, 0, 100_000, 100_001),
     "parallel.tensor_size": (2, 1, 1024, 1025),
     "parallel.pipelines": (1, 0, 1024, 1025),
     "parallel.timeout": (0.01, 0, "", ""),

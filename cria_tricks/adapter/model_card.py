@@ -52,6 +52,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             "## Results",
             "",
             *markdown_table(COLUMNS, _results(report)),
+            *_paragraph(_kept(made)),
             "",
             "The losses are all that the run measured of quality. Whether answers are true or safe was not measured."
             + NOT_SCORED,
@@ -144,6 +145,17 @@ def check_rows(check: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "other_base" in check:
         rows.append(("the base", check["other_base"]))
     return rows
+
+
+def _kept(made: Mapping[str, Any]) -> str:
+    """Say which evaluation the folder ``best`` is of; empty for any other folder."""
+    kept = made.get("kept")
+    if not kept:
+        return ""
+    return (
+        f"These are the weights after step {kept['step']}, whose evaluation loss of {kept['eval_loss']:.4f} was the "
+        "lowest by then (`train.keep_best`). The run may have gone on; this card knows it up to this step only."
+    )
 
 
 def _paragraph(text: str) -> list[str]:

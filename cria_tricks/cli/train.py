@@ -60,7 +60,11 @@ def train(
         highlight=False,
     )
     folder = Path(report["adapter"]).parent
-    screen.print(f"adapter: {report['adapter']}", f"report:  {folder / 'report.md'}", sep="\n", markup=False)
+    lines = [f"adapter: {report['adapter']}", f"report:  {folder / 'report.md'}"]
+    if report["best"]:
+        kept = report["best"]
+        lines.insert(1, f"best:    {folder / 'best'}, loss {kept['eval_loss']:.4f} after step {kept['step']}")
+    screen.print(*lines, sep="\n", markup=False)
 
 
 @app.command(rich_help_panel=TRAIN, epilog="Example: cria launch kwanzaa --on torchrun --nproc 2")

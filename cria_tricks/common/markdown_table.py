@@ -1,5 +1,6 @@
 """Write Markdown tables."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -23,6 +24,16 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
 def cell(text: str) -> str:
     """Escape each ``|`` in a text, because it would end the cell."""
     return text.replace("|", "\\|")
+
+
+def literal(text: str) -> str:
+    """Escape what Markdown would read as its own marks, for a text in one line that somebody else has written.
+
+    Examples:
+        >>> print(literal("a | <b> *c*"))
+        a \\| \\<b\\> \\*c\\*
+    """
+    return re.sub(r"([\\`*_\[\]<>|~#&$])", r"\\\1", text)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -24,6 +24,12 @@ Duration = Annotated[float, BeforeValidator(seconds)]
 """Seconds; written as ``"90s"``, ``"20m"`` or ``"1h30m"``, or as a number."""
 
 
+def parts(text: str) -> list[str]:
+    """Split a list as it is typed: ``"[q_proj, v_proj]"`` -> ["q_proj", "v_proj"]."""
+    found = [part.strip(" \"'") for part in text.strip("[] ").split(",")]
+    return [part for part in found if part]
+
+
 def _words(value: Any) -> Any:
     """Convert ``"none"`` to (), ``"tensorboard"`` to ("tensorboard",), and a list to a tuple."""
     words = value

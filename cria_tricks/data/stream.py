@@ -166,6 +166,8 @@ class Stream(torch.utils.data.IterableDataset):
 
     def add_up(self, world: World) -> None:
         """Add up the counts of all lanes of all processes, on rank 0, for the report."""
+        # Counted anew, because train.keep_best asks during the run, too.
+        self.total = Lane(lambda epoch: (), self._read, self.source.lanes)
         by_lane: dict[str, Any] = {}
         for states in world.gather(self.state()):
             by_lane |= states  # tensor-parallel ranks read the same lanes, and each lane must count once

@@ -210,7 +210,8 @@ def _answers(
     """
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.chat import open_folder
-    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, prompt_ids
+    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of
+    from cria_tricks.load.answering import prompt_ids
 
     console.print(f"loading {folder}, writing to {place}")
     warnings: list[str] = []

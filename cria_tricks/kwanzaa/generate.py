@@ -1,4 +1,4 @@
-"""Answer held-out rows greedily, in batches, and measure the loss of the answers that the data gives."""
+"""Answer held-out rows, and measure the loss of the answers that the data gives."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ import torch
 from rich.console import Console
 
 from cria_tricks.common import atomic_files, waiting
-from cria_tricks.common.errors import BadInput, Diverged, OutOfMemory, is_out_of_memory
+from cria_tricks.common.errors import Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.tokens import template, tokenize, trained
+from cria_tricks.data.samples import answer_line, question
+from cria_tricks.data.tokens import tokenize, trained
 from cria_tricks.kwanzaa.answers import Answers, Written
-from cria_tricks.kwanzaa.prompt import read_prompt
 from cria_tricks.kwanzaa.reply import read_reply
-from cria_tricks.load import cache
+from cria_tricks.load.answering import answer_batch
 from cria_tricks.load.losses import full_loss_sum
 from cria_tricks.models import pretrained
 
@@ -30,27 +30,6 @@ The perplexity is exp(loss), which must be a Python float, and floats end at exp
 """
 SHOWN = 160
 """The length at which an answer is cut that is shown while others are written (characters)."""
-
-
-def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """Tokenise the prompt of each row. A text, or a completion without a prompt, gets an empty list.
-
-    Raises:
-        BadInput: if the tokenizer's chat template cannot format a prompt.
-    """
-    return [_prompt(chat, tokenizer) for chat in chats]
-
-
-def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
-    """Tokenise the prompt of one row; see :func:`prompt_ids`."""
-    if not chat.messages:
-        if not chat.prompt:
-            return []
-        return tokenizer(chat.prompt)["input_ids"]
-    ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
-    if not ids:
-        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
-    return ids
 
 
 def fingerprint(folder: Path) -> str:
@@ -93,7 +72,7 @@ def answer_rows(
         model: a causal language model in eval mode.
         tokenizer: the model's tokenizer.
         chats: the rows.
-        prompts: the token ids of their prompts, from :func:`prompt_ids`.
+        prompts: the token ids of their prompts, from :func:`cria_tricks.load.answering.prompt_ids`.
         answers: where each batch is saved when it is done.
         batch_size: number of rows that are answered together.
         max_new_tokens: length limit of an answer (tokens).
@@ -136,10 +115,8 @@ def _show_one(console: Console, chat: Chat, answer: str) -> None:
     """Print a question and its answer in one line each, so that the reader sees answers as they come."""
     if not answer or not chat.messages:
         return
-    question = read_prompt(chat.before_answer[-1]["content"]).query
-    for mark, text in (("?", question), (">", read_reply(answer).text)):
-        in_a_line = " ".join(text.split())
-        console.print(f"  {mark} {in_a_line[:SHOWN]}", markup=False, highlight=False)
+    console.print(f"  ? {question(chat)}", markup=False, highlight=False)
+    console.print(f"  > {answer_line(read_reply(answer).text, SHOWN)}", markup=False, highlight=False)
 
 
 def _answered(
@@ -156,62 +133,6 @@ def _answered(
         found = answer_batch(model, tokenizer, [prompts[row] for row in asked], max_new_tokens)
         answers |= zip(asked, found, strict=True)
     return answers
-
-
-def answer_batch(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
-) -> list[tuple[str, int, bool]]:
-    """Generate greedy answers to a batch of prompts.
-
-    Padding is on the left, so that new tokens directly follow their prompt. The mask hides the padding, and positions
-    are counted from the first real token of each row. So in exact arithmetic an answer does not depend on the other
-    rows of the batch.
-
-    Returns:
-        For each prompt the answer's text, its length (tokens), and whether the model ended it.
-    """
-    adapter = getattr(model, "active_peft_config", None)
-    if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
-        # With a learnt prompt, peft drops the position ids, so padding would shift the positions of every token.
-        return [answer_batch(model, tokenizer, [prompt], max_new_tokens)[0] for prompt in prompts]
-    ends = _end_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = ends[0]
-    longest = max(map(len, prompts))
-    padded = []
-    masks = []
-    for prompt in prompts:
-        missing = longest - len(prompt)
-        padded.append([pad] * missing + prompt)
-        masks.append([0] * missing + [1] * len(prompt))
-    ids_BT = torch.tensor(padded, device=model.device)
-    mask_BT = torch.tensor(masks, device=model.device)
-    pretrained.refuse_unknown_tokens(model, int(ids_BT.max()), "this model")
-    with torch.no_grad():
-        out_BT = model.generate(
-            input_ids=ids_BT,
-            attention_mask=mask_BT,
-            **cache.for_answers(model, longest + max_new_tokens),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=pad,
-            eos_token_id=ends,
-        )
-    found = []
-    for new in out_BT[:, longest:].tolist():
-        answer = _until_end(new, ends)
-        ended = bool(answer) and answer[-1] in ends
-        found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), ended))
-    return found
-
-
-def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
-    """Cut off the padding behind the first end token; it is there because a batch runs until its last answer ends."""
-    for place, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: place + 1]
-    return tokens
 
 
 def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sys.maxsize) -> tuple[float, int]:
@@ -237,17 +158,3 @@ def reference_loss(model: Any, tokenizer: Any, chat: Chat, text_length: int = sy
         dtype = str(model.dtype).removeprefix("torch.")
         raise Diverged(f"{chat.where}: the loss of its answer is {loss / tokens} per token, in {dtype}")
     return loss, tokens
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config.
-
-    The tokenizer names only one. A chat model may end its turns with another one, which only the config names.
-    """
-    ends = [tokenizer.eos_token_id]
-    named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
-    if isinstance(named, list):
-        ends += named
-    elif named is not None:
-        ends.append(named)
-    return list(dict.fromkeys(ends))

@@ -14,6 +14,7 @@ NOT_FOR_USERS = (
     "Could not find a config file in",  # peft checks whether the vocabulary has grown; this package never resizes it
     "Merge lora module to",  # peft warns of rounding; `cria merge` unpacks the base first and measures the rounding
     "Input and output embeddings are no longer tied",  # `cria merge` writes that into the config
+    "Position ids are not supported for parameter",  # so rows behind a learnt prompt are answered one by one
     r"Setting `save_embedding_layers` to",  # peft saves an embedding that is trained or resized
 )
 """Regular expressions that match the beginning of a warning which needs no action from a user."""

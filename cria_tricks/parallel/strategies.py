@@ -50,7 +50,8 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
         processes: the world size of the run.
 
     Raises:
-        BadInput: if the strategy does not fit the processes or the tricks; it gives the reason and what to use.
+        BadInput: if the strategy does not fit the processes, the tricks or ``eval.samples``; it gives the reason and
+            what to use.
     """
     strategy = recipe.parallel.strategy
     if strategy == "none":
@@ -60,6 +61,12 @@ def switch_on(plan: Plan, recipe: Recipe, processes: int) -> Plan:
                 "parallel.strategy=ddp"
             )
         return plan
+    samples = recipe.eval.samples
+    if samples:
+        raise BadInput(
+            f"eval.samples={samples} with parallel.strategy={strategy}: answers during training need the whole model "
+            "in one process; set eval.samples=0, and let cria eval answer after the training"
+        )
     if processes == 1 and strategy in ELASTIC and numbers.launched():
         return plan  # an elastic run with one process left is a run without a strategy
     return STRATEGIES[strategy].switch_on(replace(plan, _trick=f"parallel.strategy={strategy}"), recipe, processes)

@@ -162,8 +162,8 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no toggle is refused.
 
-    There are two such risks: rows longer than the model's context, and a narrow fit. A calibration of this machine that
-    is stale is said, too.
+    There are two such risks: rows longer than the model's context, and a narrow fit. What the time leaves out, and a
+    calibration of this machine that is stale, are said, too.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -172,6 +172,8 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found += beyond_context(target.shape.context, recipe.data.max_length)
     if verdict == "tight":
         found.append(trust.TIGHT)
+    if recipe.eval.samples:
+        found.append(f"eval.samples={recipe.eval.samples}: the time of the answers during training is not estimated")
     if target.device == this_device():
         found += filter(None, [calibration.stale(target.device)])
     return found

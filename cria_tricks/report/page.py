@@ -1,17 +1,23 @@
 """Write a report as ``report.json``, ``report.md`` and ``report.png``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cria_tricks.common import atomic_files
-from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.markdown_table import literal, markdown_table
 from cria_tricks.common.units import human
+from cria_tricks.data.samples import answer_line, one_line
 from cria_tricks.measure import monitor
 from cria_tricks.recipe import Recipe
 from cria_tricks.report.figure import draw
-from cria_tricks.trainer import what_ran
+from cria_tricks.trainer import by_loss, what_ran
+
+QUESTION = 200
+"""How much of a question report.md shows [characters]."""
+ANSWER = 500
+"""How much of an answer report.md shows [characters]; report.json has all of it."""
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
@@ -41,6 +47,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         "![loss and memory by step](report.png)",
         "",
+        *_answers(report["history"]),
         *_adapted(report),
         *_memory(report),
         *_compared(report),
@@ -70,6 +77,7 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("evaluation loss before", _loss(report["eval_loss_before"])),
         ("evaluation loss after", _loss(report["eval_loss_after"])),
+        *_best(report),
         ("training loss, mean over steps", _loss(report["train_loss"])),
         ("optimizer steps", f"{report['steps']} of {report['planned_steps']}, {report['skipped_steps']} skipped"),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
@@ -81,6 +89,15 @@ def _numbers(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("device", report["device"]),
         ("attention kernel", report["attention_kernel"]),
     ]
+
+
+def _best(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the line about the weights that ``train.keep_best`` has kept; nothing if it was off."""
+    kept = report.get("best")
+    if not kept:
+        return []
+    lowest, _ = by_loss.lowest(report["history"])
+    return [("lowest evaluation loss, kept in `best`", what_ran.best(kept, lowest))]
 
 
 def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -103,6 +120,23 @@ def _adapted(report: Mapping[str, Any]) -> list[str]:
     """Return the section about smaller sets with which the run went on; nothing if memory never ran out."""
     found = [f"- {what_ran.adapted(entry)}" for entry in report.get("adapted", ())]
     return ["## Out of memory", "", *found, ""] if found else []
+
+
+def _answers(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the section with the answers of ``eval.samples``: for each row a table of steps; nothing without any."""
+    tables: dict[int, list[tuple[str, str]]] = {}
+    questions: dict[int, str] = {}
+    for entry in history:
+        for found in entry.get("eval_answers", ()):
+            questions[found["row"]] = found["question"]
+            answer = literal(answer_line(found["answer"], ANSWER))
+            tables.setdefault(found["row"], []).append((str(entry["step"]), answer))
+    lines = []
+    for row, answers in tables.items():
+        asked = literal(one_line(questions[row], QUESTION))
+        lines += [f"Row {row + 1} of the evaluation rows: {asked}", ""]
+        lines += [*markdown_table(("step", "answer"), answers), ""]
+    return ["## Answers during training", "", *lines] if lines else []
 
 
 def _memory(report: Mapping[str, Any]) -> list[str]:

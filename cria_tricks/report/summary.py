@@ -66,6 +66,7 @@ def summarise(
         "planned_steps": run.planned_steps,
         "skipped_steps": run.skipped_steps,
         "lengthened": list(run.lengthened),
+        "stopped_early": dict(run.stopped_early) or None,
         "memory": meter.phases,
         "parameters": dict(parameters),
         "data": {**descriptions, **_data(plan, run, rows["train"], rows["eval"])},
@@ -273,13 +274,15 @@ def _beyond_context(name: str, part: TokenRows | Stream, recipe: Recipe, context
 
 
 def step_warnings(run: Run) -> list[str]:
-    """Warn of steps that the loss scaler skipped, and of planned steps that the time budget did not allow."""
+    """Warn of steps that the loss scaler skipped, and of planned steps that an early end left out."""
     said = []
     if run.skipped_steps:
         said.append(
             f"the loss scaler skipped {run.skipped_steps} of {run.steps} steps, whose fp16 gradients overflowed"
         )
-    if run.steps < run.planned_steps:
+    if run.stopped_early:
+        said.append(what_ran.stopped_early(run.stopped_early, run.planned_steps))
+    elif run.steps < run.planned_steps and not run.goes_on:
         said.append(f"train.time_budget ended the run after step {run.steps} of {run.planned_steps}; --resume goes on")
     return said
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from cria_tricks import models
 from cria_tricks.common.console import Voice
 from cria_tricks.common.waiting import doing
-from cria_tricks.data import sources
+from cria_tricks.data import samples, sources
 from cria_tricks.data.shards import open_stream
 from cria_tricks.models import weight_files
 from cria_tricks.processes.world import World
@@ -77,7 +77,9 @@ def checked(
         train_rows = (
             open_stream(data.train, lanes) if data.stream else sources.find(data.train, "train", contract=data.contract)
         )
-        found = {"train": train_rows, "eval": sources.find(data.eval, "eval", contract=data.contract)}
+        held_out = sources.find(data.eval, "eval", contract=data.contract)
+    found = {"train": train_rows, "eval": held_out}
+    too_few_to_answer = samples.check(recipe.eval.samples, held_out.rows)
     # All that decides the run's result. It is saved in run.json, and --resume compares it with what is saved there.
     about = describe(recipe, found, plan.device.name, world.size)
     # Rank 0 sends the Folders to the other ranks, which pickles them. A console cannot be pickled, but a Voice can.
@@ -91,6 +93,7 @@ def checked(
         console.print(f"going on with the smaller set of toggles that the run has chosen: {now}")
     job = Job(recipe, plan, world, found, folders, other_base, console, began)
     job.warn(plan.warnings)
+    job.warn(too_few_to_answer)
     return job
 
 

@@ -6,70 +6,42 @@ been checked.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from cria_tricks import models
-from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter import model_card, provenance
 from cria_tricks.bill.bill import Bill
 from cria_tricks.common.console import Voice
-from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, is_out_of_memory
+from cria_tricks.common.errors import Interrupted, OutOfMemory, is_out_of_memory
 from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.kwanzaa import augment
-from cria_tricks.load.model import Loaded, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
-from cria_tricks.measure import profiler
+from cria_tricks.load.model import count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
-from cria_tricks.models import Weights, identity
+from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
-from cria_tricks.models.shape import Shape, find_shape
-from cria_tricks.parallel import dtensor
+from cria_tricks.models.shape import Shape
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
-from cria_tricks.report import page
 from cria_tricks.report import summary as report
 from cria_tricks.resolve import still_off
-from cria_tricks.run import recovery
+from cria_tricks.run import recovery, results
 from cria_tricks.run.allocator import in_force
 from cria_tricks.run.job import Job
 from cria_tricks.step_plan import Plan
-from cria_tricks.store import adaptations
+from cria_tricks.trainer import samples
 from cria_tricks.trainer.arguments import micro_batches_at_once
 from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.trackers import trackers
-from cria_tricks.tricks import lora
 from cria_tricks.tricks.folds import estimate
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What is in memory after training.
-
-    Attributes:
-        loaded: the trained model; with some strategies, only this process's part of it.
-        parameters: the numbers of ``trainable`` and ``total`` parameters of the whole model.
-        run: what happened.
-        meter: the seconds, and the peak bytes by phase.
-        monitor: the samples of the machine.
-        estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
-    """
-
-    loaded: Loaded
-    parameters: dict[str, int]
-    run: Run
-    meter: Meter
-    monitor: Monitor
-    estimated: Bill | None
 
 
 def carry_out(job: Job) -> dict[str, Any]:
@@ -102,7 +74,8 @@ def carry_out(job: Job) -> dict[str, Any]:
         stream = rows["train"] if recipe.data.stream else None
         if stream:
             stream.look_for_duplicates(job.folders.folder, world, console)
-        job, trained = _train(job, weights, rows, tokenizer.pad_token_id)
+        of = results.Made(weights, tokenizer, rows, began_over)
+        job, trained = _train(job, of)
         if stream:
             stream.add_up(world)
             if stream.tally.in_words():
@@ -110,7 +83,7 @@ def carry_out(job: Job) -> dict[str, Any]:
             job.warn(report.data_warnings(rows, recipe))
         job.warn(report.step_warnings(trained.run))
         with doing("writing the result"):
-            summary = _written(job, weights, tokenizer, rows, trained, began_over)
+            summary = results.write(job, of, trained)
     return world.on_rank_zero(lambda: summary)
 
 
@@ -127,7 +100,7 @@ def _rows(job: Job, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"train": rows, "eval": eval_rows(recipe, found["eval"], tokenizer)}
 
 
-def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> tuple[Job, Trained]:
+def _train(job: Job, of: results.Made) -> tuple[Job, results.Trained]:
     """Load the model and train it, while a monitor watches; if memory runs out, again with a smaller set.
 
     Returns:
@@ -139,12 +112,13 @@ def _train(job: Job, weights: Weights, rows: dict[str, Any], pad_id: int) -> tup
         cuda=job.plan.device.kind == "cuda",
         say=Voice(job.console),
     )
-    known = recovery.Known(_shape(job.recipe, weights.path), weights.path, rows, _longest(rows, job.plan))
+    path = of.weights.path
+    known = recovery.Known(results.shape_of(job.recipe, path), path, of.rows, _longest(of.rows, job.plan))
     with monitor:
-        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, weights, pad_id, monitor))
+        return recovery.until_it_fits(job, known, lambda now: _attempt(now, known, of, monitor))
 
 
-def _attempt(job: Job, known: recovery.Known, weights: Weights, pad_id: int, monitor: Monitor) -> Trained:
+def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor) -> results.Trained:
     """Load the model and train it with one set, while meter and progress bar watch."""
     rows = known.rows
     shape = known.shape
@@ -161,12 +135,18 @@ def _attempt(job: Job, known: recovery.Known, weights: Weights, pad_id: int, mon
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None
+    asked = samples.of(recipe, job.sources["eval"].rows, of.tokenizer, job.warn)
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape):
-        with meter.phase("load"), doing(f"loading {weights.name}"):
-            loaded = load(plan, weights)
+        with meter.phase("load"), doing(f"loading {of.weights.name}"):
+            loaded = load(plan, of.weights)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
+        known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf
+
+        def keep(run: Run) -> None:
+            results.keep(job, of, results.Trained(loaded, parameters, run, meter, monitor, estimated))
+
         with _onlookers(job, monitor, progress) as onlookers, doing("training"):
             run = fit(
                 loaded,
@@ -175,13 +155,16 @@ def _attempt(job: Job, known: recovery.Known, weights: Weights, pad_id: int, mon
                 rows["train"].rows,
                 rows["eval"].rows,
                 folders.checkpoints,
-                pad_id=pad_id,
+                pad_id=of.tokenizer.pad_token_id,
                 meter=meter,
                 start=folders.start,
                 callbacks=onlookers,
                 world=world,
+                samples=asked,
+                keep=keep if recipe.train.keep_best else None,
+                known=known_loss,
             )
-    return Trained(loaded, parameters, run, meter, monitor, estimated)
+    return results.Trained(loaded, parameters, run, meter, monitor, estimated)
 
 
 def _longest(rows: dict[str, Any], plan: Plan) -> int:
@@ -191,62 +174,6 @@ def _longest(rows: dict[str, Any], plan: Plan) -> int:
     """
     both = plan.parallel["strategy"] == "pipeline"
     return max(rows["train"].longest, rows["eval"].longest if both else 0)
-
-
-def _written(
-    job: Job,
-    weights: Weights,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: dict[str, Any],
-    trained: Trained,
-    began_over: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Write the report, and the adapter or the whole model.
-
-    All processes must call this, because each may hold a part of the weights; rank 0 writes.
-
-    Args:
-        job: the job.
-        weights: where the base model is.
-        tokenizer: its tokenizer, which is saved with the adapter.
-        rows: the ``train`` and ``eval`` token rows.
-        trained: the result of training.
-        began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
-
-    Returns:
-        The report, as in ``report.json``.
-    """
-    recipe = job.recipe
-    world = job.world
-    model = trained.loaded.model
-    folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
-    descriptions = {part: source.description for part, source in job.sources.items()}
-    context = context_of(weights.path)
-    summary = report.summarise(
-        recipe, job.plan, trained.run, trained.meter, rows, descriptions, trained.parameters, context
-    )
-    adapted = job.folders.adapted
-    summary |= report.compare(trained.estimated, trained.run, trained.meter, adapted[-1].step if adapted else 0)
-    summary["adapted"] = adaptations.written(adapted)
-    summary |= _seconds(job, weights, rows, trained)
-    about = {"adapter": str(folder), "model": weights.name, "model_note": weights.note}
-    summary |= about | {"base": identity.of(weights)}
-    summary["monitor"] = world.gather(trained.monitor.summary())
-    summary["profile"] = profiler.read(job.folders.folder / "profile") if recipe.train.profile else None
-    made = provenance.describe(summary, weights, job.sources, began_over)
-    if job.plan.parallel["strategy"] == "pipeline":
-        summary["pipeline"] = report.of_the_pipeline(job.plan, trained.run, model)
-        made |= {"pipeline": summary["pipeline"]}
-    text = model_card.model_card(summary, made, weights.name, weights.note, recipe)
-    in_one = dtensor.weights(model, world)
-
-    def write() -> None:
-        artifact.save(folder, model, tokenizer, weights.name, text, recipe, made, in_one)
-        page.write(job.folders.folder, summary)
-        job.folders.mirror_results()
-
-    world.on_rank_zero(write)
-    return summary
 
 
 @contextlib.contextmanager
@@ -291,16 +218,6 @@ def _memory_in_one_line(job: Job, longest: Recipe, shape: Shape | None) -> Itera
         raise OutOfMemory(f"{what}; {advice} ({others})", during) from None
 
 
-def _shape(recipe: Recipe, model: str) -> Shape | None:
-    """Return the model's shape; ``None`` if this kind of model or of adapter cannot be estimated."""
-    try:
-        shape = find_shape(model)
-        lora.refuse_unestimated(recipe, shape)
-    except BadInput:
-        return None
-    return shape
-
-
 def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int, processes: int) -> Bill | None:
     """Estimate the memory bill of the largest micro-batch that may come, for the process that needs most.
 
@@ -319,18 +236,6 @@ def _estimate(recipe: Recipe, shape: Shape | None, plan: Plan, most_trained: int
         return estimate(recipe, shape, plan.device, trained_tokens=trained_tokens)
     strategy = recipe.parallel.strategy
     return per_process(recipe, shape, plan.device, strategy, processes, trained_tokens=trained_tokens)
-
-
-def _seconds(job: Job, weights: Weights, rows: dict[str, Any], trained: Trained) -> dict[str, Any]:
-    """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones."""
-    shape = _shape(job.recipe, weights.path)
-    target = Target(shape, job.plan.device, job.world.size) if shape else None
-    if target is None:
-        return report.compare_seconds(None, trained.run)
-    train = rows["train"]
-    mean = job.plan.collator.get("packed_length") or max(8, round(train.tokens / max(1, train.count)))
-    predicted = target.bill(as_long_as(mean, job.recipe))
-    return report.compare_seconds(predicted, trained.run)
 
 
 def count_parameters(model: Any) -> dict[str, int]:

@@ -20,6 +20,8 @@ from cria_tricks.store.checkpoints import KEPT, RUN, Checkpoint, Checkpoints, ot
 
 RESULTS = ("adapter", "model", "report.json", "report.md", "report.png")
 """What a finished run leaves in its folder, beside its recipe, ``run.json`` and its checkpoints."""
+BEST = "best"
+"""What ``train.keep_best`` keeps. A run that has not ended has it, too, so it is none of the results."""
 RECORDS = ("monitor*.jsonl", "profile", "tensorboard", "trackio")
 """What the monitor, the profiler and the trackers write during a run; a resumed run appends to it."""
 
@@ -129,6 +131,8 @@ class Folders:
         # A new checkpoint is written before the oldest is deleted. The result is fp32 weights, and 32 MiB for the rest,
         # such as the tokenizer.
         needed = (KEPT + 1) * checkpoint + trainable * 4 + 32 * 2**20
+        if self.recipe.train.keep_best:  # a new one is written before the old one is deleted
+            needed += 2 * (trainable * 4 + 32 * 2**20)
         for option, place in self._places().items():
             _make_room(option, place, needed)
         with atomic_files.only_writer(self.folder):
@@ -140,6 +144,7 @@ class Folders:
                 self.checkpoints.put_aside_after(self.start)
                 if self.mirror and not _records(self.folder):
                     self._copy_records(self.mirror, self.folder)  # a new machine, which has only the mirror of the run
+                self._bring_best_back()
             interrupts.now_saved(f"{saved}; go on with --resume")
             for place in self._places().values():
                 atomic_files.write_file(place / "recipe.toml", self.recipe.to_toml())
@@ -192,6 +197,24 @@ class Folders:
             self._copy_records(self.folder, self.mirror)
         except Unwritten as error:
             self.say(f"warning: train.mirror: {error.reason}; the results are in {self.folder} alone")
+
+    def mirror_best(self) -> None:
+        """Copy the folder of the lowest evaluation loss into the mirror; if it fails, only warn."""
+        if not self.mirror:
+            return
+        try:
+            atomic_files.copy_folder(self.folder / BEST, self.mirror / BEST)
+        except Unwritten as error:
+            self.say(f"warning: train.mirror: {error.reason}; the run goes on without this copy of {BEST}")
+
+    def _bring_best_back(self) -> None:
+        """Copy that folder back on a new machine, which has only the mirror of the run; if it fails, only warn."""
+        if not self.mirror or (self.folder / BEST).exists() or not (self.mirror / BEST).is_dir():
+            return
+        try:
+            atomic_files.copy_folder(self.mirror / BEST, self.folder / BEST)
+        except Unwritten as error:
+            self.say(f"warning: train.mirror: {error.reason}; {BEST} is not taken over")
 
     def _copy_records(self, folder: Path, to: Path) -> None:
         """Copy the files of :data:`RECORDS`; they have no manifest, so the copy is not checked."""

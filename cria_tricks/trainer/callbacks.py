@@ -213,7 +213,7 @@ class StopOnBudget(TrainerCallback):
     Args:
         budget: seconds; 0 for no limit.
         elapsed: returns the seconds since this process began with the run.
-        save_seconds: returns the seconds that the last checkpoint took.
+        save_seconds: returns the seconds that writing what is still to be written takes.
     """
 
     def __init__(self, budget: float, elapsed: Callable[[], float], save_seconds: Callable[[], float]):
@@ -229,11 +229,15 @@ class StopOnBudget(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         now = self.elapsed()
         self.longest_step = max(self.longest_step, now - self.last)
-        evaluation = max((entry.get("eval_seconds", 0) for entry in state.log_history), default=0)
-        # Writing the result at the end is taken to be as slow as writing a checkpoint, hence twice.
-        to_come = self.longest_step + evaluation + 2 * self.save_seconds()
+        evaluation = max(map(_evaluation_seconds, state.log_history), default=0)
+        to_come = self.longest_step + evaluation + self.save_seconds()
         if self.budget and now + to_come > self.budget and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
+
+
+def _evaluation_seconds(entry: dict[str, Any]) -> float:
+    """Return the seconds of an evaluation, with its answers (``eval.samples``); 0 for another entry."""
+    return entry.get("eval_seconds", 0) + entry.get("eval_answers_seconds", 0)
 
 
 def sizes(inputs: dict[str, torch.Tensor]) -> tuple[int, int]:

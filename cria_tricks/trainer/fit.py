@@ -1,8 +1,9 @@
 """Train a loaded model (Loaded -> Run): set up the shared trainer for one run, and start it."""
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments
+from cria_tricks.trainer.by_loss import KeepBest, Patience
 from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
 from cria_tricks.trainer.pipeline import PipelineTrainer
 from cria_tricks.trainer.resumable import position
+from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.shared import SharedTrainer
 from cria_tricks.trainer.shares import with_filler
 from cria_tricks.tricks.packing import pack
@@ -38,12 +41,16 @@ class Run:
             ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
         steps: optimizer steps, those that the loss scaler skipped included.
         skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
-        planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget ended the run.
+        planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget or
+            ``train.patience`` ended the run.
         train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
         attention_kernel: the one that ran, as :class:`cria_tricks.hardware.attention_kernels.WatchAttention` names it.
         warnings: sentences about what was found in the first batch.
         lengthened: an entry for each time that the run was resumed with more steps than before, if its learning rates
             so far were not those of the longer run: ``step``, and ``lengthened_from``, the steps planned before.
+        stopped_early: where and why ``train.patience`` ended the run, as :class:`~cria_tricks.trainer.by_loss.Patience`
+            says it; else empty.
+        goes_on: whether these are the results so far of a run that goes on, for ``train.keep_best``.
     """
 
     history: list[dict[str, Any]]
@@ -54,6 +61,8 @@ class Run:
     attention_kernel: str
     warnings: tuple[str, ...] = ()
     lengthened: tuple[dict[str, int], ...] = ()
+    stopped_early: Mapping[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
 
     @property
     def training(self) -> list[dict[str, Any]]:
@@ -79,6 +88,9 @@ def fit(
     start: Checkpoint | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     world: World | None = None,
+    samples: Samples | None = None,
+    keep: Callable[[Run], None] | None = None,
+    known: float = math.inf,
 ) -> Run:
     """Train the loaded model in place, and evaluate it before, during and after training.
 
@@ -94,37 +106,56 @@ def fit(
         start: the checkpoint to resume from; from the beginning when left out.
         callbacks: more callbacks, e.g. a progress bar.
         world: the processes that share the run; this one alone when left out.
+        samples: the rows that are answered at each evaluation.
+        keep: keeps the weights after an evaluation with a loss below ``known`` and all before; in all processes.
+        known: the loss of what an earlier part of the run has kept.
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
         Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
         Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
-        OutOfMemory: if it does not fit. A single process then saves the last whole step it has done, if the optimizer
-            had not begun to change the weights.
+        OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
     """
-    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     world = world or World()
+    meter = meter or Meter(plan.device.kind, compiled=plan.compiled)
     rows = _laid_out(train_rows, plan, start)
     stop = StopOnSignal(world)
     trainer = _made(
         loaded, plan, settings, rows, eval_rows, pad_id=pad_id, checkpoints=checkpoints, start=start, meter=meter,
-        world=world, stop=stop, callbacks=callbacks,
+        world=world, stop=stop, callbacks=callbacks, samples=samples,
     )  # fmt: skip
+    number = None if isinstance(rows, Stream) else len(rows)
+    patience = Patience(settings.patience)
+    trainer.add_callback(patience)
+    if keep:
+        trainer.add_callback(_keeping(trainer, number, keep, known))
     if world.draw:  # dropout must differ between processes; those with draw 0 keep the numbers of a single process
         torch.manual_seed(settings.seed + world.draw)
-    meter.track(every_tensor(loaded.model))
     with stop, contextlib.closing(trainer.step):
-        with trainer.rescue():
-            with meter.phase("train"):
-                trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-            if eval_rows and not evaluated(trainer.state) and not stop.requested:
-                trainer.evaluate()
-        step = trainer.state.global_step
-        if stop.requested:
-            kept = f"its state is in {checkpoints.folder}" if step else "there was nothing to save yet"
-            raise Interrupted(f"interrupted after step {step}; {kept}")
-    return _summed_up(trainer, None if isinstance(rows, Stream) else len(rows))
+        _carry_out(trainer, start, bool(eval_rows))
+    return replace(_summed_up(trainer, number), stopped_early=patience.stopped)
+
+
+def _keeping(trainer: SharedTrainer, number: int | None, keep: Callable[[Run], None], known: float) -> KeepBest:
+    """Make the callback that hands the results so far to ``keep``, at each lower loss."""
+    return KeepBest(lambda: keep(_summed_up(trainer, number, goes_on=True)), known)
+
+
+def _carry_out(trainer: SharedTrainer, start: Checkpoint | None, evaluates: bool) -> None:
+    """Train, and evaluate after the last step; the arguments and the errors are those of :func:`fit`."""
+    stop = trainer.stop
+    trainer.meter.track(every_tensor(trainer.model))
+    with trainer.rescue():
+        with trainer.meter.phase("train"):
+            trainer.train(resume_from_checkpoint=str(start.path) if start else None)
+        trainer.remove_callback(Patience)  # the training has ended, so it can end nothing more
+        if evaluates and not evaluated(trainer.state) and not stop.requested:
+            trainer.evaluate()
+    step = trainer.state.global_step
+    if stop.requested:
+        kept = f"its state is in {trainer.checkpoints.folder}" if step else "there was nothing to save yet"
+        raise Interrupted(f"interrupted after step {step}; {kept}")
 
 
 def _laid_out(rows: Rows | Stream, plan: Plan, start: Checkpoint | None) -> Rows | Stream:
@@ -150,9 +181,12 @@ def _made(
     world: World,
     stop: StopOnSignal,
     callbacks: Sequence[TrainerCallback],
+    samples: Samples | None,
 ) -> SharedTrainer:
     """Make the trainer for the plan's parallel strategy; the arguments are those of :func:`fit`."""
-    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: checkpoints.seconds)
+    # Writing the result at the end is taken to be as slow as writing a checkpoint, and so is keeping the best.
+    writes = 3 if settings.keep_best else 2
+    budget = StopOnBudget(settings.time_budget, lambda: meter.elapsed, lambda: writes * checkpoints.seconds)
     stream: Stream | None = None
     listed: Rows = []
     number: int | None = None  # nobody knows how many rows a stream has
@@ -170,6 +204,7 @@ def _made(
         model=loaded.model,
         checkpoints=checkpoints,
         stop=stop,
+        samples=samples,
         world=world,
         args=training_arguments(plan, settings, number, bool(eval_rows), checkpoints.folder, start),
         stream=stream,
@@ -194,7 +229,7 @@ def _shape_of_a_window(plan: Plan, settings: Train, rows: Rows) -> tuple[int, in
     return settings.batch_size * micro_batches_at_once(plan), max(len(row["input_ids"]) for row in rows)
 
 
-def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
+def _summed_up(trainer: SharedTrainer, train_rows: int | None, *, goes_on: bool = False) -> Run:
     """Collect the results of a run from the trainer's state."""
     state = trainer.state
     # The last entry of transformers' Trainer is left out, because its averages cover only the part after a resume.
@@ -208,4 +243,5 @@ def _summed_up(trainer: SharedTrainer, train_rows: int | None) -> Run:
         attention_kernel=trainer.attention_kernel,
         warnings=tuple(trainer.warnings),
         lengthened=tuple(entry for entry in state.log_history if "lengthened_from" in entry),
+        goes_on=goes_on,
     )

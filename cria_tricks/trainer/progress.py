@@ -11,10 +11,15 @@ from transformers import TrainerCallback
 
 from cria_tricks.common.progress_bars import new_bar
 from cria_tricks.common.units import human
+from cria_tricks.data.samples import answer_line, one_line
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 SHOWN = 24
 """How many of the last losses the small curve shows."""
+QUESTION = 80
+"""How much of a question is shown (``eval.samples``) [characters]."""
+ANSWER = 240
+"""How much of an answer is shown [characters]; the report has more, and ``report.json`` all of it."""
 A_SECOND = 4
 """How often the panel is drawn in a second."""
 
@@ -75,6 +80,11 @@ class ShowProgress(TrainerCallback):
             self.bar.remove_task(self.evaluating)
         self.evaluating = None
         self.console.print(f"step {state.global_step:>4}  evaluation loss {metrics['eval_loss']:.4f}")
+        for found in metrics.get("eval_answers", ()):
+            asked = one_line(found["question"], QUESTION)
+            # A model may write anything, also what rich would take for its own marks.
+            answer = answer_line(found["answer"], ANSWER)
+            self.console.print(f"  {asked}\n    {answer}", markup=False, highlight=False)
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" not in logs:

@@ -40,6 +40,7 @@ from cria_tricks.trainer.arguments import (
 from cria_tricks.trainer.callbacks import StepMeter, StopOnSignal, sizes
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
 from cria_tricks.trainer.resumable import ResumableTrainer
+from cria_tricks.trainer.samples import Samples
 from cria_tricks.trainer.shares import Share
 from cria_tricks.trainer.strategy import Spread
 from cria_tricks.tricks.activation_offload import Offloaded
@@ -53,8 +54,11 @@ CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
 class SharedTrainer(ResumableTrainer):
     """``transformers.Trainer`` whose losses are true means over tokens. See the module's docstring."""
 
-    def __init__(self, *, plan: Plan, meter: Meter, stop: StopOnSignal, **arguments: Any):
+    def __init__(
+        self, *, plan: Plan, meter: Meter, stop: StopOnSignal, samples: Samples | None = None, **arguments: Any
+    ):
         self.plan = plan
+        self.samples = samples
         self.meter = meter
         self.stop = stop
         self.control: TrainerControl  # for the type checker
@@ -196,7 +200,7 @@ class SharedTrainer(ResumableTrainer):
         often, or once more after a resume, changes nothing in the training.
 
         Returns:
-            The metrics; none if a signal has cut the evaluation off.
+            The metrics, with the answers of ``eval.samples``; none if a signal has cut the evaluation off.
         """
         began = time.perf_counter()
         self.moment = "evaluation"
@@ -206,11 +210,8 @@ class SharedTrainer(ResumableTrainer):
         tokens = 0
         with self.meter.phase("evaluate"), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for batch in loader:
-                if any(self.world.max_over_ranks(self.stop.requested)):  # the resumed run evaluates here first
-                    self.control.should_training_stop = True
-                    self.control.should_evaluate = False
-                    self.control.should_save = self.state.global_step > 0
-                    return {}
+                if any(self.world.max_over_ranks(self.stop.requested)):
+                    return self._cut_off()
                 batch = self._prepare_inputs(batch)
                 self._look_at_the_first_batch(batch)
                 padded, trained = sizes(batch)
@@ -228,9 +229,32 @@ class SharedTrainer(ResumableTrainer):
             f"{metric_key_prefix}_tokens": tokens,
             f"{metric_key_prefix}_seconds": time.perf_counter() - began,
         }
+        if self.samples:
+            metrics |= self._answers(self.samples)
+            if self.stop.requested:  # the answers are not whole
+                return self._cut_off()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _cut_off(self) -> dict[str, float]:
+        """End the training at an evaluation that a signal has cut off; the resumed run evaluates here first."""
+        self.control.should_training_stop = True
+        self.control.should_evaluate = False
+        self.control.should_save = self.state.global_step > 0
+        return {}
+
+    def _answers(self, samples: Samples) -> dict[str, Any]:
+        """Answer the rows of ``eval.samples``, in the compute dtype of training, and leave the random state alone."""
+        began = time.perf_counter()
+        caches = self.plan.peft.get("kind") != "side_network"
+        # Each new token has another shape, for which a compiled block would be compiled again.
+        eager = torch.compiler.set_stance("force_eager") if self.plan.compiled else contextlib.nullcontext()
+        watch = self.meter.watch() if self.meter.may_set_a_peak("answers", 0) else contextlib.nullcontext()
+        # accelerate has put autocast around the model's forward, but peft's generate calls the model below it.
+        with self.meter.phase("answers"), self.drawing_nothing(), eager, self.accelerator.autocast(), watch:
+            found = samples.answered(self.model, self.args.eval_batch_size, caches, lambda: self.stop.requested)
+        return {"eval_answers": found, "eval_answers_seconds": time.perf_counter() - began}
 
     def log(self, logs, start_time=None):
         """Add the step's bytes, tokens and seconds to its entry, and average its loss over the data-parallel ranks."""

@@ -15,6 +15,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,43 @@ from transformers import TrainerCallback
 
 from cria_tricks.recipe import Recipe
 
-Write = Callable[[Mapping[str, float], int], None]
-"""Writes numbers, by their names, for the optimizer step that they belong to."""
+
+@dataclass(frozen=True)
+class Writer:
+    """How one library takes what a run has to tell.
+
+    Attributes:
+        numbers: writes numbers, by their names, for the optimizer step that they belong to.
+        text: writes a text under a name, for such a step.
+    """
+
+    numbers: Callable[[Mapping[str, float], int], None]
+    text: Callable[[str, str, int], None]
 
 
 class Tracker(TrainerCallback):
-    """Write the numbers of every step and every evaluation, with the monitor's newest sample.
+    """Write the numbers of every step and every evaluation, with the monitor's newest sample, and the answers.
 
     Args:
-        write: writes them for TensorBoard or Trackio.
+        writer: writes them for TensorBoard or Trackio.
         sample: returns the newest sample.
     """
 
-    def __init__(self, write: Write, sample: Callable[[], Mapping[str, Any]]):
-        self.write = write
+    def __init__(self, writer: Writer, sample: Callable[[], Mapping[str, Any]]):
+        self.writer = writer
         self.sample = sample
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" not in logs and "eval_loss" not in logs:
             return  # the closing entry, whose averages cover only the part after a resume
         part = "train" if "loss" in logs else "eval"
-        numbers = {f"{part}/{key.removeprefix('eval_')}": value for key, value in logs.items()}
-        self.write(numbers | flat(self.sample()), state.global_step)
+        step = state.global_step
+        numbers = {f"{part}/{key.removeprefix('eval_')}": value for key, value in logs.items() if key != "eval_answers"}
+        self.writer.numbers(numbers | flat(self.sample()), step)
+        for found in logs.get("eval_answers", ()):
+            # Four spaces before each line, because TensorBoard reads Markdown: so the text stands as it is.
+            text = "".join(f"    {line}\n" for line in (found["question"], "", *found["answer"].splitlines()))
+            self.writer.text(f"answers/row {found['row'] + 1}", text, step)
 
 
 @contextlib.contextmanager
@@ -83,7 +99,7 @@ def flat(sample: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
+def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Writer]:
     """Open TensorBoard's event files; after a resume, earlier entries of steps that are done again are hidden."""
     # Imported here, because tensorboard is an optional package.
     from torch.utils.tensorboard import SummaryWriter
@@ -96,11 +112,11 @@ def _tensorboard(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
                 writer.add_scalar(name, value, step)
             writer.flush()
 
-        yield write
+        yield Writer(write, writer.add_text)
 
 
 @contextlib.contextmanager
-def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
+def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Writer]:
     """Open Trackio's database; after a resume, a step that is done again is in it twice."""
     with _kept_here(folder), contextlib.redirect_stdout(io.StringIO()):
         trackio: Any = importlib.import_module("trackio")
@@ -109,7 +125,8 @@ def _trackio(folder: Path, recipe: Recipe, step: int) -> Iterator[Write]:
             embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
     try:
-        yield lambda numbers, step: run.log(dict(numbers), step=step)
+        # Trackio draws curves of numbers, so the answers are not written here.
+        yield Writer(lambda numbers, step: run.log(dict(numbers), step=step), lambda name, text, step: None)
     finally:
         with contextlib.redirect_stdout(io.StringIO()):  # its message speaks of an upload, but means its own file
             trackio.finish()

@@ -54,6 +54,34 @@ def lengthened(entry: Mapping[str, int]) -> str:
     )
 
 
+def stopped_early(entry: Mapping[str, Any], planned: int) -> str:
+    """Say that ``train.patience`` has ended a run, and why.
+
+    Args:
+        entry: as :class:`~cria_tricks.trainer.by_loss.Patience` has found it.
+        planned: the steps that the run was to have.
+    """
+    return (
+        f"train.patience={entry['patience']} ended the run after step {entry['step']} of {planned}: the last "
+        f"{entry['patience']} evaluations were not below the loss {entry['lowest_loss']:.4f} of step "
+        f"{entry['lowest_step']}; --resume goes on with a larger train.patience, or with 0"
+    )
+
+
+def best(entry: Mapping[str, Any], lowest: Mapping[str, Any]) -> str:
+    """Say which weights ``train.keep_best`` has kept.
+
+    Args:
+        entry: ``step`` and ``eval_loss`` of what was kept.
+        lowest: the same of the evaluation with the lowest loss. It may not be the one that was kept, because nothing is
+            trained before the first step, and because a resumed run may have had ``train.keep_best`` off before.
+    """
+    said = f"{entry['eval_loss']:.4f} after step {entry['step']}"
+    if lowest and lowest["eval_loss"] < entry["eval_loss"]:
+        said += f"; step {lowest['step']} had {lowest['eval_loss']:.4f}, and its weights were not kept"
+    return said
+
+
 def adapted(entry: Mapping[str, Any]) -> str:
     """Say in one line how a run went on after it had run out of memory.
 

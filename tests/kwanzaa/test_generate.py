@@ -14,6 +14,7 @@ from cria_tricks.data.rows import Chat
 from cria_tricks.data.tokens import tokenize
 from cria_tricks.kwanzaa import generate
 from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.load import answering
 from cria_tricks.load.adapters import without_adapter
 from cria_tricks.load.losses import full_loss_sum
 from tests.helpers import prepare
@@ -63,11 +64,11 @@ def adapted(request, tiny_model):
 
 
 def answers(model, ids) -> list:
-    return generate.answer_batch(model, Letters(), ids, TOKENS)
+    return answering.answer_batch(model, Letters(), ids, TOKENS)
 
 
 def test_batched_answers_are_those_of_single_rows(adapted):
-    ids = generate.prompt_ids(CHATS, Letters())
+    ids = answering.prompt_ids(CHATS, Letters())
     assert len({len(row) for row in ids}) == 3, "ragged, so there is padding"
     single = [answers(adapted, [row])[0] for row in ids]
     assert answers(adapted, ids) == single
@@ -78,7 +79,7 @@ def test_without_its_mask_padding_would_change_them(adapted, monkeypatch):
     """The test above can fail: the padding is seen when nobody hides it."""
     if getattr(adapted, "peft_config", None) and adapted.active_peft_config.is_prompt_learning:
         pytest.skip("rows behind a learnt prompt are answered one by one")
-    ids = generate.prompt_ids(CHATS, Letters())
+    ids = answering.prompt_ids(CHATS, Letters())
     single = [answers(adapted, [row])[0] for row in ids]
     make = adapted.generate
     monkeypatch.setattr(
@@ -95,7 +96,7 @@ def test_padding_is_hidden_from_every_attention_that_chat_may_choose(implementat
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.dim() == 2 else 1)
-    ids = generate.prompt_ids(CHATS, Letters())
+    ids = answering.prompt_ids(CHATS, Letters())
     assert answers(model, ids) == [answers(model, [row])[0] for row in ids]
 
 
@@ -108,7 +109,7 @@ def test_the_base_below_an_adapter_is_the_model_without_it_and_the_adapter_comes
     with torch.no_grad():  # the same factor as in the fixture, which the head's copy did not get
         for parameter in plain.parameters():
             parameter.mul_(5 if parameter.dim() == 2 else 1)
-    ids = generate.prompt_ids(CHATS, Letters())
+    ids = answering.prompt_ids(CHATS, Letters())
     before = answers(adapted, ids)
     expected = answers(plain, ids)
     with without_adapter(adapted) as base:
@@ -124,7 +125,7 @@ def test_an_answer_ends_at_its_end_token_and_is_bounded(tiny_model):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
-    ids = generate.prompt_ids(CHATS, Letters())
+    ids = answering.prompt_ids(CHATS, Letters())
     ((text, tokens, ended),) = answers(model, ids[:1])
     assert (tokens, ended) == (TOKENS, False), "the tiny model does not know when to stop"
     said = [int(token) for token in text.split()]
@@ -195,7 +196,7 @@ def test_a_stop_keeps_what_was_answered_and_the_next_start_goes_on(stop, tiny_mo
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
-    prompts = generate.prompt_ids(CHATS, Letters())
+    prompts = answering.prompt_ids(CHATS, Letters())
     asked = []
 
     def answer(model, tokenizer, batch, longest):

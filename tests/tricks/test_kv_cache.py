@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3ForCausalLM, 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cria_tricks.adapter import chat
-from cria_tricks.kwanzaa import generate
-from cria_tricks.load import attention, cache
+from cria_tricks.load import answering, attention, cache
 from cria_tricks.load.cache import InPlaceLayer, for_answers
 from cria_tricks.tricks.kv_cache import append, groups_as_rows
 from tests.tolerances import FLASH_DECODING
@@ -120,7 +119,7 @@ def test_switch(make, tokenizer, monkeypatch):
     for choose in (ours, theirs):
         monkeypatch.setattr(cache, "for_answers", choose)
         answers.append(
-            (chat.answer(model, tokenizer, "", 30), generate.answer_batch(model, tokenizer, prompts, 30)),
+            (chat.answer(model, tokenizer, "", 30), answering.answer_batch(model, tokenizer, prompts, 30)),
         )
     assert answers[0] == answers[1]
     one, several = made

@@ -1,0 +1,126 @@
+"""Answer prompts greedily, in batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.rows import Chat
+from cria_tricks.data.tokens import template
+from cria_tricks.load import cache
+from cria_tricks.models import pretrained
+
+
+def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
+    """Tokenise the prompt of each row. A text, or a completion without a prompt, gets an empty list.
+
+    Raises:
+        BadInput: if the tokenizer's chat template cannot format a prompt.
+    """
+    return [_prompt(chat, tokenizer) for chat in chats]
+
+
+def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
+    """Tokenise the prompt of one row; see :func:`prompt_ids`."""
+    if not chat.messages:
+        if not chat.prompt:
+            return []
+        return tokenizer(chat.prompt)["input_ids"]
+    ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
+    if not ids:
+        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
+    return ids
+
+
+def answer_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    stop: Callable[[], bool] | None = None,
+) -> list[tuple[str, int, bool]]:
+    """Generate greedy answers to a batch of prompts.
+
+    Padding is on the left, so that new tokens directly follow their prompt. The mask hides the padding, and positions
+    are counted from the first real token of each row. So in exact arithmetic an answer does not depend on the other
+    rows of the batch.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokenizer: the model's tokenizer.
+        prompts: token ids, none of them empty.
+        max_new_tokens: length limit of an answer (tokens).
+        stop: asked after each token; the answers end there if it returns True.
+
+    Returns:
+        For each prompt the answer's text, its length (tokens), and whether the model ended it.
+    """
+    adapter = getattr(model, "active_peft_config", None)
+    if len(prompts) > 1 and adapter is not None and adapter.is_prompt_learning:
+        # With a learnt prompt, peft drops the position ids, so padding would shift the positions of every token.
+        return [answer_batch(model, tokenizer, [prompt], max_new_tokens, stop)[0] for prompt in prompts]
+    ends = _end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0]
+    longest = max(map(len, prompts))
+    padded = []
+    masks = []
+    for prompt in prompts:
+        missing = longest - len(prompt)
+        padded.append([pad] * missing + prompt)
+        masks.append([0] * missing + [1] * len(prompt))
+    ids_BT = torch.tensor(padded, device=model.device)
+    mask_BT = torch.tensor(masks, device=model.device)
+    pretrained.refuse_unknown_tokens(model, int(ids_BT.max()), "this model")
+    with torch.no_grad():
+        out_BT = model.generate(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            **cache.for_answers(model, longest + max_new_tokens),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
+            eos_token_id=ends,
+            stopping_criteria=StoppingCriteriaList([_Asked(stop)] if stop else []),
+        )
+    found = []
+    for new in out_BT[:, longest:].tolist():
+        answer = _until_end(new, ends)
+        ended = bool(answer) and answer[-1] in ends
+        found.append((tokenizer.decode(answer, skip_special_tokens=True), len(answer), ended))
+    return found
+
+
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Cut off the padding behind the first end token; it is there because a batch runs until its last answer ends."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
+
+
+class _Asked(StoppingCriteria):
+    """End all answers of a batch when a function says so."""
+
+    def __init__(self, stop: Callable[[], bool]):
+        self.stop = stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.stop(), device=input_ids.device)
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """List the ids of the tokens that end an answer: the tokenizer's, and those of the model's generation config.
+
+    The tokenizer names only one. A chat model may end its turns with another one, which only the config names.
+    """
+    ends = [tokenizer.eos_token_id]
+    named = model.generation_config.eos_token_id  # a token, a list of them, or nothing
+    if isinstance(named, list):
+        ends += named
+    elif named is not None:
+        ends.append(named)
+    return list(dict.fromkeys(ends))

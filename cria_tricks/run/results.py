@@ -1,0 +1,223 @@
+"""Write what a run leaves: the report, the adapter or the whole model, and those of its best evaluation."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from cria_tricks.adapter import folder as artifact
+from cria_tricks.adapter import model_card, provenance
+from cria_tricks.bill.bill import Bill
+from cria_tricks.common import atomic_files
+from cria_tricks.common.errors import BadInput
+from cria_tricks.data.lengths import as_long_as
+from cria_tricks.data.stream import Stream
+from cria_tricks.load.model import Loaded
+from cria_tricks.measure import profiler
+from cria_tricks.measure.memory import Meter
+from cria_tricks.measure.monitor import Monitor
+from cria_tricks.models import Weights, identity
+from cria_tricks.models.configs import context_of
+from cria_tricks.models.shape import Shape, find_shape
+from cria_tricks.parallel import dtensor
+from cria_tricks.predict.toggles import Target
+from cria_tricks.recipe import Recipe
+from cria_tricks.report import page
+from cria_tricks.report import summary as report
+from cria_tricks.run.job import Job
+from cria_tricks.store import adaptations
+from cria_tricks.store.run_folder import BEST
+from cria_tricks.trainer.fit import Run
+from cria_tricks.tricks import lora
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is in memory after training.
+
+    Attributes:
+        loaded: the trained model; with some strategies, only this process's part of it.
+        parameters: the numbers of ``trainable`` and ``total`` parameters of the whole model.
+        run: what happened.
+        meter: the seconds, and the peak bytes by phase.
+        monitor: the samples of the machine.
+        estimated: the estimated memory bill; ``None`` for a kind of model that cannot be estimated.
+    """
+
+    loaded: Loaded
+    parameters: dict[str, int]
+    run: Run
+    meter: Meter
+    monitor: Monitor
+    estimated: Bill | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a run is made of, beside its job.
+
+    Attributes:
+        weights: where the base model is.
+        tokenizer: its tokenizer, which is saved with the adapter.
+        rows: the ``train`` and ``eval`` token rows.
+        began_over: the identity of the base that a resumed run began with, if it is another one; else empty.
+    """
+
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase
+    rows: dict[str, Any]
+    began_over: Mapping[str, Any]
+
+
+def write(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
+    """Write the report, and the adapter or the whole model.
+
+    All processes must call this, because each may hold a part of the weights; rank 0 writes.
+
+    Args:
+        job: the job.
+        of: what the run is made of.
+        trained: the result of training.
+
+    Returns:
+        The report, as in ``report.json``.
+    """
+    world = job.world
+    folder = job.folders.folder / ("adapter" if job.plan.peft else "model")
+    summary = _summary(job, of, trained, folder)
+    summary["monitor"] = world.gather(trained.monitor.summary())
+    summary["profile"] = profiler.read(job.folders.folder / "profile") if job.recipe.train.profile else None
+    summary["best"] = kept_before(job) or None if job.recipe.train.keep_best else None
+    save = _saving(job, of, trained, folder, summary)
+
+    def on_rank_zero() -> None:
+        save()
+        page.write(job.folders.folder, summary)
+        job.folders.mirror_results()
+
+    world.on_rank_zero(on_rank_zero)
+    return summary
+
+
+def keep(job: Job, of: Made, trained: Trained) -> None:
+    """Write the weights of the evaluation that just was into the folder ``best``, whole, as the result will be.
+
+    All processes must call this, as :func:`write`. Its card and its provenance tell of the run up to this step.
+
+    Args:
+        job: the job.
+        of: what the run is made of.
+        trained: the results so far.
+    """
+    if isinstance(of.rows["train"], Stream):
+        of.rows["train"].add_up(job.world)
+    folder = job.folders.folder / BEST
+    last = trained.run.evaluations[-1]
+    summary = _summary(job, of, trained, folder)
+    summary["monitor"] = [None] * job.world.size  # the samples are for the report of the whole run
+    kept = {"step": last["step"], "eval_loss": last["eval_loss"]}
+    save = _saving(job, of, trained, folder, summary, kept)
+
+    def on_rank_zero() -> None:
+        save()
+        job.folders.mirror_best()
+        job.console.print(f"  the lowest so far: kept in {folder}", markup=False, highlight=False)
+
+    job.world.on_rank_zero(on_rank_zero)
+
+
+def kept_before(job: Job) -> dict[str, Any]:
+    """Read which evaluation the folder ``best`` is of: ``step`` and ``eval_loss``; empty if there is no whole one."""
+    folder = job.folders.folder / BEST
+
+    def look() -> dict[str, Any]:
+        if not folder.exists():
+            return {}
+        damaged = atomic_files.damage(folder)
+        if damaged:
+            job.warn([f"{folder}: {damaged}; it is kept anew after the next evaluation"])
+            return {}
+        try:
+            return dict(json.loads((folder / artifact.PROVENANCE).read_text(encoding="utf-8"))["kept"])
+        except (OSError, ValueError, KeyError, TypeError):  # made by hand
+            return {}
+
+    return job.world.on_rank_zero(look)
+
+
+def _summary(job: Job, of: Made, trained: Trained, folder: Path) -> dict[str, Any]:
+    """Return what the report and a model card have in common.
+
+    Args:
+        job: the job.
+        of: what the run is made of.
+        trained: the result of training.
+        folder: where the weights are written.
+    """
+    descriptions = {part: source.description for part, source in job.sources.items()}
+    context = context_of(of.weights.path)
+    summary = report.summarise(
+        job.recipe, job.plan, trained.run, trained.meter, of.rows, descriptions, trained.parameters, context
+    )
+    adapted = job.folders.adapted
+    summary |= report.compare(trained.estimated, trained.run, trained.meter, adapted[-1].step if adapted else 0)
+    summary["adapted"] = adaptations.written(adapted)
+    summary |= _step_seconds(job, of, trained)
+    summary |= {"adapter": str(folder), "model": of.weights.name, "model_note": of.weights.note}
+    return summary | {"base": identity.of(of.weights)}
+
+
+def _saving(
+    job: Job,
+    of: Made,
+    trained: Trained,
+    folder: Path,
+    summary: dict[str, Any],
+    kept: Mapping[str, Any] | None = None,
+) -> Callable[[], None]:
+    """Gather the weights from all processes, and return the function by which rank 0 saves them with their card.
+
+    Args:
+        job: the job.
+        of: what the run is made of.
+        trained: the result of training.
+        folder: where they are written.
+        summary: the report; that of a pipeline is added to it.
+        kept: ``step`` and ``eval_loss`` of the evaluation, for the folder ``best``.
+    """
+    model = trained.loaded.model
+    weights = of.weights
+    made = provenance.describe(summary, weights, job.sources, of.began_over)
+    if job.plan.parallel["strategy"] == "pipeline":
+        summary["pipeline"] = report.of_the_pipeline(job.plan, trained.run, model)
+        made |= {"pipeline": summary["pipeline"]}
+    if kept:
+        made |= {"kept": kept}
+    text = model_card.model_card(summary, made, weights.name, weights.note, job.recipe)
+    in_one = dtensor.weights(model, job.world)
+    return lambda: artifact.save(folder, model, of.tokenizer, weights.name, text, job.recipe, made, in_one)
+
+
+def _step_seconds(job: Job, of: Made, trained: Trained) -> dict[str, Any]:
+    """Compare the predicted seconds of a step, for rows of the mean length, with the measured ones."""
+    shape = shape_of(job.recipe, of.weights.path)
+    target = Target(shape, job.plan.device, job.world.size) if shape else None
+    if target is None:
+        return report.compare_seconds(None, trained.run)
+    train = of.rows["train"]
+    mean = job.plan.collator.get("packed_length") or max(8, round(train.tokens / max(1, train.count)))
+    predicted = target.bill(as_long_as(mean, job.recipe))
+    return report.compare_seconds(predicted, trained.run)
+
+
+def shape_of(recipe: Recipe, model: str) -> Shape | None:
+    """Return the model's shape; ``None`` if this kind of model or of adapter cannot be estimated."""
+    try:
+        shape = find_shape(model)
+        lora.refuse_unestimated(recipe, shape)
+    except BadInput:
+        return None
+    return shape
