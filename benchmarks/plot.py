@@ -1,6 +1,6 @@
 """Committed results -> figures and tables: draws, and never measures.
 
-    python -m benchmarks.plot                # docs/assets/benchmarks/*.svg, and the tables of docs/benchmarks.md
+    python -m benchmarks.plot                # docs/assets/benchmarks/*.svg, and the tables of the pages below
     python -m benchmarks.plot --into FOLDER  # the same elsewhere, to compare
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of NAME -->``; only what is there is drawn.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import curated_tables
 from cria_tricks.bench import figures, results, style, tables
 from cria_tricks.bench.results import Case, study
 from cria_tricks.bench.style import Drawing
@@ -20,7 +21,7 @@ from cria_tricks.bench.style import Drawing
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 ASSETS = Path("docs") / "assets" / "benchmarks"
-PAGES = (Path("docs") / "benchmarks.md",)
+PAGES = (Path("docs/benchmarks.md"), Path("docs/guide/evaluate.md"), Path("docs/index.md"))
 
 
 def drawings(cases: list[Case]) -> dict[str, Drawing]:
@@ -50,6 +51,10 @@ def blocks(cases: list[Case]) -> dict[str, str]:
         found["trajectories"] = tables.trajectories(trajectories)
     if quality := study("quality"):
         found["quality"] = tables.quality(quality["runs"])
+    if curated := study("kwanzaa_curated_small"):
+        found["curated"] = curated_tables.scores(curated, "history_notes")
+        found["curated_on_real_rows"] = curated_tables.scores(curated, "kwanzaa")
+        found["curated_answers"] = curated_tables.answers(curated)
     return found
 
 

@@ -12,7 +12,7 @@
 # > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with a file
 # > that runs without us.
 #
-# > **Card.** After the other lessons / a free Colab T4 / 4 to 10 minutes of training by estimate, from public runs
+# > **Card.** After the other lessons / a free Colab T4 / 6 to 9 minutes of training by estimate, from public runs
 # > on a T4 and not measured by us yet / without a GPU the same steps run on a toy in some minutes, and you see the
 # > result of a real run on two CPU cores.
 #
@@ -345,7 +345,7 @@ assert mine["systems"]["adapter"]["loss"]["value"] < mine["systems"]["base"]["lo
 # Three questions of the committed run, before and after. The last one should be refused.
 
 # %%
-for example in study["answers"][:3]:
+for example in study["answers"][::4]:
     print(f"{example['question']}\n  documents: {'; '.join(title[:60] for title in example['documents']) or 'none'}")
     for system in ("base", "adapter"):
         print(f"  {system:8} {' '.join(example[system].split())[:200]}")

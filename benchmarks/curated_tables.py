@@ -1,0 +1,53 @@
+"""The committed Kwanzaa runs on a CPU as tables and as answers to read; measures nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cria_tricks.bench.tables import table
+from cria_tricks.kwanzaa.page import NAMES
+
+SYSTEMS = {"base": "the base alone", "adapter": "with the adapter", "trivial": "an answer without a model"}
+SHOWN = 3
+"""Answers that a page shows."""
+
+
+def scores(study: Mapping[str, Any], data: str) -> str:
+    """Write the scores of an evaluation, over all rows and by their kind, each with its 95 % interval."""
+    found = study["evaluations"][data]
+    systems = [system for system in SYSTEMS if system in found["systems"]]
+    groups = {"all": {"rows": found["rows"], "systems": found["systems"]}, **found["kinds"]}
+    rows = []
+    for group, about in groups.items():
+        for score, name in NAMES.items():
+            if score in about["systems"]["adapter"] and score != "perplexity":
+                values = [_value(about["systems"][system].get(score)) for system in systems]
+                rows.append([f"{group}, {about['rows']}", name, *values])
+    return table(["rows", "score", *(SYSTEMS[system] for system in systems)], rows)
+
+
+def answers(study: Mapping[str, Any]) -> str:
+    """Write some questions with the answers of base and adapter: the first, and the first that should be refused."""
+    lines = []
+    for example in chosen(study["answers"]):
+        lines += [f"**{example['question']}**", ""]
+        for system in ("base", "adapter"):
+            said = " ".join(example[system].split()) or "(nothing)"
+            lines += [f"- {SYSTEMS[system]}: {_cut(said, 240)}"]
+        lines += [""]
+    return "\n".join(lines).rstrip()
+
+
+def chosen(examples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Choose examples that are spread over the rows, so that the last ones, refusals, are among them."""
+    step = max(1, (len(examples) - 1) // (SHOWN - 1))
+    return list(examples[::step][:SHOWN])
+
+
+def _value(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length].rstrip()} …"
