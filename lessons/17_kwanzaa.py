@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 17. Kwanzaa: the whole run
 # > **Promise.** One sitting on a free T4: you look at your rows before you train on them, you know the bytes before you
-# > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with a file
-# > that runs without us.
+# > spend them, you hold the trained model against the untrained one, you ask it yourself, and you leave with an adapter
+# > that loads without us.
 #
 # > **Card.** After the other lessons / a free Colab T4 / 6 to 9 minutes of training by estimate, from public runs
 # > on a T4 and not measured by us yet / without a GPU the same steps run on a toy in some minutes, and you see the
 # > result of a real run on two CPU cores.
 #
-# Every technique of the course was one toggle. Here they work together on one job: questions about Kwanzaa and Black
+# Here the course's techniques work together on one job: questions about Kwanzaa and Black
 # history, each answered in JSON from documents, with a list of sources. First of all: what machine is this?
 
 # %% tags=["before-install"]
@@ -31,11 +31,12 @@ else:
 # %% [markdown]
 # What you may set. Leave it as it is, and nothing leaves this machine.
 #
-# - `RECIPE`: `kwanzaa_curated`, or `kwanzaa` for the job that this course grew from, with all of its 107 rows.
+# - `RECIPE`: `kwanzaa_curated`, or `kwanzaa` for the job that this course grew from, with all of its 107 rows. Each has
+#   a folder of its own.
 # - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
 # - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
-#   one that is there already is refused, never written over.
+#   one that is there already is refused, so raise it before you publish again.
 # - `TIME_BUDGET`: training ends in time, saved and usable. Running again goes on.
 
 # %% tags=["before-install"]
@@ -65,7 +66,7 @@ from cria_tricks.kwanzaa.scores import kind
 from cria_tricks.models.catalogue import CONFIGS
 
 COLAB = "google.colab" in sys.modules
-RUN = Path("/content/kwanzaa" if COLAB else "kwanzaa-run").absolute()
+RUN = Path(f"/content/{RECIPE}" if COLAB else "kwanzaa-run").absolute()
 ADAPTER = RUN / "adapter"
 CRIA = [sys.executable, "-m", "cria_tricks"]
 PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
@@ -100,7 +101,7 @@ def ask(*arguments: object) -> dict:
 
 
 # %% [markdown]
-# **Is this machine sound?** A wrong kernel gives wrong numbers without an error. Eight small checks tell, before you
+# **Is this machine sound?** Faulty GPU code gives wrong numbers without an error. Some small checks tell, before you
 # spend your hour.
 
 # %%
@@ -126,9 +127,10 @@ for row in (answer, refusal, replace(answer, reference=unfilled)):
     show(row)
 
 # %% [markdown]
-# Now count them. `cria data` does it for any file: kinds, lengths, repeated answers, rows that ask what an evaluation
-# row asks. The real rows are GPL-3.0 and not part of this course: with a GPU they are fetched from their own
-# repository, at one commit, and used only if their SHA-256 is the one we know.
+# Now count them. (Without a GPU you see our own rows; the numbers below are those of the real ones.) `cria data` does
+# it for any file: kinds, lengths, repeated answers, rows that ask what an evaluation row asks. The real rows are
+# GPL-3.0 and not part of this course: with a GPU they are fetched from their own repository, at one commit, and used
+# only if their SHA-256 is the one we know.
 
 # %%
 _ = cria("data", "kwanzaa" if GPU else "history_notes")
@@ -137,26 +139,28 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # The 107 real rows are 16 answers, 26 refusals and 65 placeholders: the program that made them never filled these in.
 # 15 of them ask nearly the same as an evaluation row.
 #
-# **Predict.** You train on all 107 rows, and the loss falls. What will the model write when it is asked? Say it before
-# you unfold the answer.
+# **Predict.** Suppose you trained on all 107 rows, and the loss fell. What would the model write when it is asked? Say
+# it before you unfold the answer.
 #
 # <details><summary>What it learnt</summary>
 #
 # Placeholders. We trained SmolLM2 on them (`kwanzaa_small`): the loss fell from 1.66 to 0.49, and 20 of its 27 answers
-# held the data's placeholder ([the scores](../guide/evaluate.md)). The summary that this course grew from says that
-# this data teaches answers with sources. Most of its rows have none.
+# held the data's placeholder ([the scores](../guide/evaluate.md)). The project's training summary ([what it says,
+# and what holds](../guide/where_to_train.md)) calls this data "Ready". It also says 15 to 20 minutes and "~6MB" for the
+# adapter: we estimate 4 to 6 minutes for these 107 rows, and count 45 MB.
 #
 # </details>
 #
-# So `kwanzaa_curated` leaves out the placeholders, and the rows that are nearly an evaluation row. It keeps 38 real
-# rows, and adds 357 of ours over short notes, a quarter of them refusals. And it shows the contract, that is the JSON's
-# fields, in every system prompt. Else the untrained model would be graded on a form that it has never seen.
+# So `kwanzaa_curated` leaves out the 65 placeholders (11 of the 15 near rows are among them) and the other 4 near rows.
+# It keeps 38 real rows, and adds 357 of ours over short notes, a quarter of them refusals. And it shows the contract,
+# that is the JSON's fields, in every system prompt. Else the untrained model would be graded on a form that it has
+# never seen.
 #
 # ## 1. The bill
-# Write a number down before you go on: how many GiB does one training step of this run take? Of plain fp32 fine-tuning
-# the answer was 31.3, and the card has 14.74. `cria plan` answers on paper: no weight is loaded, so it runs anywhere.
-# Rows are taken as full, 2,048 tokens each. The last line counts what PyTorch's allocator may
-# reserve beyond the tensors, too (lesson 19; by a model of its rules, not yet on a card).
+# Write a number down before you go on: how many GiB does one training step of this run take? In lesson 0 plain fp32
+# needed 31.3, and the card has 14.74. `cria plan` answers without loading a weight. Rows are
+# taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve (lesson 19). This is
+# an estimate; no card has confirmed it.
 
 # %%
 DATA = RECIPE if GPU else "history_notes"
@@ -185,8 +189,7 @@ course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits
 
 # %% [markdown]
 # The bars turn blue at `expand_kv`: only then does the run fit. Checkpointing and the chunked loss would take the peak
-# down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they would cost a third more time and
-# the card has room.
+# down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they cost a third more time.
 #
 # The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take
 # grouped keys and values, so torch would fall back to one that holds all scores. `expand_kv` repeats them
@@ -206,8 +209,8 @@ for toggle in bill["removed"]:
 # ## 2. From scratch
 # Two numbers of the run need nothing but school arithmetic. LoRA puts beside every matrix of $D_{in} \times D_{out}$
 # two thin ones of $r$ columns and $r$ rows, so $r\,(D_{in} + D_{out})$ numbers; with 4 bytes each that is the file you
-# download. (The summary that this course grew from says "~6MB" for the same settings. Count for yourself.) And an
-# epoch of 395 rows in windows of 8 has 50 steps: 49 full ones, and one of 3 rows.
+# download. And an epoch of 395 rows, 8 for each optimizer step, has 50 steps: 49 full ones, and one of 3
+# rows.
 
 
 # %%
@@ -235,12 +238,14 @@ planned = optimizer_steps(ROWS, window=8, epochs=3)
 steps = planned if GPU else 2
 print(f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps")
 minutes = f"{planned * low / 60:.0f} to {planned * high / 60:.0f} minutes"
-print(f"predicted on the {bill['gpu']}: {minutes} with every row full; most are shorter")
+print(f"predicted on the {bill['gpu']}: {minutes} if every row were full")
+share = {"kwanzaa_curated": 224_834, "kwanzaa": 153_617}[RECIPE] / (ROWS * 2048)  # tokens that there are, of SmolLM2's
+print(f"the real rows fill {share:.0%} of that: {share * planned * low / 60:.0f} to {share * planned * high / 60:.0f}")
 
 # %% [markdown]
 # ## 3. Prove it
 # One command trains. With `--resume` it begins when there is nothing yet, goes on from the newest whole checkpoint
-# when there is one, and does nothing when the run is done: so after a disconnect, **Run all** is all you do.
+# when there is one, and trains no further when the run is done: so after a disconnect, **Run all** is all you do.
 
 # %%
 if GPU:
@@ -255,7 +260,7 @@ settings += [f"train.mirror={MIRROR}"] if MIRROR else []
 _ = cria("train", recipe, "--out", RUN, "--resume", *(part for one in settings for part in ("--set", one)))
 
 # %% [markdown]
-# Three predictions, three measurements: the bytes of the file, the steps, the peak. And the loss on the evaluation rows
+# Three predictions, three measurements. And the loss on the evaluation rows
 # has gone down.
 
 # %%
@@ -270,9 +275,9 @@ assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
-# The toy without a GPU learns nothing in two steps. So its reader sees a run that a laptop can do, and that we have
-# committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers to 64 questions that
-# share no note and no question with them.
+# Two steps lower the toy's loss a little, but its answers stay noise. So its reader sees a run that a laptop can do,
+# and that we have committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers to 64
+# questions that share no note and no question with them.
 
 # %%
 study = results.study("kwanzaa_curated_small")
@@ -303,14 +308,16 @@ course.show(curve, f"Figure 2. The loss of each step, and that of the evaluation
 
 # %% [markdown]
 # A falling loss is not yet a good answer. `cria eval` lets the model write on the evaluation rows and scores what it
-# wrote: format, citations, grounding, refusals. `--with-base` is *before*, the adapter is *after*. `--trivial` is an
-# answer that needs no model: it cites every document, and refuses only if there is none. So a score that it reaches,
-# too, proves nothing.
+# wrote: format (JSON with all fields of the contract), citations (statements carry a right [n]), grounding (numbers,
+# names and quotes are in the documents), refusals (it refuses where the data's answer does). `--with-base` is *before*,
+# the adapter is *after*. `--trivial` is an answer that needs no model: it cites every document, and refuses only if
+# there is none. So a score that it reaches, too, proves nothing.
 
 # %%
 few = [] if GPU else ["--limit", 2, "--max-new-tokens", 16]
-_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", RUN / "eval", *few)
-mine = json.loads((RUN / "eval" / "eval.json").read_text())
+EVAL = RUN / f"eval-{report['steps']}"  # of the adapter after so many steps
+_ = cria("eval", ADAPTER, "--data", DATA, "--with-base", "--trivial", "--out", EVAL, *few)
+mine = json.loads((EVAL / "eval.json").read_text())
 
 # %% [markdown]
 # The scores by kind of row: of your run with a GPU, else of the committed one.
@@ -376,14 +383,14 @@ assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
 
 # %% [markdown]
 # ## 5. The production switch
-# In the lessons this was the line that turns our reference into the library's code. For a whole run it is the step from
-# your folder to everybody's. First check it: every file against the manifest that was written with it. Then take it
-# home. Then publish it, if you want to; the token comes from Colab's secrets (the key symbol at the left, `HF_TOKEN`)
-# and is never printed. An adapter of Llama 3.2 stays under its licence, and the card says what it was trained on.
+# Check the adapter: every file against the manifest, the list of hashes that was written with it. Write its scores into
+# its card, and download it. Then publish it, if you want to; the token comes from Colab's secrets (the key symbol at
+# the left, `HF_TOKEN`) and is never printed. An adapter of Llama 3.2 stays under its licence, and the card says what it
+# was trained on.
 
 # %%
 _ = cria("verify", ADAPTER)
-_ = cria("card", ADAPTER)  # the scores go into the model card
+_ = cria("card", ADAPTER, "--eval", EVAL)  # the scores go into the model card
 archive = shutil.make_archive(str(RUN / "kwanzaa-adapter"), "zip", ADAPTER)
 print(f"{archive}: {Path(archive).stat().st_size / 1e6:.1f} MB")
 if COLAB:
@@ -402,10 +409,12 @@ _ = cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag",
 # %% [markdown]
 # Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it, over a base that is
 # rounded as it was here; the card has the lines. To run it in Ollama or llama.cpp, `cria export` writes one file with
-# weights, tokenizer and chat template, reads it again, and compares ([Take it home](../guide/take_it_home.md)).
+# weights, tokenizer and chat template, reads it again, and compares ([Take it home](../guide/take_it_home.md)). It
+# holds the model twice in fp32, for this one 10 GB of memory. So in Colab it is left out: run it on your own machine.
 
 # %%
-_ = cria("export", ADAPTER, "--type", "q8_0")
+if not GPU and not (RUN / "gguf").exists():
+    _ = cria("export", ADAPTER, "--type", "q8_0")
 
 # %% [markdown]
 # ## 6. Where it breaks
@@ -438,7 +447,7 @@ shutil.rmtree(broken)
 # 1. **Predict.** Rank 32 and not 16, on Llama-3.2-1B: how many bytes of numbers does the adapter's file hold? Your
 #    answer is a number of bytes.
 # 2. **Build.** A checkpoint holds the trained numbers in fp32 and two moments of `bits` bits for each. Fill in
-#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Two of them lie on your Drive at any time.)
+#    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Two are kept.)
 # 3. **Reach.** People call Colab's data limited. At the T4's estimated pace (`seconds` for a window of 8 full rows),
 #    how many rows can one session of 12 hours train, in whole windows? Your answer is a number of rows.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cria_tricks.adapter.folder import PROVENANCE
 from cria_tricks.common import atomic_files, waiting
 from cria_tricks.common.errors import Diverged, OutOfMemory, is_out_of_memory
 from cria_tricks.common.progress_bars import new_bar
@@ -33,13 +34,13 @@ SHOWN = 160
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash the files of an adapter's folder, except the model card and the manifest, which do not change its answers.
+    """Hash the files of an adapter's folder that decide its answers: not the card, the provenance and the manifest.
 
     Files in folders below it are not hashed.
     """
     hashes = {}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name not in ("README.md", atomic_files.MANIFEST):
+        if path.is_file() and path.name not in ("README.md", PROVENANCE, atomic_files.MANIFEST):
             hashes[path.name] = atomic_files.entry(path)["sha256"]
     return hash_of(hashes)
 
