@@ -58,3 +58,25 @@ def test_every_figure_of_the_page_is_there():
         for theme in plot.style.THEMES:
             link = f"assets/benchmarks/{name}-{theme}.svg"
             assert (link in text) == (ROOT / "docs" / link).exists(), link
+
+
+def test_what_the_guide_says_of_the_curated_run_is_what_was_measured():
+    found = plot.study("kwanzaa_curated_small")["evaluations"]["history_notes"]
+    adapter, base, trivial = (found["systems"][name] for name in ("adapter", "base", "trivial"))
+    told, differs = adapter["confusion"], found["differences"]["refusal"]
+    should, may = (found["kinds"][kind]["rows"] for kind in ("refusal", "answer"))
+    text = " ".join((ROOT / "docs/guide/evaluate.md").read_text().split())
+    for said in (
+        f"{round(adapter['format']['value'] * found['rows'])} of {found['rows']} answers keep the contract",
+        f"in {adapter['same_documents']:.0%} of the rows".replace("%", " %"),
+        f"an answer without a model in {trivial['same_documents']:.0%}".replace("%", " %"),
+        f"It refuses {told['refused_rightly']} of the {should} questions that should be refused, and the base "
+        f"{base['confusion']['refused_rightly']}.",
+        f"it also refuses {told['refused_wrongly']} of the {may} that have an answer",
+        f"with {adapter['refusal']['value']:.2f}, and over all rows",
+        f"a difference of {differs['value']:.2f}, from {differs['low']:.2f} to {differs['high']:.2f}",
+    ):
+        assert said in text, said
+    assert base["format"]["value"] == base["confusion"]["refused_wrongly"] == 0
+    assert adapter["grounding"]["value"] == 1
+    assert adapter["cut_off"] == adapter["learnt_by_heart"] == 0
