@@ -30,7 +30,7 @@ def train(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Train a recipe: smoke, kwanzaa, kwanzaa_small, baseline, or a file."""
+    """Train a recipe: smoke, kwanzaa, kwanzaa_curated (each kwanzaa also as _small), baseline, or a file."""
     from cria_tricks.run import api
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries that print must not spoil the document
