@@ -362,7 +362,7 @@ for example in study["answers"][::4]:
 # says so. (Without a GPU the toy answers, and it writes noise.)
 
 # %%
-DOCUMENTS = "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation in honor of the ancestors."
+DOCUMENTS = "[1] The unity cup: The unity cup, kikombe cha umoja, is used to pour a libation. (cup, 1966, kwanzaa)"
 for question in ("What is the unity cup used for?", "How many people drank from it in 2019?"):
     prompt = f"Documents:\n{DOCUMENTS}\n\nQuestion: {question}"
     _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, "--max-new-tokens", 300 if GPU else 8)

@@ -29,8 +29,9 @@ from cria_tricks.adapter.export import export
 from cria_tricks.adapter.folder import save, verify
 from cria_tricks.adapter.merge import merge
 from cria_tricks.common.errors import BadInput
+from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.tokens import DATE
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Data, Recipe
 from tests.helpers import prepare
 
 TOKENS, ROWS = 1024, 1032  # SmolLM2's first tokens; eight rows of the embedding have no token
@@ -396,7 +397,14 @@ def adapter(folders, tokenizer, tmp_path) -> Path:
         if parameter.requires_grad and "lora_A" not in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     folder = tmp_path / "run" / "adapter"
-    save(folder, loaded.model, small_tokenizer(tokenizer), str(folders["llama"]), "# card\n", Recipe(name="drawn"))
+    save(
+        folder,
+        loaded.model,
+        small_tokenizer(tokenizer),
+        str(folders["llama"]),
+        "# card\n",
+        Recipe(name="drawn", data=Data(contract=True)),
+    )
     return folder
 
 
@@ -409,6 +417,8 @@ def test_an_adapter_is_merged_first_and_once(adapter, run_cria):
     names = sorted(path.name for path in (adapter.parent / "gguf").iterdir())
     assert names == ["Modelfile", "export.json", "manifest.json", "model-q8_0.gguf"]
     assert field(found, "general.name", "q8_0") == "run"
+    written = (adapter.parent / "gguf" / "Modelfile").read_text()
+    assert f'\nSYSTEM """{CONTRACT}"""\n' in written, "the system message of the training rows"
     made = (adapter.parent / "merged" / "manifest.json").stat().st_mtime_ns
     code, stdout, stderr = run_cria("export", adapter, "--type", "f16", "--out", adapter.parent / "again")
     assert code == 0, stderr

@@ -226,6 +226,7 @@ def _write(file: Path, kind: str, source: _Source) -> None:
 def _write_modelfile(aside: Path, source: _Source, wanted: Sequence[str], found: dict[str, Any]) -> None:
     kind = next(kind for kind in FOR_OLLAMA if kind in wanted)
     chats = source.tokenizer.chat_template is not None
-    text = modelfile.write(f"model-{kind}.gguf", source.pieces, found["stops"], chats)
+    system = prompts.trained_system(source.folder)
+    text = modelfile.write(f"model-{kind}.gguf", source.pieces, found["stops"], chats, system)
     (aside / "Modelfile").write_text(text, encoding="utf-8")
     found["modelfile"] = {"file": f"model-{kind}.gguf", "template": source.pieces is not None or not chats}

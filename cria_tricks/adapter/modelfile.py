@@ -127,7 +127,7 @@ def _same(jinja: Callable[..., str], found: Pieces, conversation: Sequence[str])
     return found.write(messages) == jinja(*messages)
 
 
-def write(file: str, found: Pieces | None, stops: Sequence[str], chats: bool) -> str:
+def write(file: str, found: Pieces | None, stops: Sequence[str], chats: bool, system: str | None = None) -> str:
     """Return the text of a Modelfile.
 
     Args:
@@ -135,12 +135,14 @@ def write(file: str, found: Pieces | None, stops: Sequence[str], chats: bool) ->
         found: what the chat template writes; ``None`` if it could not be read off.
         stops: the tokens that end an answer.
         chats: whether the tokenizer has a chat template.
+        system: the system message that every training row had; ``None`` for the template's own.
     """
     lines = [f"FROM ./{file}"]
     if found:
         lines.append(f'TEMPLATE """{template(found)}"""')
-        if found.default:
-            lines.append(f'SYSTEM """{found.default}"""')
+        message = system or found.default
+        if message:
+            lines.append(f'SYSTEM """{message}"""')
     elif chats:
         lines.append(
             "# The chat template is not made of fixed pieces: write a TEMPLATE by hand, or Ollama guesses one."

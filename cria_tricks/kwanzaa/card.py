@@ -108,7 +108,7 @@ def verdict(found: Mapping[str, Any]) -> str:
 
     A difference counts if its 95 % interval does not hold zero.
     """
-    on = f"On {found['rows']} rows of {found['data']}"
+    on = f"On {found['rows']} rows ({found['data']})"
     differences = found["differences"]
     if not differences:
         return f"{on} the adapter was scored without its base, so what it has learnt is not told."

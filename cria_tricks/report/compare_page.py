@@ -19,6 +19,7 @@ _STYLE = """
 }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0 auto;
   max-width: 70rem; padding: 1rem; }}
+h1, th {{ overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 0.5rem 0; }}
 th, td {{ text-align: left; vertical-align: top; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid var(--grid);
