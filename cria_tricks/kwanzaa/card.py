@@ -98,9 +98,10 @@ def scored_card(card: str, evaluations: Sequence[Mapping[str, Any]]) -> str:
     else:
         begin, rest = _halves(begin)
     made = ModelCard(begin.rstrip() + "\n\n" + "\n".join(section) + "\n\n" + rest, ignore_metadata_errors=True)
-    made.data.model_name = _title(card)
-    made.data.eval_results = results
-    return f"---\n{made.data.to_yaml()}\n---\n{made.text}"
+    about: Any = made.data  # the library's class takes these two as attributes, and does not declare them
+    about.model_name = _title(card)
+    about.eval_results = results
+    return f"---\n{about.to_yaml()}\n---\n{made.text}"
 
 
 def verdict(found: Mapping[str, Any]) -> str:
