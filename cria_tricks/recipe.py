@@ -27,8 +27,7 @@ class _Frozen(BaseModel):
 class Data(_Frozen):
     """Where the rows come from: a name, a .jsonl or .txt file, a folder of texts, or a hub data set.
 
-    The names are ``nguzo_saba`` and ``history_notes``, which are in the package, and ``kwanzaa`` and
-    ``kwanzaa_curated``, which are downloaded.
+    Names: ``nguzo_saba`` and ``history_notes`` are in the package, ``kwanzaa`` and ``kwanzaa_curated`` are downloaded.
 
     The other fields say how rows become tokens, and what happens to the training rows before that, in this order:
     filters, the check for rows that are in the evaluation set, deduplication, augmentation.
@@ -55,11 +54,7 @@ class Data(_Frozen):
         0, ge=0, le=1, description="share of rows that get a copy without the documents not cited", examples=[0.5]
     )
     drop_cited: float = Field(
-        0,
-        ge=0,
-        le=1,
-        description="share of rows that get a copy without the cited documents, which refuses",
-        examples=[0.2],
+        0, ge=0, le=1, description="share of rows that get a copy without cited documents: a refusal", examples=[0.2]
     )
 
 

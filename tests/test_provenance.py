@@ -312,7 +312,7 @@ def test_the_card_shows_the_essentials_and_what_was_not_measured(made, written, 
         "| seed | 42 |",
         'peft="lora"',
         "not measured: this run was on a CPU",
-        "whether answers are true, well cited or safe, it did not measure.",
+        "It did not measure whether answers are true or safe. The answers were not scored; after",
     ):
         assert shown in card
     assert card.count("| not measured |") == 5

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from cria_tricks.cli import adapters, entry, main
+from cria_tricks.cli import entry, main
 from cria_tricks.common import interrupts, waiting
 from cria_tricks.common.startup import importing
 
@@ -89,7 +89,7 @@ def test_a_line_does_not_go_into_another_that_is_not_finished(speaker, clock, sa
 
 def test_while_the_user_is_asked_and_after_the_last_words_it_is_silent(speaker, clock, said, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: live(speaker, clock, 60) or "Hello")
-    assert adapters._ask() == "Hello"
+    assert main.adapters._ask() == "Hello"
     live(speaker, clock, 3.9)
     interrupts.speaking()
     live(speaker, clock, 60)
@@ -108,7 +108,7 @@ def test_imports_and_loads_have_names(speaker, monkeypatch):
     monkeypatch.setattr("cria_tricks.adapter.folder.adapter", lambda *what, **more: None)
     monkeypatch.setattr("cria_tricks.adapter.chat.open_for_chat", open_for_chat)
     with pytest.raises(KeyboardInterrupt):
-        adapters.chat("run/adapter", prompt="Hi")
+        main.adapters.chat("run/adapter", prompt="Hi")
     assert seen == ["loading run/adapter"]
     assert speaker.phases == ["running cria merge"]
 

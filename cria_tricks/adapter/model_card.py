@@ -54,7 +54,7 @@ def model_card(report: Mapping[str, Any], made: Mapping[str, Any], base: str, no
             *markdown_table(COLUMNS, _results(report)),
             *_paragraph(_kept(made)),
             "",
-            "The losses are all that the run measured of quality. Whether answers are true or safe was not measured."
+            "The losses are all that the run measured of quality. It did not measure whether answers are true or safe."
             + NOT_SCORED,
             "",
             "## On a GPU",

@@ -77,9 +77,10 @@ def of_tokenizer(tokenizer: Any) -> Format:
     return Format(False, found, f"{found}, so each prompt is given as it is")
 
 
-def trained_system(folder: Path) -> str | None:
+def trained_system(folder: str | Path) -> str | None:
     """Return the system message of every training row, if the recipe has put one there (``data.contract``)."""
-    if (folder / RECIPE).is_file() and from_toml(folder / RECIPE).data.contract:
+    recipe = Path(folder) / RECIPE
+    if recipe.is_file() and from_toml(recipe).data.contract:
         return CONTRACT
     return None
 

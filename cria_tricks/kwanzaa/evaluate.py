@@ -77,13 +77,11 @@ def evaluate(
     are saved in ``answers-SYSTEM.jsonl``, so the same call after an interruption continues after the last whole batch.
 
     Args:
-        adapter: the folder of an adapter or of a whole model. If it is left out, no model is loaded; then ``reference``
-            or ``trivial`` is needed.
+        adapter: the folder of an adapter or of a whole model; ``None`` if only answers without a model are scored.
         data: a file, a folder or a data set, as for the recipe's ``data.eval``.
         base: also answer with the base model, that is, without the adapter.
         reference: also score the data's own answers; all rows must keep the contract.
-        trivial: also score the answers that need no model (:mod:`cria_tricks.kwanzaa.trivial`); all rows must keep the
-            contract.
+        trivial: also score the answers that need no model; all rows must keep the contract.
         out: folder to write; ``eval`` beside the adapter when left out, ``runs/eval`` without an adapter.
         limit: evaluate only this many rows, the first ones.
         settings: the settings for generating answers.
@@ -101,7 +99,6 @@ def evaluate(
     folder = _adapter_folder(adapter, base, reference or trivial, settings)
     source = sources.find_named("--data ", data, "eval", contract=_contract(folder, settings))
     rows = read_rows(source.rows[:limit])
-    contract = rows[0].contract
     if reference or trivial:
         _refuse_unscorable(source.rows[:limit], "--reference" if reference else "--trivial")
     place = _made_folder(out, folder)
@@ -113,7 +110,7 @@ def evaluate(
             answered, more = _answers(folder, base, source, len(rows), place, settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
-            if contract:
+            if rows[0].contract:
                 training = read_training(folder, console.print)
             else:
                 console.print(f"note: {UNSCORED}")

@@ -68,7 +68,7 @@ def test_rows_get_the_kind_of_their_answer():
 
 def test_the_kinds_of_our_own_sets_are_those_that_an_evaluation_counts():
     found = look(sources.find("history_notes", "train"), kind_and_answer, None, 2048).to_dict()
-    assert {kind: entry["rows"] for kind, entry in found["kinds"].items()} == {"answer": 162, "refusal": 55}
+    assert {kind: entry["rows"] for kind, entry in found["kinds"].items()} == {"answer": 272, "refusal": 85}
     assert sum(entry["share"] for entry in found["kinds"].values()) == 1
 
 
