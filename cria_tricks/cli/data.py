@@ -65,7 +65,9 @@ def data(
     for part, source in parts.items():
         with waiting.doing(f"looking at {len(source.rows):,} rows of {part}"):
             looks[part] = look.look(source, kind_and_answer, tokenizer, max_length)
-    leaks = look.leaks(parts["train"].rows, parts["eval"].rows) if held_out else None
+    leaks = None
+    if held_out:
+        leaks = look.leaks(parts["train"].rows, parts["eval"].rows)
     found = look_problems.problems(looks, leaks)
     if looks["train"].near is None:
         notes.append(NO_NEAR)
@@ -103,7 +105,9 @@ def _draw(file: Path, looks: "Mapping[str, Look]") -> None:
 def _as_json(
     looks: "Mapping[str, Look]", leaks: "Leaks | None", found: "Sequence[Problem]", notes: list[str], model: str
 ) -> dict[str, Any]:
-    held_out = looks["eval"].to_dict() if "eval" in looks else None
+    held_out = None
+    if "eval" in looks:
+        held_out = looks["eval"].to_dict()
     return {
         "model": model,
         "train": looks["train"].to_dict(),
@@ -222,8 +226,10 @@ def _print_examples(look: "Look", number: int) -> None:
         shown = [row for row in look.rows if row.kind == kind][:number]
         screen.wrapped("", Text(f"{len(shown)} of {look.kinds[kind]:,} rows of kind {kind}", style="bold"))
         for row in shown:
-            tokens = "" if row.tokens is None else f", {row.tokens:,} tokens"
-            lines = [f"{_short(row.where)}{tokens}"]
+            head = _short(row.where)
+            if row.tokens is not None:
+                head += f", {row.tokens:,} tokens"
+            lines = [head]
             if row.question:
                 lines.append(f"  asked:  {_asked(row.question)}")
             lines.append(f"  answer: {_one_line(row.answer)}")
@@ -236,7 +242,9 @@ def _asked(turn: str) -> str:
     from cria_tricks.data.rows import marked_question
 
     marked = marked_question(turn)
-    return _one_line(marked[1] if marked else turn)
+    if marked:
+        turn = marked[1]
+    return _one_line(turn)
 
 
 def _short(where: str) -> str:
@@ -251,4 +259,6 @@ def _one_line(text: str) -> str:
 def _cut(line: str) -> str:
     """Cut a line to the terminal's width, or to :data:`WIDEST` characters where there is no terminal."""
     width = min(screen.width, WIDEST)
-    return line if len(line) <= width else f"{line[: width - 4]} ..."
+    if len(line) <= width:
+        return line
+    return f"{line[: width - 4]} ..."

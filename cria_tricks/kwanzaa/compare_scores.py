@@ -30,20 +30,24 @@ def compare(evaluations: Sequence[Evaluation | None], folders: Sequence[Path]) -
     adapters = [_adapter(evaluation) for evaluation in evaluations]
     evaluated = [number for number, adapter in enumerate(adapters) if adapter]
     same = len({_rows(evaluations[number]) for number in evaluated}) <= 1
+    answers: list[dict[str, Any]] = []
+    if same and len(evaluated) > 1:
+        answers = _answers(evaluations, evaluated)
     return {
         "evaluated": [bool(adapter) for adapter in adapters],
-        "data": [evaluation["data"] if evaluation else None for evaluation in evaluations],
-        "rows": [evaluation["rows"] if evaluation else None for evaluation in evaluations],
+        "data": [(evaluation or {}).get("data") for evaluation in evaluations],
+        "rows": [(evaluation or {}).get("rows") for evaluation in evaluations],
         "same_rows": same,
         "scores": {name: [(adapter or {}).get(name) for adapter in adapters] for name in NAMES},
         "kinds": _kinds(evaluations),
         "differences": _differences(evaluations, folders, evaluated, same),
-        "answers": _answers(evaluations, evaluated) if same and len(evaluated) > 1 else [],
+        "answers": answers,
     }
 
 
-def _adapter(evaluation: Evaluation | None) -> Mapping[str, Any] | None:
-    return evaluation["systems"].get("adapter") if evaluation else None
+def _adapter(evaluation: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the adapter's part of an evaluation, of a kind of row or of an example; ``None`` if there is none."""
+    return (evaluation or {}).get("systems", {}).get("adapter")
 
 
 def _rows(evaluation: Evaluation | None) -> tuple[Any, ...]:
@@ -60,9 +64,9 @@ def _kinds(evaluations: Sequence[Evaluation | None]) -> dict[str, Any]:
     found = {}
     for kind in kinds:
         each = [((evaluation or {}).get("kinds") or {}).get(kind) for evaluation in evaluations]
-        adapters = [entry["systems"].get("adapter") if entry else None for entry in each]
+        adapters = [_adapter(entry) for entry in each]
         found[kind] = {
-            "rows": [entry["rows"] if entry else None for entry in each],
+            "rows": [(entry or {}).get("rows") for entry in each],
             "scores": {name: [(adapter or {}).get(name) for adapter in adapters] for name in SCORERS},
         }
     return found
@@ -119,12 +123,13 @@ def _losses(file: Path, rows: int) -> list[list[float]]:
 def _answers(evaluations: Sequence[Evaluation | None], evaluated: Sequence[int]) -> list[dict[str, Any]]:
     """Return the rows that the evaluations show as examples, with the answer of each run."""
     found = []
-    examples = [evaluation["examples"] if evaluation else [] for evaluation in evaluations]
+    examples = [(evaluation or {}).get("examples", []) for evaluation in evaluations]
     # Evaluations of the same rows pick the same examples.
     for place, example in enumerate(examples[evaluated[0]]):
-        answers: list[dict[str, Any] | None] = []
+        answers: list[Mapping[str, Any] | None] = []
         for each in examples:
-            answers.append(each[place]["systems"].get("adapter") if place < len(each) else None)
+            shown_there = each[place : place + 1]  # empty if that run was not evaluated
+            answers += [_adapter(entry) for entry in shown_there] or [None]
         shown = {name: example[name] for name in ("row", "query", "documents", "reference")}
         found.append({**shown, "answers": answers})
     return found

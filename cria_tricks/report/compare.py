@@ -60,8 +60,8 @@ def _of_one(run: RunFolder) -> dict[str, Any]:
         "eval_loss_last": report.get("eval_loss_after"),
         "eval_loss_best": best.get("eval_loss"),
         "eval_loss_best_step": best.get("step"),
-        "train_loss_first": losses[0] if losses else None,
-        "train_loss_last": losses[-1] if losses else None,
+        "train_loss_first": next(iter(losses), None),
+        "train_loss_last": next(reversed(losses), None),
         "seconds": report.get("seconds"),
         "step_seconds": (report.get("step_seconds") or {}).get("measured"),
         "tokens_per_second": report.get("tokens_per_second"),
@@ -80,8 +80,10 @@ def _bill(runs: Sequence[RunFolder]) -> dict[str, list[int | None]]:
     bills: list[dict[str, int] | None] = []
     for run in runs:
         estimate = (run.report or {}).get("estimate")
-        lines = estimate["lines"] if estimate else ()
-        bills.append({line["name"]: line["bytes"] for line in lines} if estimate else None)
+        if not estimate:
+            bills.append(None)
+            continue
+        bills.append({line["name"]: line["bytes"] for line in estimate["lines"]})
     parts: dict[str, None] = {}  # an ordered set
     for bill in bills:
         parts |= dict.fromkeys(bill or ())

@@ -111,8 +111,10 @@ def _figures(found: Mapping[str, Any]) -> ComparedTable:
     for key, (name, shown) in FIGURES.items():
         cells = []
         for finished, value in zip(figures["finished"], figures[key], strict=True):
-            missing = NONE if finished else UNFINISHED
-            cells.append(missing if value is None else shown(value))
+            if value is not None:
+                cells.append(shown(value))
+            else:
+                cells.append(NONE if finished else UNFINISHED)
         lines.append((name, *cells))
     if any(figures["smaller_sets"]):
         lines.append(("smaller sets after running out of memory", *map(str, figures["smaller_sets"])))
@@ -168,8 +170,10 @@ def _score_lines(
             continue
         cells = []
         for was, value in zip(evaluated, each, strict=True):
-            missing = "no score" if was else UNEVALUATED
-            cells.append(_interval(value) if value else missing)
+            if value:
+                cells.append(_interval(value))
+            else:
+                cells.append("no score" if was else UNEVALUATED)
         lines.append((names[key], *cells))
     return lines
 
