@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cria_tricks.bench.tables import table
+from cria_tricks.data.samples import answer_line
 from cria_tricks.kwanzaa.page import NAMES
 
 SYSTEMS = {"base": "the base alone", "adapter": "with the adapter", "trivial": "an answer without a model"}
 SHOWN = 3
 """Answers that a page shows."""
+WIDTH = 240
+"""The length at which an answer is cut (characters)."""
 
 
 def scores(study: Mapping[str, Any], data: str) -> str:
@@ -26,13 +29,12 @@ def scores(study: Mapping[str, Any], data: str) -> str:
 
 
 def answers(study: Mapping[str, Any]) -> str:
-    """Write some questions with the answers of base and adapter: the first, and the first that should be refused."""
+    """Write some questions, spread over the rows, with the answers of base and adapter."""
     lines = []
     for example in chosen(study["answers"]):
         lines += [f"**{example['question']}**", ""]
         for system in ("base", "adapter"):
-            said = " ".join(example[system].split()) or "(nothing)"
-            lines += [f"- {SYSTEMS[system]}: {_cut(said, 240)}"]
+            lines += [f"- {SYSTEMS[system]}: {answer_line(example[system], WIDTH)}"]
         lines += [""]
     return "\n".join(lines).rstrip()
 
@@ -47,7 +49,3 @@ def _value(found: Mapping[str, float] | None) -> str:
     if found is None:
         return ""
     return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length].rstrip()} …"

@@ -54,7 +54,7 @@ def _read(place: Path, adapter: Path) -> dict[str, Any]:
     path = place / "eval.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        header = json.loads((place / "answers-adapter.jsonl").open(encoding="utf-8").readline())
+        header = json.loads((place / "answers-adapter.jsonl").read_text(encoding="utf-8").partition("\n")[0])
         scored = "adapter" in found["systems"]
     except (OSError, ValueError, KeyError, TypeError):
         scored = False
