@@ -218,10 +218,19 @@ def config(file: str, **fields):
     return change
 
 
+def nested(adapter):
+    """Hide a field that asks for code behind lists that Python's own reader may still read, and a recursion may not."""
+    deep = "[" * 1500 + "]" * 1500
+    hidden = '{"auto_map": {"AutoConfig": "evil.Config"}}'
+    (adapter / "config.json").write_text(f'{{"a": {deep}, "text_config": {hidden}}}')
+    sealed(adapter)
+
+
 @every_command
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (nested, "config.json: is nested too deeply to be checked"),
         (link_out, "tokenizer.json is a link that leaves the folder"),
         (link_up, "tokenizer.json is a link that leaves the folder"),
         (link_folder, "more is a link that leaves the folder"),

@@ -73,6 +73,7 @@ def pieces(tokenizer: Any, bos: bool) -> Pieces | None:
         start = tokenizer.bos_token
 
     def jinja(*messages: Mapping[str, str], prompt: bool = True) -> str:
+        # Some templates write today's date. The Modelfile has the date that was in the training rows.
         written = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt, date_string=DATE
         )
@@ -114,7 +115,7 @@ def _read_off(jinja: Callable[..., str]) -> Pieces:
         system=(before, after_system),
         user=(before_user, after_user),
         assistant=(before_answer, after_answer),
-        default=default if unasked else "",
+        default=default,
         always=bool(unasked) and not default,
     )
 
@@ -150,6 +151,7 @@ def write(file: str, found: Pieces | None, stops: Sequence[str], chats: bool, sy
     else:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
+    # Greedy decoding, as in ``cria chat``: the same question gets the same answer.
     lines.append("PARAMETER temperature 0")
     return "\n".join(lines) + "\n"
 
@@ -159,6 +161,7 @@ def template(found: Pieces) -> str:
     system = "{{ .System }}".join(found.system)
     if not found.always:
         system = "{{ if .System }}" + system + "{{ end }}"
+    # Ollama joins all system messages in .System. They are in .Messages, too, so the loop leaves them out.
     user = "{{ $m.Content }}".join(found.user)
     answer = "{{ $m.Content }}".join(found.assistant)
     turns = '{{ if eq $m.Role "user" }}' + user + '{{ else if eq $m.Role "assistant" }}' + answer + "{{ end }}"

@@ -77,6 +77,8 @@ def _math(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
         ways += memory.widest_itemsize
     given = memory.all_tokens * (shape.query_width + 2 * shape.kv_width) * ways
     forward = scores * (FP32 + 1) + given + memory.tokens**2 * (FP32 + 1)
+    # While the softmax runs backward, the gradient of attention's result (as wide as the queries) and that of the
+    # values wait.
     back = residual + operands.queries + operands.keys
     return Operation("scores and softmax", kept, {}, forward, back + 2 * scores * FP32)
 
@@ -108,6 +110,8 @@ def _eager(memory: StepFacts, operands: _Operands, residual: int) -> list[Operat
         forward += (queries + keys) // a * memory.widest_itemsize + of_values - queries - keys
     backward = residual + of_values + 2 * scores * FP32
     reads = {"probabilities": scores * FP32}
+    # ``fetched`` is what comes back from the host for one product: for the values these and the probabilities in their
+    # dtype, then for the softmax its result. Queries and keys come back after that.
     return [
         Operation("scores and softmax", kept, {}, forward, backward, fetched=scores * FP32),
         Operation("weighted values", multiplied, {}, queries, backward=residual + queries + keys + scores * a,
@@ -127,4 +131,6 @@ def _fused(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
     # a copy, and both are saved.
     if memory.shape.joined and memory.kernel == "flash":
         kept["attention's output, by heads"] = queries
+    # The result counts in the forward pass and among what is kept: at most so much. The backward pass has the gradients
+    # of the result, the queries, the keys and the values.
     return Operation(ATTENTION, kept, {}, queries, residual + 2 * queries + 2 * operands.keys)

@@ -15,7 +15,11 @@ Polynomial = Mapping[str, float]
 """Monomial, its letters in alphabetical order -> coefficient: ``{"BTT": 128, "": 5}`` is 128 B T^2 + 5."""
 
 RULES = {"m": "min(chunk, B (T - 1))", "c": "ceil(B T / chunk)"}
-"""Letters for what is no polynomial: m, the tokens whose logits are alive at once; c, the number of chunks."""
+"""Letters for what is no polynomial: m, the tokens whose logits are alive at once; c, the number of chunks.
+
+The chunked loss computes the logits of one chunk of trained tokens at a time. The bill leaves out the first token of
+each row, which has no label, so m has T - 1. The estimate of time takes every token as trained, so c has T.
+"""
 
 
 class Formula:
@@ -109,7 +113,8 @@ def at_most(chunk: int, tokens: Any) -> Any:
 
 def chunks(tokens: Any, chunk: int) -> Any:
     """Return the number of chunks, rounded up. For a formula, which must be B T, c."""
-    # // rounds down; between two minus signs it rounds up.
+    # // rounds down; between two minus signs it rounds up. Trained tokens are a float (tokens x trained share), and the
+    # number of chunks must be an int.
     if isinstance(tokens, Formula):
         return Formula.letter("c", -(-int(tokens.sample) // chunk))
     return -(-int(tokens) // chunk)

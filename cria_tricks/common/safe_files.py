@@ -132,7 +132,8 @@ def _no_safetensors(path: Path) -> str:
 def _asks_for(path: Path) -> str:
     """Describe why a config is refused: it asks for code, or for a file outside its folder. Empty if it is safe.
 
-    A config that is not valid JSON is left to the library that reads it.
+    A config that is not valid JSON is left to the library that reads it. One that is nested more deeply than this
+    function can follow is refused, because the library's reader may follow further.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -140,8 +141,10 @@ def _asks_for(path: Path) -> str:
             why = _refused(key, value)
             if why:
                 return why
-    except (ValueError, RecursionError):
-        pass
+    except ValueError:
+        return ""
+    except RecursionError:
+        return "is nested too deeply to be checked"
     return ""
 
 

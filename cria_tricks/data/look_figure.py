@@ -51,6 +51,7 @@ def _histogram(axes, look: Look, colours: Mapping[str, str]) -> None:
     shades = [colours[kind] for kind in lengths]
     axes.hist(list(lengths.values()), bins=BINS, stacked=True, color=shades, label=list(lengths))
     longest = max(row.tokens or 0 for row in look.counted)
+    # Far to the right of all rows the line would squeeze the bars.
     if longest > 0.7 * look.max_length:
         axes.axvline(look.max_length, color=_LIGHT.alarm, linestyle="--", label=f"data.max_length={look.max_length:,}")
     for axis in (axes.xaxis, axes.yaxis):

@@ -10,7 +10,9 @@ REPEATED = 0.05
 SHOWN = 6
 """How many words of such an answer are shown."""
 FORMS = ("chat", "completion", "text")
-"""The kinds of rows that do not keep the answer contract."""
+"""The kinds of rows that do not keep the answer contract: a JSON object with the answer and the sources that it cites
+(docs/guide/evaluate.md). ``kwanzaa/kinds.py`` names those that do. It is a layer above, so their names are texts here.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Problem:
     Attributes:
         what: what was found, with the number of rows.
         rows: that number.
-    do: what to do about it.
-    first: where the first of these rows stands; empty if that does not help.
+        do: what to do about it.
+        first: where the first of these rows stands; empty if that does not help.
     """
 
     what: str
@@ -45,6 +47,7 @@ def problems(looks: Mapping[str, Look], leaks: Leaks | None) -> list[Problem]:
         what += f", {leaks.same} of them word for word" if leaks.same else ""
         do = "data.leakage=drop leaves them out, so that the evaluation loss is not too good"
         found.append(Problem(what, leaks.rows, do, " is near ".join(leaks.first)))
+    # Only of training rows, because no setting leaves evaluation rows out, and no model learns their answers.
     found += _of_repeats(looks["train"])
     found += _of_answers(looks["train"])
     for part, look in looks.items():

@@ -29,7 +29,7 @@ class Duplicates:
     """The N rows of a source that repeat an earlier row and are left out.
 
     Args:
-        places: a hash of each row's place (file and line), in ascending order, shape (N,), uint64.
+        places: a hash of each row's place (file and its first byte), in ascending order, shape (N,), uint64.
         reasons: the index of each row's reason in :data:`REASONS`, shape (N,), uint8.
     """
 
@@ -56,6 +56,7 @@ def find_duplicates(rows: Iterable[Chat], prepare: Prepare, near: bool) -> Dupli
     repeats = Repeats(near)
     found: dict[int, int] = {}
     for row in rows:
+        # The counts of this tally are dropped, because the run counts each row when it reads it for training.
         if not prepare.row_filter.keeps(row, Tally()):
             continue
         reason = repeats.reason(row)

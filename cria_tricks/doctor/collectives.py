@@ -33,7 +33,8 @@ from cria_tricks.predict.links import Timing, fit_line
 from cria_tricks.processes import numbers, world
 
 SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))
-"""The sizes of the tensors that are measured: 1 KiB to 64 MiB [bytes]."""
+"""The sizes of the tensors that are measured: 1 KiB to 64 MiB [bytes]. There are fewer small ones, because there the
+latency decides and the size hardly matters."""
 SECONDS = 0.2
 """The planned time for all calls of one collective at one size [s]. A round calls each of the three once, so this holds
 for their mean."""
@@ -88,7 +89,8 @@ def timed(calls: Sequence[Callable[[], Any]], device: str = "cpu") -> list[float
     for call in calls:
         seconds(call)  # warm-up: the first call connects the processes and allocates buffers
     slowest = torch.tensor([seconds(call) for call in calls], dtype=torch.float64)
-    # The maximum over all processes, so that every process computes the same number of rounds.
+    # The maximum over all processes, so that every process computes the same number of rounds. This tensor is on the
+    # CPU also when NCCL is measured, because processes/world.py joins processes by gloo for such tensors in any case.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     rounds = int(SECONDS * len(calls) / slowest.sum().item())
     rounds = min(max(rounds, FEWEST_CALLS), MOST_CALLS)

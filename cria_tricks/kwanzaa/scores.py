@@ -30,7 +30,8 @@ _REFUSES = (
 _REFUSAL = re.compile("|".join(_REFUSES), re.IGNORECASE | re.DOTALL)
 _PLACEHOLDER = re.compile(r"\[(?:This|Generated) answer\b")
 _OPENING = 2
-"""A refusal must say that it is one within this many statements from the beginning."""
+"""A refusal must say that it is one within this many statements from the beginning: one polite sentence may come first.
+Later, "I cannot" only limits an answer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Score:
 
 
 def format_compliance(row: QARow, reply: Reply) -> Score:
-    """Check that the whole reply is one JSON object that keeps the contract.
+    """Check that the whole reply is one JSON object that keeps the answer contract (``kwanzaa/contract.py``).
 
     Definition: 1 without any violation, else 0. ``why`` names each violation and its field, and says whether a JSON
     object could be read at all. The summary counts these over all rows.
@@ -69,9 +70,10 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
     Definition: a label is right if document n was retrieved, and the answer's ``sources`` list it by its title or URL.
     (If no JSON could be read, it is enough that document n was retrieved.) Precision is the share of right labels. A
     label covers its own statement, those before it in the paragraph, and the list below its line. A statement needs a
-    label if it is about the subject, and contains a number, a year, a name or a quote, or any label covers it, right or
-    wrong. Recall is the share of statements that a right label covers, among those that need one. If no statement needs
-    a label, but documents were retrieved, the answer as a whole needs one. A refusal needs none, if refusing is right.
+    label if it is about the subject, and contains a number, a year, a name or a quote, or if any label covers it, right
+    or wrong, because whoever cites a sentence takes it for a fact. Recall is the share of statements that a right label
+    covers, among those that need one. If no statement needs a label, but documents were retrieved, the answer as a
+    whole needs one; else a vague answer would get 1 for citing nothing. A refusal needs none, if refusing is right.
     Range: 0 to 1; 1 if no label is needed and none is wrong, 0 for an empty text.
     Blind to: whether the cited document says what the statement says. A fact without a name, number or quote needs no
     label here, and neither does a sentence with I or you. One label at the end of a paragraph covers all of it.
@@ -125,7 +127,8 @@ def grounding(row: QARow, reply: Reply) -> Score:
 
     Definition: the share of these items that are there. A number is compared by its value (``7`` is there if ``seven``
     is), a name is there if all its words are, and a quote of three words or more must be there word for word. Numbers
-    and quotes are taken from the whole text, names only from statements about the subject.
+    and quotes are taken from the whole text, names only from statements about the subject, because headings and remarks
+    to the reader have capital letters and claim nothing.
     Range: 0 to 1; 1 if there are no such items, 0 for an empty text.
     Blind to: what the answer says about the items. "It began in 1955" passes if any document contains 1955. True facts
     from elsewhere count as unsupported, and so does the same fact in other words. An answer without any item gets 1, so
@@ -148,8 +151,9 @@ def refusal(row: QARow, reply: Reply) -> Score:
     """Check that the reply refuses if the data's own answer refuses, and answers if that one answers.
 
     Definition: the reference decides what is right, by its fields (see :func:`should_refuse`). The reply is judged by
-    its words (see :func:`refuses`). The score is 1 if the two agree, else 0. Counted over all rows, the four cases make
-    a confusion matrix.
+    its words (see :func:`refuses`), because a base often writes no JSON, and a reply may refuse in its fields and
+    answer in its text. The score is 1 if the two agree, else 0. Counted over all rows, the four cases make a confusion
+    matrix.
     Range: 0 or 1; an empty text gets 0, because it neither answers nor refuses.
     Blind to: what the documents really contain, because it trusts the reference. It does not recognise a refusal in
     unknown words, or after the second statement. An answer that says "I cannot" and then answers all the same counts

@@ -16,7 +16,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
 
     Args:
         model: a ``PeftModel``, a model with a side network, or a whole one.
-        folder: an existing folder.
+        folder: an existing folder. Its caller renames it when it is whole, so files are written straight into it.
         weights: the whole state dict, if the model holds only a shard of it; the model's own when left out.
     """
     from safetensors.torch import save_file  # here, as it imports torch: a damaged folder is refused without it
@@ -34,7 +34,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Any] | None = N
         learns = [name for name, p in model.named_parameters() if p.requires_grad]
         trained = {name: own[name].detach().cpu().contiguous() for name in learns}
         save_file(trained, folder / "side_network.safetensors")
-        # adapter/folder.py fills in the base.
+        # adapter/folder.py fills in the base, because only there it is known by which name others can load it.
         (folder / SIDE_NETWORK).write_text(json.dumps({"base_model_name_or_path": "", "blocks": blocks}) + "\n")
     else:
         model.save_pretrained(folder, **given)

@@ -106,14 +106,15 @@ class Patience:
             self.told = False
         self.last = now
         waited = now - self.since
-        # At this point the library pauses for up to 4 s before it repeats a request. The other 40 % of the bound are
-        # for that pause.
+        # The library pauses for 1, 2, 4, 8 and 8 s between its requests. BOUND is 10 s. Requests begin in the first 6 s
+        # of it, so the last pause that begins in time has 4 s and ends in time, too. ONCE_ANSWERED has the same share.
         left = 0.6 * bound - waited
         if left < AGAIN:
             self.given_up = now
             self.since = None
             self.told = False
             raise OfflineModeIsEnabled(f"{host} {self.says} (asked for {waited:.0f} s)")
+        # A repeated request comes after a pause of 1 s or more. One that comes sooner is another one beside the first.
         if waited >= AGAIN and not self.told:
             self.told = True
             _say(f"{host} {self.says}; asking again, for {bound:.0f} s at most")
@@ -250,12 +251,14 @@ def config_of(hub_id: str) -> Path:
 
 def refusal(hub_id: str, error: Exception) -> str:
     """Explain why a model could not be downloaded, and say what to do."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    # Asked first, because a GatedRepoError is a RepositoryNotFoundError, too.
     if isinstance(error, GatedRepoError):
         cure = f"ask for access at https://huggingface.co/{hub_id}, then run: hf auth login"
         return f"it is gated, and not shown to this login; {cure}"
-    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, RepositoryNotFoundError):
+        # 0.8 and not the usual 0.6, because ids share their owner and family: Qwen/Qwen2-VL-7B is 0.77 like Qwen3-1.7B.
         near = nearest(hub_id, ALIASES.values(), cutoff=0.8)
         cure = hint(near, "check the name; a private one needs: hf auth login")
         return f"the hub has no such model, or does not show it to this login; {cure}"

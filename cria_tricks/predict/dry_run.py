@@ -90,10 +90,11 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         loss = training.forward(window[-1])
         record_peak("forward pass")
         loss.backward()
-        del window, loss  # the optimizer step needs neither, so they do not count in its peak
+        del loss
         record_peak("backward pass")
         training.clip_and_step()
         record_peak("optimizer step")
+        del window  # not earlier, because transformers holds the window in the optimizer step, too
     return DryRun(moments, weights_bytes)
 
 
@@ -130,6 +131,7 @@ class FakeTraining:
     def clip_and_step(self) -> None:
         """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
         # On a GPU torch clips all gradients at once (foreach). Fake tensors pretend to be on a CPU, where it does not.
+        # The norm of the run may be another than 1, which changes no bytes.
         torch.nn.utils.clip_grad_norm_(self.trainable, 1.0, foreach=self.plan.device.kind == "cuda")
         self.optimizer.step()
 
@@ -149,6 +151,8 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = fake_model(plan, config, fake)
     live.track_all(every_tensor(model))
+    # The optimizer is made before ``fake`` is entered, because bitsandbytes reads numbers while it makes its tables,
+    # and fake tensors have none.
     with (
         _refuse_data_dependent_shapes(config.model_type),
         _optimizer(plan, model) as optimizer,
@@ -269,6 +273,7 @@ def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
         if plan.training.get(name):
             autocast = functools.partial(torch.autocast, "cpu", dtype)
             model.forward = convert_outputs_to_fp32(autocast()(model.forward))
+    # The loss gets autocast, too, because the chunked loss calls modules below ``model.forward``.
     return functools.partial(losses.find(plan, autocast), model)
 
 

@@ -85,7 +85,8 @@ def _four_bits(module: Any, quantization: BitsAndBytesConfig, dtype: torch.dtype
     elements = module.weight.numel()
     blocks = -(-elements // BLOCK)  # rounded up
     scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
-    # Double quantization: each scale is one byte, after their mean was subtracted, and has an fp32 scale of its own.
+    # Double quantization: the mean of the scales is subtracted, then each becomes one byte, and 256 of these bytes
+    # share one fp32 scale.
     if double:
         scales = {
             "absmax": torch.empty(blocks, dtype=torch.uint8),
@@ -161,7 +162,7 @@ def _fake_like(meta: Any) -> Any:
     made = torch.nn.Parameter(made, requires_grad=meta.requires_grad)
     if isinstance(meta, bnb.nn.Params4bit):
         made.__class__ = Params4bit
-        made.quant_state = copy.copy(meta.quant_state)
+        made.quant_state = meta.quant_state  # nobody uses the meta weight after this
         _replace_scales(made.quant_state)
         if made.quant_state.state2:  # double quantization: the scales have scales
             _replace_scales(made.quant_state.state2)

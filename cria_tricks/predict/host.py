@@ -65,7 +65,9 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
     pinned = Line("offloaded activations", 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
-    if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):  # then each block's input is one tensor
+    # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a toggle, so this asks whether
+    # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
+    if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
         each = max(waiting // target.shape.layers, 1)
         pinned = Line("offloaded activations", target.shape.layers * _power_of_two(each) * (waiting > 0), "pinned")
     states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")

@@ -231,11 +231,13 @@ def recipe_for(method: str, device: Device, shape: Shape | None = None) -> Recip
     )
     if method != "full":
         tricks = tricks.model_copy(update={"peft": "lora"})
+    # QLoRA stands for the least memory, so it gets every toggle that saves some. The others are what the guide means.
     if method == "qlora":
         frozen = {"quantization": "nf4", "double_quantization": True, "lean_preparation": True, "chunked_loss": True}
         tricks = tricks.model_copy(update={**frozen, "optimizer": "adamw_8bit", "paged_optimizer": True})
     lora = Lora()
     if shape:
+        # The layers that can be quantized are those that LoRA can adapt: neither reaches the experts of a mixture.
         lora = Lora(target_modules=tuple(shape.packable))
     return Recipe(name=method, tricks=tricks, lora=lora, train=Train(batch_size=1))
 
@@ -307,9 +309,11 @@ def _from_the_guide(shape: Shape, budget: float | None, kind: str) -> tuple[Reco
 def _rule(shape: Shape, estimate: Estimate, options: Sequence[Option], method: str) -> Rule:
     gb = GB_PER_BILLION[method]
     ours = {option.flavor: option for option in options if option.method == method}
-    # N GB for each billion parameters are N bytes for each parameter.
+    # N GB for each billion parameters are N bytes for each parameter. The guide adds up the memory of a machine's
+    # cards. We do not, because each card must hold the whole model.
     by_rule = {name for name in ours if gb * shape.weights <= MACHINES[name].gb * GB}
     by_ours = {name for name, option in ours.items() if option.fits}
+    # The rule names no card. The one that stands for all is the guide's largest, with its 40 GB.
     recipe = recipe_for(method, A100_40GB, shape)
     by_tokens = {
         n: estimate(with_settings(recipe, [f"data.max_length={n}"]), shape, A100_40GB).least_bytes for n in ROWS

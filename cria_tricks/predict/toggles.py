@@ -57,10 +57,11 @@ NEEDS = {
     "fused_lora": ("peft",),
     "fused_blocks": ("peft",),
 }
-"""Toggle -> the toggles that it needs, because without them it has nothing to act on."""
+"""Toggle -> the toggles that it needs: without them it has nothing to act on, or is refused. ``keep_attention`` needs
+``expand_kv`` only where the fused kernel takes no shared heads, as on a T4."""
 
 LONGEST = 2**20
-"""The longest row that :func:`longest` tries [tokens]."""
+"""The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
     """Find the toggle sets that no other set beats in both bytes and time, the fastest first.
 
     ``peft``, ``packing`` and ``gradient_accumulation`` stay as they are, because they change what is learnt, or from
-    how much. ``compile`` stays as it is, too.
+    how much. ``compile`` stays as it is, too, because the estimate does not know what it saves.
     """
     # Many sets cost exactly the same. Of these, only the one with the fewest changes is kept.
     shortest: dict[tuple[float, int], Setting] = {}
@@ -305,6 +306,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
             continue
         changes = [f"tricks.{named(changed, field)}" for field in _differing(recipe, changed)]
         setting = target.bill(changed, *changes)
+        # needed_bytes and not the peak, because what the allocator reserves beside tensors decides whether a set fits.
         cost = (setting.seconds or 0.0, setting.memory.needed_bytes)
         if cost not in shortest or len(setting.set) < len(shortest[cost].set):
             shortest[cost] = setting

@@ -121,7 +121,7 @@ def _when_to_evaluate(eval_steps: int, total: int, evaluates: bool, start: Check
     """Return the arguments that say when to evaluate.
 
     That is every ``eval_steps`` steps, and when the trainer starts: at step 0, or if a resumed run stopped at a step
-    whose evaluation was due, but is not in its checkpoint.
+    whose evaluation was due, but is not in its checkpoint. One is due after the last step, too, which ``fit`` adds.
     """
     state = TrainerState()
     if start:

@@ -45,7 +45,7 @@ SMALLEST = 4096
 
 
 def dynamic_levels(signed: bool) -> torch.Tensor:
-    """Compute the 256 dynamic levels, from -1 (or 0) to 1: large numbers get more precise levels than small ones.
+    """Compute the 256 dynamic levels, from -0.993 (or 0) to 1: large numbers get more precise levels than small ones.
 
     The levels come from a way to read a byte: a sign bit (first moment only), some zeros, a one, and a fraction in the
     bits that are left. Each zero divides the number by ten. So a small number has many zeros and few bits of fraction,
@@ -57,6 +57,8 @@ def dynamic_levels(signed: bool) -> torch.Tensor:
     Returns:
         Sorted levels, shape (256,), fp32; 0 and 1 are among them.
     """
+    # 1 is a level, so that the largest number of a block comes back exactly. With 0 and 2 x 127 others there is no code
+    # left for -1, so a negative one comes back as -0.993 of its size.
     levels = [0.0, 1.0]
     # From six zeros (a factor of 10^-6, with 0 bits of fraction, or 1 if unsigned) to no zero (10^0, with 6 or 7 bits).
     # b bits of fraction divide the range from 0.1 to 1 into 2^b equal intervals; a level is the middle of one of them.
@@ -75,7 +77,7 @@ def quantize_blocks(x: torch.Tensor, levels: torch.Tensor, block: int = BLOCK) -
 
     Args:
         x: any shape, N numbers; it is flattened, and the last block may be shorter.
-        levels: sorted, at most 256, from -1 or 0 to 1.
+        levels: sorted, at most 256, between -1 and 1.
         block: how many numbers share a scale.
 
     Returns:
