@@ -49,8 +49,8 @@ class Point(NamedTuple):
 
 
 POINTS = {
-    "fused": Point("ours", "chunked_loss=true fused_lora=true fused_blocks=true"),
-    "fast": Point("ours", "chunked_loss=true compile=true"),
+    "fast": Point("ours", "chunked_loss=true fused_lora=true fused_blocks=true"),
+    "compiled": Point("ours", "chunked_loss=true compile=true"),
     "chunked loss": Point("ours", "chunked_loss=true"),
     "LoRA": Point("ours", ""),
     "checkpointing": Point("ours", LEAN),
@@ -64,7 +64,7 @@ POINTS = {
 }
 """TRL's defaults are what SFTConfig does when nothing is said, but for bf16, which this CPU has not: checkpointing, and
 8 rows at a time. Its fastest keeps everything, takes one row at a time, as nothing is padded then, and compiles."""
-UNCOMPILED = {"fast": "chunked loss", "TRL, its fastest": "TRL as chunked loss"}
+UNCOMPILED = {"compiled": "chunked loss", "TRL, its fastest": "TRL as chunked loss"}
 """On a CPU nobody can count inside compiled kernels: the point whose bytes stand in for theirs."""
 
 
