@@ -49,6 +49,7 @@ NUMBERS = {
     "fp4": (*LORA, "tricks.quantization=fp4"),
     "nf4": (*LORA, "tricks.quantization=nf4"),
     "nf4 + double": (*LORA, "tricks.quantization=nf4", "tricks.double_quantization=true"),
+    "nf4 + loftq": (*LORA, "tricks.quantization=nf4", "lora.init=loftq"),
     "adamw_8bit": (*LORA, "tricks.optimizer=adamw_8bit"),
     "bf16 + nf4": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4"),
     "bf16 + nf4 + lean": (*LORA, "tricks.precision=bf16", "tricks.quantization=nf4", "tricks.lean_preparation=true"),
@@ -56,7 +57,7 @@ NUMBERS = {
     "fp16 + nf4": (*LORA, "tricks.precision=fp16", "tricks.quantization=nf4"),
     "fp16 + nf4 + lean": (*LORA, "tricks.precision=fp16", "tricks.quantization=nf4", "tricks.lean_preparation=true"),
 }
-"""What changes the numbers; each against fp32, lean against the same without."""
+"""What changes the numbers; each against fp32, lean and LoftQ's start against the same without."""
 WHAT_TRAINS = {
     "dora": (*LORA, "lora.dora=true"),
     "rslora": (*LORA, "lora.rslora=true"),
@@ -143,9 +144,11 @@ def main() -> None:
     for seed in range(0 if chosen.show else chosen.seeds):
         for case in chosen.only or CASES:
             if (case, seed) not in done:
-                runs.append(run(case, seed, chosen.data))
+                found = run(case, seed, chosen.data)
+                runs.append(found)
+                runs.sort(key=lambda made: (made["seed"], [*CASES].index(made["case"])))
                 write("quality", stamp(with_settings(Recipe(), BASE)) | {"runs": runs}, chosen.results)
-                console.print(f"{case}, seed {seed}: {runs[-1]['eval_loss_after']:.4f}", highlight=False)
+                console.print(f"{case}, seed {seed}: {found['eval_loss_after']:.4f}", highlight=False)
     console.print(tables.quality(runs), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.field_errors import in_one_line, line_of
-from cria_tricks.common.fields import find_field, unknown_field
+from cria_tricks.common.fields import find_field, names_of, unknown_field
 from cria_tricks.common.names import same
 from cria_tricks.common.values import AllOrNumber, Duration, Trackers, parts
 from cria_tricks.models.catalogue import short_name
@@ -111,6 +111,9 @@ class Lora(_Frozen):
     dropout: float = Field(0.0, ge=0, lt=1, description="share of the adapter's inputs set to 0", examples=[0.05])
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) and not alpha / r")
     dora: bool = Field(False, description="learn the length of each output feature apart from its direction")
+    init: Literal["default", "loftq"] = Field(
+        "default", description="where B A starts: at zero, or (loftq) at the largest part of the base's rounding error"
+    )
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
@@ -337,11 +340,4 @@ def _choice(field: str, text: str) -> str:
 
 def field_names() -> list[str]:
     """List every field that ``--set`` takes, with its group: ``model``, ``data.train``, ..."""
-    names: list[str] = []
-    for name, field in Recipe.model_fields.items():
-        group = field.annotation
-        if isinstance(group, type) and issubclass(group, BaseModel):
-            names += [f"{name}.{key}" for key in group.model_fields]
-        else:
-            names.append(name)
-    return names
+    return names_of(Recipe)

@@ -21,6 +21,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     "after_load": (
         "prepare_for_kbit_training",
         "add_adapter",
+        "start_at_rounding_error",
         "adapter_inputs_uncast",
         "fuse_adapters",
         "fuse_blocks",

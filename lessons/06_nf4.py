@@ -33,6 +33,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import diff
 from cria_tricks.tricks.adamw_8bit import dynamic_levels
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
+from cria_tricks.tricks.lora import start_of
 from cria_tricks.tricks.nf4 import normal_levels, quantize, stored_bytes
 
 torch.manual_seed(0)
@@ -331,7 +332,7 @@ course.on_a_gpu("nf4", off=step_of, on=f"{step_of} quantization=nf4")
 # **Quality.** SmolLM2-135M, 20 steps on real rows, three seeds, loss on held-out rows:
 
 # %%
-kinds = ("fp32", "nf4", "nf4 + double", "fp4")
+kinds = ("fp32", "nf4", "nf4 + double", "nf4 + loftq", "fp4")
 runs = [run for run in (results.study("quality") or {}).get("runs", ()) if run["case"] in kinds]
 print(tables.quality(runs) if runs else "no committed results beside this package")
 
@@ -341,6 +342,56 @@ print(tables.quality(runs) if runs else "no committed results beside this packag
 # it the rounding, too. (A small model, whose weights had been through four bits before. With 7 to 65 billion the
 # paper's NF4 matches 16 bits on MMLU.)
 #
+# **Start as the repair.** A LoRA adapter begins as zero, so it has to learn the repair from the data. *LoftQ* computes
+# it before the first step instead. Of the rounding error $E = W - W_q$ it takes the best approximation of rank $r$, the
+# $r$ largest parts of its singular value decomposition, and writes it into $A$ and $B$. LoRA will multiply $B A$ by
+# $s = \alpha / r$, so LoftQ must divide by $s$. What remains has the length of all other singular values,
+# $\sqrt{\sigma_{r+1}^2 + \sigma_{r+2}^2 + \dots}$.
+
+
+# %%
+def loftq(error, r, s):
+    """A and B with s B A as near to the error as a product of rank r can be."""
+    U, values, V = torch.linalg.svd(error, full_matrices=False)
+    roots = (values[:r] / s).sqrt()  # each factor gets the same share
+    return roots[:, None] * V[:r], U[:, :r] * roots
+
+
+E = w - rounded
+values = torch.linalg.svdvals(E)
+for r in (8, 16, 64, 256, 512):
+    A, B = loftq(E, r, s=2)
+    left = ((E - 2 * B @ A).norm() / E.norm()).item()
+    predicted = (values[r:].square().sum().sqrt() / E.norm()).item()
+    print(f"rank {r:3}: {left:.1%} of the error remains, predicted {predicted:.1%}")
+    assert abs(left - predicted) < 1e-4
+A, B = loftq(E, 16, s=1)  # forgets that LoRA multiplies by 2
+overshot = ((E - 2 * B @ A).norm() / E.norm()).item()
+print(f"rank 16 without dividing by s: {overshot:.1%} remains")
+assert abs(overshot - 1) < 1e-4
+As, Bs = start_of(E, 16, scale=2)  # the package's: the same product, in a quarter of the time
+assert torch.allclose(Bs @ As, B @ A / 2, atol=1e-6)
+
+# %% [markdown]
+# Two things to see. Rank 16 repairs little: rounding looks like noise, and noise has no few main directions. And the
+# scale matters: without it the repair is twice too large at $\alpha = 2 r$, and nothing is gained at all. (peft's
+# `replace_lora_weights_loftq` forgets it, and needs CUDA. So ours reads each matrix again from the model's file.)
+#
+# `--set lora.init=loftq` switches it on. It costs time before the first step, and memory for one matrix in fp32 at a
+# time; a step costs what it did. The base keeps its bytes, so plain peft loads the adapter over the same NF4 base. (The
+# paper also rounds the base again, in turns with the repair.) Does it pay? SmolLM2 again, LoftQ's loss minus NF4's:
+
+# %%
+measured = {(run["case"], run["seed"]): run for run in (results.study("quality") or {}).get("runs", ())}
+pairs = [(run, measured["nf4", seed]) for (case, seed), run in measured.items() if case == "nf4 + loftq"]
+for when in ("before", "after"):
+    gains = [ours[f"eval_loss_{when}"] - plain[f"eval_loss_{when}"] for ours, plain in pairs]
+    if gains:
+        print(f"{when} training: {min(gains):+.4f} to {max(gains):+.4f} in {len(gains)} seeds")
+if not pairs:
+    print("not measured yet: python -m benchmarks.quality --only 'nf4 + loftq' --data FOLDER")
+
+# %% [markdown]
 # ## 5. The production switch
 
 # %%

@@ -15,21 +15,23 @@ from cria_tricks.recipe import Recipe, Tricks, with_settings
 from cria_tricks.run.run import train
 
 ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
+NF4 = ("tricks.quantization=nf4", "tricks.peft=lora")
 KINDS = {
-    "nf4": ("quantization=nf4", "peft=lora"),
-    "double": ("quantization=nf4", "double_quantization=true", "peft=lora"),
-    "fp4": ("quantization=fp4", "peft=lora"),
-    "side": ("quantization=nf4", "peft=side_network"),
+    "nf4": NF4,
+    "loftq": (*NF4, "lora.init=loftq"),
+    "double": (*NF4, "tricks.double_quantization=true"),
+    "fp4": ("tricks.quantization=fp4", "tricks.peft=lora"),
+    "side": ("tricks.quantization=nf4", "tricks.peft=side_network"),
 }
 
 
-def trained(tmp_path, *toggles: str) -> tuple[Path, dict]:
+def trained(tmp_path, *more: str) -> tuple[Path, dict]:
     """An adapter that has moved far, and the report of its training; no row is cut."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))
     settings = [
         "model=random:tiny", "train.max_steps=3", "train.learning_rate=0.01", "train.warmup_ratio=0", "lora.r=4",
-        f"data.train={few}", f"data.eval={few}", *(f"tricks.{toggle}" for toggle in toggles),
+        f"data.train={few}", f"data.eval={few}", *more,
     ]  # fmt: skip
     report = train(with_settings(Recipe(name="rounded"), settings), tmp_path / "run")
     return tmp_path / "run" / "adapter", report

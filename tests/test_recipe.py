@@ -81,6 +81,7 @@ alpha = 32.0
 dropout = 0.0
 rslora = false
 dora = false
+init = "default"
 target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 [prompt]
 tokens = 16

@@ -72,6 +72,9 @@ INT8_PRODUCT = 2**-7
 # lora: results near 3, summed as W x + s B A x, as (W + s B A) x, and by peft.
 LORA = 1e-5  # noise 7e-7
 
+# loftq: the length of what a rank leaves of an error, relative to the least one, which float64 computes.
+LOFTQ = 1e-5  # noise 1.3e-6, of the tiny Llama's matrices; 1.5e-12 of the toys
+
 # lean_preparation: a bound of the technique: 20 losses near 6, adapters multiplied in bf16 and norms computed in it.
 LEAN_LOSS = 0.05
 

@@ -6,6 +6,8 @@ The field ``train.learning_rate`` belongs to the group ``train``. A user may als
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from cria_tricks.common.names import hint, nearest, plain, same, the_only
 
 ALIASES: dict[str, str] = {
@@ -62,6 +64,18 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def names_of(model: type[BaseModel]) -> list[str]:
+    """List all fields of a recipe's class, those of a group behind the group's name: ``model``, ``data.train``, ..."""
+    names: list[str] = []
+    for name, field in model.model_fields.items():
+        group = field.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            names += [f"{name}.{key}" for key in group.model_fields]
+        else:
+            names.append(name)
+    return names
 
 
 def find_field(key: str, known: Sequence[str]) -> str | None:

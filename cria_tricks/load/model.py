@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import quiet
+from cria_tricks.load import loftq, quiet
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks
@@ -30,6 +30,8 @@ from cria_tricks.tricks import compile, keep_attention
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
+STARTS = "start_at_rounding_error"
+"""The edit that overwrites new trained weights; a checkpoint's weights would be lost under it."""
 
 
 @dataclass
@@ -60,8 +62,13 @@ def load_tokenizer(weights: Weights) -> Any:
     return tokenizer
 
 
-def load(plan: Plan, weights: Weights) -> Loaded:
+def load(plan: Plan, weights: Weights, *, resumed: bool = False) -> Loaded:
     """Load the weights, quantised or not, and edit the model as the plan says.
+
+    Args:
+        plan: what will run.
+        weights: where the model is.
+        resumed: whether the trained weights will be those of a checkpoint, so that they need no start.
 
     Raises:
         BadInput: if the model cannot be loaded, or does not fit the plan.
@@ -80,7 +87,8 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     model.config.use_cache = False  # no KV cache, because training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
-        model = EDITS[edit](model, plan)
+        if edit != STARTS or not resumed:
+            model = EDITS[edit](model, plan)
     return Loaded(model, weights)
 
 
@@ -95,11 +103,14 @@ def count_trainable(plan: Plan, weights: Weights, highest_id: int = 0) -> int:
     Raises:
         BadInput: if the model cannot be loaded, or does not fit the plan or the rows.
     """
-    model = _refuse_unfit(plan, models.fetch(weights))
+    weights = models.fetch(weights)
+    model = _refuse_unfit(plan, weights)
     pretrained.refuse_unknown_tokens(model, highest_id, f"model {weights.name}")
     if "add_adapter" in plan.after_load:
         with torch.device("meta"):
             model = add_adapter(model, plan)
+    if STARTS in plan.after_load:
+        list(loftq.originals(model, Path(weights.path)))  # refused here, before weights are loaded
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -223,6 +234,11 @@ def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
+def _start_at_rounding_error(model: Any, plan: Plan) -> Any:
+    loftq.start_at_rounding_error(model)
+    return model
+
+
 def _adapter_inputs_uncast(model: Any, plan: Plan) -> Any:
     # peft casts the wide input of each adapter up to fp32, the dtype of the adapter's thin matrices. Under autocast
     # that is needless: the product runs in 16 bits, and autocast casts the thin matrices down for it.
@@ -281,6 +297,7 @@ def _compile_blocks(model: Any, plan: Plan) -> Any:
 EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "prepare_for_kbit_training": _prepare_for_kbit_training,
     "add_adapter": add_adapter,
+    STARTS: _start_at_rounding_error,
     "adapter_inputs_uncast": _adapter_inputs_uncast,
     "fuse_adapters": _fuse_adapters,
     "fuse_blocks": _fuse_blocks,

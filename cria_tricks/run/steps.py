@@ -139,7 +139,7 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
-            loaded = load(plan, of.weights)
+            loaded = load(plan, of.weights, resumed=folders.start is not None)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
         known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf

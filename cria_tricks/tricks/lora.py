@@ -2,14 +2,17 @@ r"""LoRA: freeze W, learn a product of two thin matrices beside it.
 
 Saves    gradients and optimizer states of all but r (D_in + D_out) weights a matrix [bytes]
 Costs    two more thin products for every adapted matrix, but one wide product less, because a frozen W needs no
-         gradient. DoRA also computes B A itself and the norms of W + B A, every time
-Claim    reparametrised: identical to the base at step 0; afterwards W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
+         gradient. DoRA also computes B A itself and the norms of W + B A, every time. LoftQ: before the first step,
+         for one matrix after the other, its rounding error in fp32 and an eigendecomposition of its shorter side
+Claim    reparametrised: identical to the base at step 0 (LoftQ: nearer to the base before it was quantised); afterwards
+         W + s B A, s = alpha / r (rsLoRA: alpha / sqrt(r))
 Needs    nothing; composes with every other trick
 Breaks   a learning rate meant for full fine-tuning (use about ten times it)
 Sources  Hu et al. 2021, arXiv:2106.09685, sec. 4.1 (B = 0 at the start, scaling alpha / r); Kalajdzievski 2023,
-         arXiv:2312.03732, sec. 3 (rsLoRA); Liu et al. 2024, arXiv:2402.09353, sec. 4.1 and 4.3 (DoRA)
-Ours     one adapted linear layer, with DoRA, and the merge. peft wraps all those of a model, also 4-bit ones, and saves
-         the adapters
+         arXiv:2312.03732, sec. 3 (rsLoRA); Liu et al. 2024, arXiv:2402.09353, sec. 4.1 and 4.3 (DoRA); Li et al. 2023,
+         arXiv:2310.08659, sec. 3 (LoftQ)
+Ours     one adapted linear layer, with DoRA, the merge, and LoftQ's start. peft wraps all those of a model, also 4-bit
+         ones, and saves the adapters
 
 Shapes: A (r, D_in), B (D_out, r), both fp32, also over a 4-bit W (D_out, D_in); DoRA's magnitudes (D_out,).
 """
@@ -34,7 +37,7 @@ ALL_LINEAR = "all-linear"
 SWITCHES = ("peft=lora",)
 CLAIM = "reparametrised"
 LESSON = "04_lora"
-REFERENCE = ("LoraLinear.forward", "LoraLinear.merged")
+REFERENCE = ("LoraLinear.forward", "LoraLinear.merged", "start_of")
 PLAIN = """
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -88,6 +91,34 @@ class LoraLinear(nn.Module):
         return self.base.weight + self.scale * self.B @ self.A
 
 
+def start_of(error: torch.Tensor, r: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute LoftQ's start: the A and B for which s B A is the best approximation of a rounding error with rank r.
+
+    What is left of the error has the length sqrt(s_1^2 + s_2^2 + ...), over its singular values without the r largest.
+
+    Args:
+        error: W minus what the quantised W unpacks to, fp32 of shape (D_out, D_in).
+        r: the rank.
+        scale: LoRA's s, by which the layer will multiply B A.
+
+    Returns:
+        A (k, D_in) and B (D_out, k), where k is r, or the shorter side of W if that is less.
+    """
+    wide = error if error.shape[0] <= error.shape[1] else error.T
+    # The best approximation is the error's projection on its main directions. They are the eigenvectors of E E^T,
+    # which is small and takes a quarter of the time of a singular value decomposition. eigh sorts them upwards.
+    directions = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -r:]
+    projected = directions.T @ wide
+    # Each row is as long as its singular value. As in the paper both factors get the root of it, and here also of s.
+    # A direction without an error keeps a length, because A and B that are both zero would never learn.
+    roots = projected.norm(dim=1).sqrt().clamp(min=1e-4)
+    left = directions * roots / math.sqrt(scale)
+    right = projected / roots[:, None] / math.sqrt(scale)
+    if wide is error:
+        return right, left
+    return left.T, right.T
+
+
 def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = False) -> int:
     """Count the weights that LoRA trains.
 
@@ -102,6 +133,9 @@ def trained_weights(widths: Iterable[tuple[int, int]], r: int, dora: bool = Fals
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Ask peft for adapters on the named linears."""
     if recipe.tricks.peft != "lora":
+        if recipe.lora.init != "default":
+            kind = recipe.tricks.peft
+            raise BadInput(f"lora.init=loftq with tricks.peft={kind}: it starts LoRA's matrices; set tricks.peft=lora")
         if recipe.lora != Lora():
             plan = plan.warn(f"the lora.* settings have no effect: tricks.peft is {recipe.tricks.peft}")
         return plan
@@ -111,7 +145,7 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
             f"lora.target_modules={','.join(lora.target_modules)}: {ALL_LINEAR} means every linear but the head; leave "
             "the other names out"
         )
-    return plan.with_(
+    plan = plan.with_(
         "peft",
         kind="lora",
         r=lora.r,
@@ -121,6 +155,19 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         use_dora=lora.dora,
         target_modules=list(dict.fromkeys(lora.target_modules)),
     ).then("add_adapter")
+    if lora.init == "default":
+        return plan
+    if recipe.tricks.quantization == "none":
+        raise BadInput(
+            "lora.init=loftq with tricks.quantization=none: it starts at the rounding error of quantised weights, and "
+            "there is none; set tricks.quantization=nf4 or lora.init=default"
+        )
+    if lora.dora:
+        raise BadInput(
+            "lora.init=loftq with lora.dora=true: peft measures DoRA's magnitudes before LoftQ changes A and B; set "
+            "lora.dora=false or lora.init=default"
+        )
+    return plan.then("start_at_rounding_error")
 
 
 def refuse_unestimated(recipe: Recipe, shape: Shape) -> None:

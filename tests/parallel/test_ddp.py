@@ -16,6 +16,7 @@ SETTINGS = [
     ("tricks.gradient_checkpointing=1", "tricks.fused_lora=true", "tricks.fused_blocks=true"),
     ("tricks.peft=none",),
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
+    ("tricks.quantization=nf4", "lora.init=loftq"),
 ]
 
 

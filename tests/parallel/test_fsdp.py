@@ -19,6 +19,7 @@ SETTINGS = [
     ("tricks.peft=none",),
     ("tricks.peft=head",),
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
+    ("tricks.quantization=nf4", "lora.init=loftq"),
     ("tricks.quantization=nf4", "tricks.fused_lora=true"),
 ]
 

@@ -1,0 +1,97 @@
+"""Start the adapters of a quantised base at the rounding error of its matrices (LoftQ), read from the base's files.
+
+peft has ``replace_lora_weights_loftq`` for this. In peft 0.21 that function needs CUDA, knows only 4-bit weights, and
+ignores LoRA's scale: with alpha = 2 r the adapter would begin as twice the error. Here, as there, the base stays as it
+was quantised. So what is saved is a plain adapter of peft, for the base that everybody quantises in the same way.
+
+PiSSA, which starts an adapter at the largest part of the weight itself, is no setting here, because peft's version
+changes the base: ``pissa_init`` (peft 0.21, ``tuners/lora/layer.py``) subtracts the start from the weights, in place.
+
+- With the adapter switched off, the model is no longer its base, with which ``cria eval`` and ``cria chat`` compare it.
+- The saved adapter does not fit the published base. peft can convert it while it saves
+  (``_convert_state_dict_for_initial_model`` in ``tuners/lora/model.py``): it loads the first A and B beside the trained
+  ones, and writes an adapter of twice the rank. A checkpoint of twice the rank cannot be resumed. One that is not
+  converted needs the same start subtracted from the base again, and the fast start is random (``svd_lowrank``).
+- Over a quantised base ``pissa_init`` raises a ``TypeError``: it would have to quantise the difference again.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models import weight_files
+from cria_tricks.tricks.lora import start_of
+
+
+@torch.no_grad()
+def start_at_rounding_error(model: Any) -> None:
+    """Overwrite the two matrices of every adapter beside a quantised weight, in place.
+
+    The weights are read again from the base's files, one after the other, so that only one is in memory unquantised.
+
+    Args:
+        model: a new ``PeftModel`` with LoRA, whose base was quantised while it was loaded from a folder.
+
+    Raises:
+        BadInput: if a weight is not in the files, or another one is.
+    """
+    folder = Path(model.get_base_model().name_or_path)
+    for layer, key, file in originals(model, folder):
+        weight = layer.get_base_layer().weight
+        with safe_open(file, framework="pt") as opened:
+            error = opened.get_tensor(key).to(weight.device).float()
+        length = error.norm()
+        error -= unpacked(weight)
+        if error.norm() > length:  # 0 is a level of every format, so no weight is rounded to a place beyond 0
+            raise BadInput(f"lora.init=loftq: {key} in {file} is not the weight that was quantised; {WITHOUT}")
+        for name in layer.active_adapters:
+            A, B = start_of(error, layer.r[name], layer.scaling[name])
+            # If r is above the matrix' shorter side, the other rows of A stay random, and their columns of B zero.
+            layer.lora_A[name].weight[: len(A)] = A
+            layer.lora_B[name].weight[:, : len(A)] = B
+
+
+def originals(model: Any, folder: Path) -> Iterator[tuple[LoraLayer, str, Path]]:
+    """Find the weight of every adapted linear layer except the head, which is not quantised, in a model's files.
+
+    Args:
+        model: a ``PeftModel`` with LoRA; its base may be without weights.
+        folder: the base's folder.
+
+    Yields:
+        The layer with the adapter, and its weight's name and file.
+
+    Raises:
+        BadInput: if the files do not hold exactly one such weight under the layer's name.
+    """
+    base = model.get_base_model()
+    stored = weight_files.tensors(folder, str(folder))
+    for path, layer in base.named_modules():
+        if not isinstance(layer, LoraLayer) or layer is base.get_output_embeddings():
+            continue
+        linear = layer.get_base_layer()
+        if not isinstance(linear, torch.nn.Linear):  # the experts of a mixture, in one tensor, are not quantised either
+            continue
+        key = f"{path}.weight"
+        # A file may hold the backbone alone, whose names are shorter, or a larger model, whose names are longer.
+        found = [name for name in stored if f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}")]
+        if [stored[name].shape for name in found] != [(linear.out_features, linear.in_features)]:
+            raise BadInput(f"lora.init=loftq: {folder} does not hold {key} as one matrix under this name; {WITHOUT}")
+        yield layer, found[0], stored[found[0]].file
+
+
+def unpacked(weight: Any) -> torch.Tensor:
+    """Return the numbers for which a quantised weight stands, in the dtype in which it was quantised; int8 in fp32."""
+    if isinstance(weight, bnb.nn.Params4bit):
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    return bnb.functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+
+
+WITHOUT = "set lora.init=default"
+"""The way out of all errors here."""
