@@ -91,17 +91,16 @@ class StepMeter(TrainerCallback):
             self.first = False
             self.trainer.meter.forget_sizes()  # beside them, a batch as large as an earlier one can set a new peak
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.measured["skipped"] else 0
-        skipped = (
-            f"the loss scaler skipped {self.skipped_in_a_row} steps in a row, up to step {state.global_step}: the "
-        )
+        steps = f"{self.skipped_in_a_row} steps in a row, up to step {state.global_step}"
         if self.skipped_in_a_row == SKIPS_IN_A_ROW:
             raise Diverged(
-                f"{skipped}fp16 gradients stay infinite or NaN at any scale. Try tricks.precision=bf16 or fp32"
+                f"the loss scaler skipped {steps}: the fp16 gradients stay infinite or NaN at any scale. Try "
+                "tricks.precision=bf16 or fp32"
             )
         if self.skipped_in_a_row == state.global_step == state.max_steps:
             raise Diverged(
-                f"{skipped}run ended while it was still looking for a scale at which the fp16 gradients are finite. Take "
-                f"{SKIPS_IN_A_ROW} steps or more, or tricks.precision=bf16 or fp32"
+                f"the loss scaler skipped {steps}: the run ended while it was still looking for a scale at which the "
+                f"fp16 gradients are finite. Take {SKIPS_IN_A_ROW} steps or more, or tricks.precision=bf16 or fp32"
             )
 
     def close(self) -> None:
