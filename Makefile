@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-curated bench-kwanzaa bench-fused bench-overhead bench-packing bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-curated bench-kwanzaa bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -116,6 +116,10 @@ bench-overhead: $(READY)
 # Fused adapters and blocks beside peft's and transformers', in pairs of micro-batches: some minutes on two cores.
 bench-fused: $(READY)
 	$(VENV)/bin/python -m benchmarks.fused
+
+# Where the time of a micro-batch goes, by kinds of operations: some minutes on two cores.
+bench-step-profile: $(READY)
+	$(VENV)/bin/python -m benchmarks.step_profile
 
 # Packed rows beside padded batches of 4, the same documents of the real lengths.
 bench-packing: $(READY)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curated_tables
-from cria_tricks.bench import figures, results, style, tables
+from cria_tricks.bench import figures, results, speed_tables, style, tables
 from cria_tricks.bench.results import Case, study
 from cria_tricks.bench.style import Drawing
 
@@ -44,9 +44,11 @@ def blocks(cases: list[Case]) -> dict[str, str]:
     if without := study("without_checkpointing"):
         found["without_checkpointing"] = tables.without_checkpointing(without["cases"])
     if frontier := study("frontier"):
-        found["frontier"] = tables.frontier(frontier)
+        found["frontier"] = speed_tables.frontier(frontier)
     if seconds_error := study("seconds_error"):
         found["seconds_error"] = tables.seconds_error(seconds_error)
+    if step_profile := study("step_profile"):
+        found["step_profile"] = speed_tables.step_profile(step_profile)
     if trajectories := study("trajectories"):
         found["trajectories"] = tables.trajectories(trajectories)
     if quality := study("quality"):

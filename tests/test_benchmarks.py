@@ -1,16 +1,18 @@
 """The benchmarks of the dry run, and of quality, hold together."""
 
 import json
+import re
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import dry_run_error, gpu_error, quality
+from benchmarks import dry_run_error, gpu_error, quality, step_profile
 from benchmarks.common import HERE
+from cria_tricks.bench import speed_tables
 from cria_tricks.bench.case import settings_of
-from cria_tricks.hardware import T4
+from cria_tricks.hardware import T4, this_device
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -71,3 +73,33 @@ def test_products_and_attention_in_fp16_are_computed_in_fp32_and_their_results_r
         assert one.dtype == torch.float16
         # Four roundings to 11 bits: the result, its gradient, their product, and what comes out.
         assert (one.float() - wanted).abs().max() <= 4 * 2**-11 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("operation", "group"),
+    [
+        ("aten::mm", "matrix products"),
+        ("aten::mm_like", step_profile.REST),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("bitsandbytes::dequantize_4bit", "unpacking 4-bit weights"),
+        ("aten::copy_", "copies and casts"),
+        ("aten::mul", step_profile.REST),
+    ],
+)
+def test_an_operation_belongs_to_its_group(operation, group):
+    assert step_profile.group_of(operation) == group
+
+
+def test_a_profiled_micro_batch_is_divided_among_the_groups():
+    """Two blocks with LoRA in 14 linear layers, forward and backward: their products are all in one group."""
+    row = {"input_ids": list(range(3, 51)), "labels": list(range(3, 51))}
+    settings = ["model=random:tiny", *step_profile.BASE, *step_profile.WAYS["fused, NF4"]]
+    found = step_profile.measure(with_settings(Recipe(), settings), [row, row], this_device())
+    linear = 2 * 7
+    assert found["calls"]["matrix products"] >= linear * 2 * 3, "of the weight, of A and of B, forward and backward"
+    assert found["calls"]["unpacking 4-bit weights"] >= 2 * linear - 3, "again in the backward pass"
+    assert found["calls"]["attention"] >= 2 * 2
+    assert 0 < sum(found["seconds"].values()) <= found["wall_seconds"]
+    text = speed_tables.step_profile({"ways": {"fused, NF4": found}})
+    shares = [float(share) for share in re.findall(r"([\d.]+)% in", text)]
+    assert sum(shares) == pytest.approx(100, abs=0.3)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cria_tricks.bench import figures, growth, results, style, tables
+from cria_tricks.bench import figures, growth, results, speed_tables, style, tables
 from cria_tricks.bench.results import Case
 from cria_tricks.common.errors import BadInput
 from cria_tricks.tricks import INFERENCE, TRICKS, trick_name
@@ -90,7 +90,7 @@ def test_a_frontier_that_was_stopped_early_can_be_drawn():
         "TRL as small": {"way": "trl", "speeds": {}, "peak_bytes": 200},
         "fast": {"way": "ours", "speeds": {"0": 6.0}, "bytes_of": "small"},
     }
-    text = tables.frontier({"points": points})
+    text = speed_tables.frontier({"points": points})
     assert "| TRL as small |  | 200 B |  | 0.50 |" in text
     assert "| fast | 6.0 (6.0 to 6.0) | as `small` |  |  |" in text
     assert style.save(figures.frontier({"points": points, "trl": "1.16.0"}), "light")

@@ -186,41 +186,6 @@ def _of_four(four: Mapping[str, Case], measure: Measure) -> list[float | None]:
     return [*values, first * second / neither]  # each trick multiplies the time by its own factor
 
 
-def frontier(result: Mapping[str, Any]) -> str:
-    """Lay out every point of the frontier; beside TRL's points, how our ``fast`` and ``small`` compare with them."""
-    points = result["points"]
-    rows = []
-    for name, entry in points.items():
-        speed = ""
-        speeds = list(entry["speeds"].values())
-        if speeds:
-            speed = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
-        peak = _bytes(entry.get("peak_bytes"))
-        if "bytes_of" in entry:
-            peak = f"as `{entry['bytes_of']}`"
-        faster = smaller = ""
-        if entry["way"] == "trl":
-            faster = _faster(points.get("fast"), entry)
-            smaller = _smaller(points.get("small"), entry)
-        rows.append((name, speed, peak, faster, smaller))
-    columns = ("", "trained tokens/s", "peak", "speed of ours `fast` over it", "bytes of ours `small` over it")
-    return table(columns, rows)
-
-
-def _faster(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
-    found = over(ours, theirs) if ours else {}
-    if "speed" not in found:
-        return ""
-    return f"{found['speed']:.2f} ({found['slowest']:.2f} to {found['fastest']:.2f})"
-
-
-def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
-    found = over(ours, theirs) if ours else {}
-    if "bytes" not in found:
-        return ""
-    return f"{found['bytes']:.2f}"
-
-
 def trajectories(found: Mapping[str, Any]) -> str:
     """Lay out how far the losses of a run with a toggle are from those of the run without it."""
     rows = [(f"`{name}`", f"{c['largest']:.1e}", f"{c['mean']:.1e}", c["claim"]) for name, c in found["cases"].items()]
@@ -253,18 +218,6 @@ def _ends(numbers: Sequence[float]) -> list[float]:
     if not numbers:
         return []
     return sorted({min(numbers), max(numbers)})
-
-
-def over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratios of two points of the frontier: of their speeds, run by run, and of their bytes."""
-    found = {}
-    speeds = theirs["speeds"]
-    ratios = [speed / speeds[run] for run, speed in ours["speeds"].items() if run in speeds]
-    if ratios:
-        found = {"speed": statistics.median(ratios), "slowest": min(ratios), "fastest": max(ratios)}
-    if "peak_bytes" in ours and "peak_bytes" in theirs:
-        found["bytes"] = ours["peak_bytes"] / theirs["peak_bytes"]
-    return found
 
 
 def growth(curves: Mapping[str, Sequence[Curve]]) -> str:

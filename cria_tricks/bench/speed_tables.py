@@ -1,0 +1,69 @@
+"""Lay out studies of speed as tables: our points beside TRL's, and where the time of a micro-batch goes."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from cria_tricks.bench.tables import table
+from cria_tricks.common.units import human
+
+
+def frontier(result: Mapping[str, Any]) -> str:
+    """Lay out every point of the frontier; beside TRL's points, how our ``fast`` and ``small`` compare with them."""
+    points = result["points"]
+    rows = []
+    for name, entry in points.items():
+        speed = ""
+        speeds = list(entry["speeds"].values())
+        if speeds:
+            speed = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+        peak = human(entry["peak_bytes"]) if "peak_bytes" in entry else ""
+        if "bytes_of" in entry:
+            peak = f"as `{entry['bytes_of']}`"
+        faster = smaller = ""
+        if entry["way"] == "trl":
+            faster = _faster(points.get("fast"), entry)
+            smaller = _smaller(points.get("small"), entry)
+        rows.append((name, speed, peak, faster, smaller))
+    columns = ("", "trained tokens/s", "peak", "speed of ours `fast` over it", "bytes of ours `small` over it")
+    return table(columns, rows)
+
+
+def _faster(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
+    found = over(ours, theirs) if ours else {}
+    if "speed" not in found:
+        return ""
+    return f"{found['speed']:.2f} ({found['slowest']:.2f} to {found['fastest']:.2f})"
+
+
+def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
+    found = over(ours, theirs) if ours else {}
+    if "bytes" not in found:
+        return ""
+    return f"{found['bytes']:.2f}"
+
+
+def step_profile(result: Mapping[str, Any]) -> str:
+    """Lay out the share that each group of operations has in the time of a micro-batch."""
+    ways = result["ways"]
+    rows = []
+    for group in next(iter(ways.values()))["seconds"]:
+        cells = []
+        for way in ways.values():
+            share = way["seconds"][group] / sum(way["seconds"].values())
+            cells.append(f"{share:.1%} in {way['calls'][group]:,} calls")
+        rows.append((group, *cells))
+    rows.append(("a micro-batch", *(f"{way['wall_seconds']:.2f} s" for way in ways.values())))
+    return table(("own time of", *ways), rows)
+
+
+def over(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the ratios of two points of the frontier: of their speeds, run by run, and of their bytes."""
+    found = {}
+    speeds = theirs["speeds"]
+    ratios = [speed / speeds[run] for run, speed in ours["speeds"].items() if run in speeds]
+    if ratios:
+        found = {"speed": statistics.median(ratios), "slowest": min(ratios), "fastest": max(ratios)}
+    if "peak_bytes" in ours and "peak_bytes" in theirs:
+        found["bytes"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    return found
