@@ -5,11 +5,11 @@ ignores LoRA's scale: with alpha = 2 r the adapter would begin as twice the erro
 was quantised. So what is saved is a plain adapter of peft, for the base that everybody quantises in the same way.
 
 PiSSA, which starts an adapter at the largest part of the weight itself, is no setting here, because peft's version
-changes the base: ``pissa_init`` (peft 0.21, ``tuners/lora/layer.py``) subtracts the start from the weights, in place.
+changes the base: ``pissa_init`` (peft 0.21, ``peft.tuners.lora.layer``) subtracts the start from the weights, in place.
 
 - With the adapter switched off, the model is no longer its base, with which ``cria eval`` and ``cria chat`` compare it.
-- The saved adapter does not fit the published base. peft can convert it while it saves
-  (``_convert_state_dict_for_initial_model`` in ``tuners/lora/model.py``): it loads the first A and B beside the trained
+- The saved adapter does not fit the published base. peft can convert it while it saves, in
+  ``_convert_state_dict_for_initial_model`` of ``peft.tuners.lora.model``: it loads the first A and B beside the trained
   ones, and writes an adapter of twice the rank. A checkpoint of twice the rank cannot be resumed. One that is not
   converted needs the same start subtracted from the base again, and the fast start is random (``svd_lowrank``).
 - Over a quantised base ``pissa_init`` raises a ``TypeError``: it would have to quantise the difference again.
