@@ -146,9 +146,9 @@ course.show(
 print("codes are used", " ".join(f"{share:.1%}" for share in used))
 
 # %% [markdown]
-# Look at the last line: equal slices, yet codes are used between 2 % and 9 % of the time. The levels were cut to end at
-# 1.85 standard deviations, but of 64 numbers the largest lies near 2.6. So NF4 is good (8 % less error than even
-# levels, a quarter less than FP4), but not the best there is. In exercise 3 you will beat it.
+# Equal slices, yet codes are used between 2 % and 9 % of the time. The levels were cut to end at 1.85 standard
+# deviations, but of 64 numbers the largest lies near 2.6. So NF4 is good (8 % less error than even levels, a quarter
+# less than FP4), but not the best there is: exercise 3 beats it.
 #
 # Why blocks? Put an outlier of 50 standard deviations into the matrix.
 
@@ -246,8 +246,8 @@ assert torch.equal(right, found)
 
 # %% [markdown]
 # ## 3. Prove it
-# The claim is *approximate*. So: our bytes are the right bytes, no error exceeds a bound with a reason, and the count
-# is right to the byte. First against the package's reference and bitsandbytes.
+# The claim is *approximate*: the right bytes, no error beyond a bound with a reason, and a count that is right to the
+# byte. First against bitsandbytes.
 
 # %%
 import bitsandbytes.functional as bnb
@@ -265,9 +265,8 @@ print(f"all {len(packed):,} bytes are bitsandbytes'; of the scales' {len(scale_c
 assert other < 0.01
 
 # %% [markdown]
-# On a CPU bitsandbytes finds a scale's byte through a table, and sometimes gets the neighbour. And its
-# 16 levels are printed constants, up to $1.8 \cdot 10^{-7}$ from ours: a weight so exactly between two may fall to
-# either side. In six such matrices in bf16, as Llama is published, no byte differed; in twelve in fp16 and fp32, three.
+# On a CPU bitsandbytes finds a scale's byte through a table, and sometimes gets the neighbour. Its 16 levels are
+# printed constants, up to $1.8 \cdot 10^{-7}$ from ours, so a weight exactly between two may fall to either side.
 #
 # Now the bound. The widest gap, from -1 to -0.696, is 0.304, so a weight moves by at most half of it, 0.152, of its
 # block's scale. (Double quantization adds the 0.8 % that the scale moved.) A product adds errors up: it is off by
@@ -342,11 +341,8 @@ print(tables.quality(runs) if runs else "no committed results beside this packag
 # it the rounding, too. (A small model, whose weights had been through four bits before. With 7 to 65 billion the
 # paper's NF4 matches 16 bits on MMLU.)
 #
-# **Start as the repair.** A LoRA adapter begins as zero, so it has to learn the repair from the data. *LoftQ* computes
-# it before the first step instead. Of the rounding error $E = W - W_q$ it takes the best approximation of rank $r$, the
-# $r$ largest parts of its singular value decomposition, and writes it into $A$ and $B$. LoRA will multiply $B A$ by
-# $s = \alpha / r$, so LoftQ must divide by $s$. What remains has the length of all other singular values,
-# $\sqrt{\sigma_{r+1}^2 + \sigma_{r+2}^2 + \dots}$.
+# **Start as the repair.** LoRA begins as zero. *LoftQ* begins with the best approximation of rank $r$ of the rounding
+# error $E = W - W_q$. What remains is as long as all other singular values: $\sqrt{\sigma_{r+1}^2 + \dots}$.
 
 
 # %%
@@ -369,17 +365,15 @@ A, B = loftq(E, 16, s=1)  # forgets that LoRA multiplies by 2
 overshot = ((E - 2 * B @ A).norm() / E.norm()).item()
 print(f"rank 16 without dividing by s: {overshot:.1%} remains")
 assert abs(overshot - 1) < 1e-4
-As, Bs = start_of(E, 16, scale=2)  # the package's: the same product, in a quarter of the time
+As, Bs = start_of(E, 16, scale=2)  # the package's: the same product
 assert torch.allclose(Bs @ As, B @ A / 2, atol=1e-6)
 
 # %% [markdown]
-# Two things to see. Rank 16 repairs little: rounding looks like noise, and noise has no few main directions. And the
-# scale matters: without it the repair is twice too large at $\alpha = 2 r$, and nothing is gained at all. (peft's
-# `replace_lora_weights_loftq` forgets it, and needs CUDA. So ours reads each matrix again from the model's file.)
+# Rank 16 repairs little, because rounding looks like noise, which has no few main directions. And without LoRA's scale
+# the repair is twice too large, and gains nothing. (peft's `replace_lora_weights_loftq` ignores it.)
 #
-# `--set lora.init=loftq` switches it on. It costs time before the first step, and memory for one matrix in fp32 at a
-# time; a step costs what it did. The base keeps its bytes, so plain peft loads the adapter over the same NF4 base. (The
-# paper also rounds the base again, in turns with the repair.) Does it pay? SmolLM2 again, LoftQ's loss minus NF4's:
+# `--set lora.init=loftq` takes time before the first step, and memory for one matrix in fp32. The base keeps its bytes.
+# SmolLM2's loss, LoftQ minus NF4:
 
 # %%
 measured = {(run["case"], run["seed"]): run for run in (results.study("quality") or {}).get("runs", ())}
@@ -406,7 +400,7 @@ print(diff(resolve(before, T4), resolve(after, T4)))
 course.show_bill(before, after)
 
 # %% [markdown]
-# Here is the surprise: 1,377 MiB saved, and the peak falls by 239. Read it row by row.
+# Here is the surprise: 1,377 MiB saved, and the peak falls by 239.
 #
 # - *Weights: blocks*: -1,377, as we proved.
 # - *Weights: all others*, +501: `prepare_for_kbit_training`, peft's usual preparation, raises all that is not packed
@@ -455,8 +449,8 @@ def waterfall(theme: Theme):
 course.show(waterfall, "Figure 3. What NF4 saves, and what the usual preparation gives back.")
 
 # %% [markdown]
-# A saving on paper is not yet one at the peak. The logits are for `chunked_loss`, the rest for `lean_preparation`. And
-# the larger the model, the more NF4 pays: the matrices of an 8B Llama take 13 GiB in 16 bits and 3.4 packed.
+# The logits are for `chunked_loss`, the rest for `lean_preparation`. The larger the model, the more NF4 pays: the
+# matrices of an 8B Llama take 13 GiB in 16 bits and 3.4 packed.
 
 # %%
 course.show(course.staircase("06_nf4"), "Figure 4. The bill so far: two short steps, for now.")
@@ -477,9 +471,9 @@ frozen_codes = nn.Parameter(packed, requires_grad=False)  # the cure
 # %% [markdown]
 # **`Merge lora module to 4-bit linear may get different generations due to rounding errors.`** peft's warning when an
 # adapter is added to packed weights: the sum is rounded again, and the repair is lost. Its silent twin: the adapter on
-# the *published* base, where it repairs rounding that is not there. We did so ourselves: loss 0.618, where training had
-# ended at 0.489. Cause of both: the adapter belongs to the rounded base. Cure: unpack that base, add the adapter, store
-# the sum in 16 bits, as `cria merge` does.
+# the *published* base, where it repairs rounding that is not there.
+# Cause of both: the adapter belongs to the rounded base. Cure: unpack that base, add the adapter, store the sum in 16
+# bits, as `cria merge` does.
 #
 # A toy of width $D = 64$, an adapter of rank $r = 8$, inputs that lie near eight directions:
 
@@ -513,9 +507,6 @@ alone, trained, on_published, rounded_again, cured = losses.values()
 assert cured < 2 * trained < min(alone, on_published, rounded_again) / 10
 
 # %% [markdown]
-# How far off the published base is depends on how much was repaired. With inputs in all 64 directions rank 8 repairs
-# half of the rounding, and the two bases tie.
-#
 # ## 7. Exercises
 # 1. **Predict.** Take blocks of 32 weights, and double quantization in blocks of 256 scales as before. How many bits
 #    does a weight take, without mean and tables? The answer is a number of bits.
