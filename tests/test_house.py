@@ -137,6 +137,7 @@ TOGGLES_ARE_READ = {
     "predict/per_process.py": (7, "it shares a window of micro-batches out among the processes of a strategy"),
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
+    "predict/answer_time.py": (1, "an opened model has the adapter of its training, and no other toggle"),
     "predict/toggles.py": (3, "it tries toggles"),
     "recipe.py": (1, "rows of a step are a fact of the recipe"),
     "trainer/what_ran.py": (7, SAYS),

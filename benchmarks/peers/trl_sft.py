@@ -13,11 +13,12 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
+from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.model import Loaded
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.arguments import OPTIMIZERS, steps_per_epoch
+from cria_tricks.trainer.arguments import OPTIMIZERS
 
 
 def installed() -> bool:

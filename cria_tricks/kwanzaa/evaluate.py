@@ -32,6 +32,7 @@ from cria_tricks.kwanzaa.summary import Scored, summarise
 from cria_tricks.kwanzaa.training import read_training
 from cria_tricks.kwanzaa.trivial import trivial_reply
 from cria_tricks.models import identity
+from cria_tricks.predict.answer_time import BATCH, NEW_TOKENS, Asked
 from cria_tricks.recipe import Recipe, from_toml
 
 OUT = Path("runs/eval")
@@ -51,8 +52,8 @@ class Settings:
             trained (its ``data.contract``).
     """
 
-    batch_size: int = 8
-    max_new_tokens: int = 2048
+    batch_size: int = BATCH
+    max_new_tokens: int = NEW_TOKENS
     base: str | Path | None = None
     other_base: bool = False
     contract: bool | None = None
@@ -207,7 +208,7 @@ def _answers(
     """
     # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
     from cria_tricks.adapter.chat import open_folder
-    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of
+    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of, how_long
     from cria_tricks.load.answering import prompt_ids
 
     console.print(f"loading {folder}, writing to {place}")
@@ -235,7 +236,10 @@ def _answers(
             "references": hash_of([chat.answer for chat in source.rows]),
         }
         answers = Answers(place / f"answers-{system}.jsonl", about)
-        if any(row not in answers.rows for row in range(rows)):
+        missing = [len(prompts[row]) for row in range(rows) if row not in answers.rows]
+        if missing:
+            left = Asked(sum(map(bool, missing)), max(missing), settings.max_new_tokens, settings.batch_size)
+            console.print(f"{system}: {how_long(model, folder, system, left)}")
             with _asked(model, system, folder, below, settings.other_base) as asked:
                 answer_rows(
                     asked,
