@@ -116,7 +116,7 @@ KINDS = {
 
 def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_path):
     """Rows of every kind that trains, without the contract: the losses are those of the tokens that training labels."""
-    from cria_tricks.adapter.chat import open_folder
+    from cria_tricks.adapter.opening import open_folder
     from cria_tricks.data.batches import PadToLongest
     from cria_tricks.data.rows import read_jsonl
     from cria_tricks.data.tokens import tokenize, trained
@@ -171,7 +171,7 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
     two ways, and by half a step at most, which is 2**-9 of a number.
     """
     from cria_tricks import models
-    from cria_tricks.adapter.chat import open_base, open_folder
+    from cria_tricks.adapter.opening import open_base, open_folder
     from cria_tricks.data.rows import read_jsonl
     from cria_tricks.kwanzaa.generate import reference_loss
 
