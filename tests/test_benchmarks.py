@@ -7,12 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import dry_run_error, gpu_error, quality
+from benchmarks import curated, dry_run_error, gpu_error, quality
 from benchmarks.common import HERE
 from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipes import kwanzaa_curated_small, kwanzaa_small
 from cria_tricks.resolve import resolve
 
 
@@ -71,3 +72,14 @@ def test_products_and_attention_in_fp16_are_computed_in_fp32_and_their_results_r
         assert one.dtype == torch.float16
         # Four roundings to 11 bits: the result, its gradient, their product, and what comes out.
         assert (one.float() - wanted).abs().max() <= 4 * 2**-11 * wanted.abs().max()
+
+
+def test_an_adapter_is_evaluated_as_it_was_trained_and_with_the_contract_beside():
+    assert list(curated.asked(kwanzaa_small(T4), ["kwanzaa"])) == [
+        ("kwanzaa", "kwanzaa", None),
+        ("kwanzaa with the contract", "kwanzaa", True),
+    ]
+    of_ours = list(curated.asked(kwanzaa_curated_small(T4), curated.LONGEST))
+    assert of_ours == [(name, name, None) for name in curated.LONGEST], "it was trained with the contract"
+    committed = json.loads((HERE / "results" / "cpu" / "kwanzaa_curated_small.json").read_text())
+    assert list(committed["evaluations"]) == [name for name, _, _ in of_ours]
