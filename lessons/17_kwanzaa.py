@@ -59,6 +59,7 @@ from pathlib import Path
 
 from cria_tricks import course
 from cria_tricks.bench import results
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply
@@ -239,7 +240,8 @@ steps = planned if GPU else 2
 print(f"predicted: {numbers:,} trained numbers, {4 * numbers / 1e6:.1f} MB, {steps} steps")
 minutes = f"{planned * low / 60:.0f} to {planned * high / 60:.0f} minutes"
 print(f"predicted on the {bill['gpu']}: {minutes} if every row were full")
-share = {"kwanzaa_curated": 224_834, "kwanzaa": 153_617}[RECIPE] / (ROWS * 2048)  # tokens that there are, of SmolLM2's
+lengths = row_lengths("curated" if RECIPE == "kwanzaa_curated" else "train")  # of the real rows, in SmolLM2's tokens
+share = sum(tokens for tokens, _ in lengths) / (ROWS * 2048)
 print(f"the real rows fill {share:.0%} of that: {share * planned * low / 60:.0f} to {share * planned * high / 60:.0f}")
 
 # %% [markdown]

@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import TrainerState, TrainingArguments
 
+from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.store.checkpoints import Checkpoint
 from cria_tricks.trainer import arguments
-from cria_tricks.trainer.arguments import evaluated, leave_skipping_to_the_scaler, steps_per_epoch, training_arguments
+from cria_tricks.trainer.arguments import evaluated, leave_skipping_to_the_scaler, training_arguments
 
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 ON_A_GPU = {"use_cpu": False, "dataloader_pin_memory": True, "accelerator_config": {"non_blocking": True}}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cria_tricks import models
-from cria_tricks.adapter.chat import open_folder, quantization_of
+from cria_tricks.adapter.card_code import HERE
 from cria_tricks.adapter.merge import CPU, merge
-from cria_tricks.adapter.model_card import HERE
+from cria_tricks.adapter.opening import open_folder, quantization_of
 from cria_tricks.data.rows import read_jsonl
 from cria_tricks.kwanzaa.generate import reference_loss
 from cria_tricks.recipe import Recipe, Tricks, with_settings
@@ -47,7 +47,7 @@ def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path, monkeypatc
     folder, report = trained(tmp_path, *KINDS[kind])
     model, tokenizer = open_folder(folder, CPU, torch.float32)
     assert loss_of(model, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=2e-4)
-    monkeypatch.setattr("cria_tricks.adapter.chat.quantization_of", lambda folder: Tricks())
+    monkeypatch.setattr("cria_tricks.adapter.opening.quantization_of", lambda folder: Tricks())
     other, _ = open_folder(folder, CPU, torch.float32)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

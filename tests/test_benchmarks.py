@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import dry_run_error, gpu_error, quality, step_profile
+from benchmarks import curated, dry_run_error, gpu_error, quality, step_profile
 from benchmarks.common import HERE
 from cria_tricks.bench import speed_tables
 from cria_tricks.bench.case import settings_of
 from cria_tricks.hardware import T4, this_device
 from cria_tricks.models import Weights
 from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.recipes import kwanzaa_curated_small, kwanzaa_small
 from cria_tricks.resolve import resolve
 
 
@@ -103,3 +104,14 @@ def test_a_profiled_micro_batch_is_divided_among_the_groups():
     text = speed_tables.step_profile({"ways": {"fused, NF4": found}})
     shares = [float(share) for share in re.findall(r"([\d.]+)% in", text)]
     assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_an_adapter_is_evaluated_as_it_was_trained_and_with_the_contract_beside():
+    assert list(curated.asked(kwanzaa_small(T4), ["kwanzaa"])) == [
+        ("kwanzaa", "kwanzaa", None),
+        ("kwanzaa with the contract", "kwanzaa", True),
+    ]
+    of_ours = list(curated.asked(kwanzaa_curated_small(T4), curated.LONGEST))
+    assert of_ours == [(name, name, None) for name in curated.LONGEST], "it was trained with the contract"
+    committed = json.loads((HERE / "results" / "cpu" / "kwanzaa_curated_small.json").read_text())
+    assert list(committed["evaluations"]) == [name for name, _, _ in of_ours]

@@ -15,10 +15,12 @@ import yaml
 
 from cria_tricks import models
 from cria_tricks.adapter import prompts
-from cria_tricks.adapter.chat import answer, open_folder
+from cria_tricks.adapter.card_code import HERE
+from cria_tricks.adapter.chat import answer
 from cria_tricks.adapter.folder import CONFIGS
 from cria_tricks.adapter.merge import CPU, merge
-from cria_tricks.adapter.model_card import HERE, model_card
+from cria_tricks.adapter.model_card import model_card
+from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common import atomic_files
 from cria_tricks.data import sources
 from cria_tricks.data.tokens import tokenize

@@ -66,7 +66,7 @@ def test_train_writes_a_report_and_an_adapter_that_plain_peft_loads(run_cria, fe
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from cria_tricks.adapter.chat import open_folder
+    from cria_tricks.adapter.opening import open_folder
 
     ours, _ = open_folder(report["adapter"], dtype=torch.float32)  # a CPU with real bf16 would take that
     base = AutoModelForCausalLM.from_pretrained(models.find("random:tiny").path, dtype=ours.dtype).to(ours.device)

@@ -128,8 +128,9 @@ def test_scorers_read_text_and_import_nothing_heavy(name: str):
 SAYS = "it says in words what a recipe asked for"
 TOGGLES_ARE_READ = {
     "predict/model_settings.py": (2, "what a recipe needs for another model is said before a plan is made"),
-    "adapter/chat.py": (2, "it rounds a base as it was rounded when the adapter learnt"),
-    "adapter/model_card.py": (7, SAYS),
+    "adapter/opening.py": (2, "it rounds a base as it was rounded when the adapter learnt"),
+    "adapter/card_code.py": (6, SAYS),
+    "adapter/model_card.py": (1, SAYS),
     "data/lengths.py": (2, "packed rows are full; data/ lies below the plan's tricks and is read without a plan"),
     "data/rules.py": (1, "it refuses a recipe"),
     "launch/job.py": (1, "it names the folder of a run on another machine, for which there is no plan"),
@@ -137,6 +138,10 @@ TOGGLES_ARE_READ = {
     "predict/per_process.py": (7, "it shares a window of micro-batches out among the processes of a strategy"),
     "predict/toggle_values.py": (1, "it tries toggles"),
     "predict/plan_data.py": (4, "its times are of rows in the mean, not of the longest one; it prints the strategy"),
+    "predict/answer_time.py": (
+        1,
+        "an opened model has the adapter of its training, and no other toggle",
+    ),
     "predict/toggles.py": (3, "it tries toggles"),
     "recipe.py": (1, "rows of a step are a fact of the recipe"),
     "trainer/what_ran.py": (7, SAYS),

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cria_tricks import models
-from cria_tricks.adapter.chat import open_folder
 from cria_tricks.adapter.folder import trained_over
 from cria_tricks.adapter.merge import merge
+from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common import atomic_files
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models import Weights, identity, pretrained, weight_files

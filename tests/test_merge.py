@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from cria_tricks import models
 from cria_tricks.adapter import model_card
-from cria_tricks.adapter.chat import open_folder
 from cria_tricks.adapter.folder import save, verify
 from cria_tricks.adapter.merge import CPU, _compare, _describe, _merged, _refuse_beyond_rounding, _rows, merge
+from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
 from cria_tricks.hardware import Device

@@ -241,7 +241,8 @@ def test_the_evaluation_rows_are_those_of_the_file(run_folder):
     assert [question(chat) for chat in chats] == ["Who | *she*?", "Why?", "When?"]
 
 
-def test_a_plan_says_that_its_time_leaves_the_answers_out():
-    said = "eval.samples=3: the time of the answers during training is not estimated"
-    assert said in plan("smoke", gpu="t4", rows_full=True, settings=["eval.samples=3"]).warnings
-    assert said not in plan("smoke", gpu="t4", rows_full=True).warnings
+def test_a_plan_adds_the_answers_to_the_minutes():
+    off, on = (plan("smoke", gpu="t4", settings=[f"eval.samples={number}"]) for number in (0, 3))
+    longer = 60 * (on.prices[0].minutes_high - off.prices[0].minutes_high)
+    assert longer == pytest.approx(on.answers.evaluations * on.answers.evaluation_seconds)
+    assert longer > 0

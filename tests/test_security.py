@@ -11,7 +11,7 @@ import pytest
 import cria_tricks
 from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.chat import open_folder
+from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common.errors import BadInput
 
 PACKAGE = Path(cria_tricks.__file__).parent
@@ -146,7 +146,7 @@ def test_the_code_of_a_model_folder_is_never_run(asks_for_code, run_cria, tmp_pa
     assert "cannot be loaded" in stderr.splitlines()[-1]
     assert not (tmp_path / "trace").exists()
     # And not even where the first look is blind.
-    monkeypatch.setattr("cria_tricks.adapter.chat.refuse_unsafe", lambda folder: None)
+    monkeypatch.setattr("cria_tricks.adapter.opening.refuse_unsafe", lambda folder: None)
     with pytest.raises(BadInput, match="cannot be loaded"):
         open_folder(asks_for_code)
     assert not (tmp_path / "trace").exists()

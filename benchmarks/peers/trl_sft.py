@@ -13,11 +13,12 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
+from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.model import Loaded
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.arguments import OPTIMIZERS, steps_per_epoch
+from cria_tricks.trainer.arguments import OPTIMIZERS
 
 
 def installed() -> bool:
@@ -71,8 +72,8 @@ def train(
         "max_grad_norm": settings.max_grad_norm,
         "fp16": plan.training.get("fp16", False),
         "bf16": plan.training.get("bf16", False),  # TRL's default is true
-        "gradient_checkpointing": plan.training.get("gradient_checkpointing", False),  # TRL's default is true
-        "gradient_checkpointing_kwargs": plan.training.get("gradient_checkpointing_kwargs"),
+        # TRL's default is true. The blocks of the loaded model are checkpointed already, if the plan says so.
+        "gradient_checkpointing": False,
         "max_length": None,  # the rows are cut already
         "packing": False,
         "padding_free": False,
@@ -98,7 +99,8 @@ def train(
         if name in masters:
             parameter.data = masters[name]
     trainer.train()
-    assert trainer.model.is_gradient_checkpointing == arguments.gradient_checkpointing
+    checkpointed = bool(plan.checkpointing) or arguments.gradient_checkpointing
+    assert trainer.model.is_gradient_checkpointing == checkpointed, "TRL changed what is checkpointed"
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert history[-1]["num_tokens"] == sum(len(row["input_ids"]) for row in rows), "TRL saw other rows"
     trained = sum(label != IGNORED for row in trainer.train_dataset for label in row["labels"][1:])

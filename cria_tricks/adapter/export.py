@@ -10,9 +10,9 @@ from typing import Any
 import gguf
 
 from cria_tricks.adapter import gguf_layout, gguf_proof, gguf_tokens, modelfile, prompts
-from cria_tricks.adapter.chat import base_of
 from cria_tricks.adapter.folder import PROVENANCE, RESULTS
 from cria_tricks.adapter.merge import ADAPTER_WEIGHTS, merge
+from cria_tricks.adapter.opening import base_of
 from cria_tricks.common import atomic_files, waiting
 from cria_tricks.common.errors import BadInput, usable_path
 from cria_tricks.common.names import hint, nearest

@@ -260,7 +260,7 @@ def adapter(
     refuse_another(path)
     named = named_base(path)
     # A whole model, and an adapter whose config names no base or cannot be read, are checked when they are opened
-    # (base_of in adapter/chat.py).
+    # (base_of in adapter/opening.py).
     if named:
         refuse_unsafe(path)
         if look_at_base and not base:

@@ -33,6 +33,14 @@ AROUND = 50
 """Embedding, last norm, head and loss of a micro-batch, forward and backward."""
 CHUNK = 20
 """Each chunk of the chunked loss."""
+NORM_CASTS = 4
+"""A block's two norms, each computed in fp32: cast there and back."""
+CACHE = 2
+"""For each block of a model that answers: a new token's keys and values are written into the cache."""
+MASKED = 3
+"""In each block, where several rows need a mask."""
+TOKEN = 72
+"""Around the blocks for a new token of ``generate``, at most: 49 for one row in fp32, 71 for several in 16 bits."""
 UPDATE = 4
 """For each trained matrix, once a step: clipping, the update, and setting its gradient to zero."""
 
@@ -63,12 +71,14 @@ def _casts(work: Work, matrices: int, adapted: int) -> int:
     """Count the casts of autocast in the forward pass of a block."""
     if work.compute_itemsize == 4:
         return 0
+    if not work.autocast:
+        return NORM_CASTS
     if work.trains_blocks:  # each weight, and each product's input
         return 2 * matrices
     if work.fused_adapters:
-        return 4 + 2 * adapted
+        return NORM_CASTS + 2 * adapted
     # A and B are fp32. peft casts their inputs to fp32, and autocast casts them back.
-    return 4 + 2 * adapted * (1 + work.adapter_casts)
+    return NORM_CASTS + 2 * adapted * (1 + work.adapter_casts)
 
 
 def of_loss(work: Work) -> float:
@@ -76,6 +86,12 @@ def of_loss(work: Work) -> float:
     if work.logit_positions is None:
         return AROUND
     return AROUND + CHUNK / 2 * work.head_reads  # each chunk reads the head's weights twice
+
+
+def of_answer_pass(work: Work, blocks: Blocks) -> int:
+    """Count the launches of one pass of a model that answers; the blocks run forward only."""
+    in_a_block = CACHE + MASKED * (work.batch > 1)
+    return of_blocks(work, blocks) + in_a_block * blocks.passes["forward"] + TOKEN
 
 
 def of_update(work: Work) -> int:

@@ -26,7 +26,7 @@ from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card, Flavor
-from cria_tricks.recipe import Recipe
+from cria_tricks.recipe import Recipe, Train
 
 HEAD = ("head", "loss")
 """The parts that only a process with the head has, in a pipeline the last stage."""
@@ -160,9 +160,9 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
         The step of one card, without the parts that have nothing to do.
     """
     counted = counts(work, cards)
-    parts = [_part(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
+    parts = [timed(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
     started = sum(one.launches for one in counted)
-    parts.append(_wait(started, card, sum(part.seconds for part in parts)))
+    parts.append(launch_time(started, card, sum(part.seconds for part in parts)))
     return Step(tuple(parts), work.micro_batches * work.batch * work.tokens, card.spread(work.precision))
 
 
@@ -176,7 +176,7 @@ def counts(work: Work, cards: int = 1) -> list[PartCounts]:
     return [*found, *_once_a_step(work, cards)]
 
 
-def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
+def timed(counted: PartCounts, card: Card, precision: str) -> StepPart:
     """Turn the counts of a part into its time, by the roofline model of this module's docstring."""
     rate_of = counted.rate or counted.name
     compute_seconds = counted.flops / card.product_rate(rate_of, precision)
@@ -192,7 +192,7 @@ def _part(counted: PartCounts, card: Card, precision: str) -> StepPart:
     )
 
 
-def _wait(started: float, card: Card, busy: float) -> StepPart:
+def launch_time(started: float, card: Card, busy: float) -> StepPart:
     """Make the part that launches add: a card waits for those that outlast its work, a CPU spends the time itself.
 
     Args:
@@ -287,6 +287,17 @@ def _head(work: Work, blocks: products.Blocks) -> Iterator[PartCounts]:
     yield PartCounts("head", n * counted.flops, moved, 0, why)
     passes = n * work.logit_bytes * work.shape.vocabulary
     yield PartCounts("loss", 0, passes, 0, "passes over the logits", launches.of_loss(work))
+
+
+def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
+    """Return the optimizer steps of one epoch; the last step may have fewer micro-batches than the others.
+
+    Args:
+        settings: the recipe's ``train`` fields.
+        accumulation: the micro-batches of a step, in all processes together.
+        rows: the number of training rows.
+    """
+    return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:

@@ -58,6 +58,7 @@ class Work:
         optimizer_bytes: bytes that the optimizer's kernel moves for one trained weight.
         gradient_bytes: bytes moved for one trained weight by everything done to its gradient before that, such as
             accumulation, unscaling and clipping.
+        autocast: whether autocast makes the casts of 16-bit products; a model that answers is in one dtype.
         compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
     """
@@ -99,6 +100,7 @@ class Work:
     masked: bool = False
     logit_positions: float | None = None
     head_reads: int = 2
+    autocast: bool = True
     compiled: bool = False
     link_trips: int = 0
 

@@ -86,9 +86,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Answer held-out rows; loss and perplexity for any data, scores where answers keep the contract."""
-    from cria_tricks.kwanzaa.evaluate import Settings
     from cria_tricks.kwanzaa.evaluate import evaluate as run
     from cria_tricks.kwanzaa.page import scores_table
+    from cria_tricks.kwanzaa.systems import Settings
 
     settings = Settings(batch_size, max_new_tokens, base, other_base, contract)
     with contextlib.redirect_stdout(sys.stderr):

@@ -15,6 +15,10 @@ from cria_tricks.kwanzaa.scores import SCORERS
 
 BEGIN, END = "<!-- scores -->", "<!-- end of scores -->"
 """The lines around the scores in a card; what stands between them is replaced."""
+BETTER = "is better than its base"
+WORSE = "is worse than its base"
+ALIKE = "shows no difference from its base beyond chance"
+"""What a verdict says of a score; the last, where the interval of the difference holds zero."""
 BEFORE = "## On a GPU"
 """The section of the card that follows the scores."""
 
@@ -113,14 +117,14 @@ def verdict(found: Mapping[str, Any]) -> str:
     differences = found["differences"]
     if not differences:
         return f"{on} the adapter was scored without its base, so what it has learnt is not told."
-    words: dict[str, list[str]] = {"better than": [], "worse than": [], "not told from": []}
+    words: dict[str, list[str]] = {BETTER: [], WORSE: [], ALIKE: []}
     for key in SCORERS:
         if key in differences:
             words[_compared(differences[key])].append(NAMES[key])
     if not any(words.values()):
         words[_compared(differences["loss"], lower_is_better=True)].append("loss")
-    said = [f"{compared} its base in {', '.join(names)}" for compared, names in words.items() if names]
-    return f"{on} the adapter is {'; it is '.join(said)}."
+    said = [f"{compared} in {', '.join(names)}" for compared, names in words.items() if names]
+    return f"{on} the adapter {'; it '.join(said)}."
 
 
 def _compared(difference: Mapping[str, float], lower_is_better: bool = False) -> str:
@@ -128,8 +132,8 @@ def _compared(difference: Mapping[str, float], lower_is_better: bool = False) ->
     if lower_is_better:
         low, high = -high, -low
     if low > 0:
-        return "better than"
-    return "worse than" if high < 0 else "not told from"
+        return BETTER
+    return WORSE if high < 0 else ALIKE
 
 
 def _values(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,58 +4,32 @@ These three are called systems here. The reference is the data's own answers. If
 answers of each system are scored, too.
 """
 
-import contextlib
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from cria_tricks import models
 from cria_tricks.adapter import folder as artifact
-from cria_tricks.adapter.folder import CONFIGS, MODEL_FILES, RECIPE, is_whole, trained_over
+from cria_tricks.adapter.folder import MODEL_FILES, RECIPE, is_whole
 from cria_tricks.common import atomic_files
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput, usable_path
-from cria_tricks.common.version import versions
 from cria_tricks.data import sources
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.sources import DataSource
-from cria_tricks.kwanzaa.answers import Answers, Written
+from cria_tricks.kwanzaa.answers import Written
 from cria_tricks.kwanzaa.page import UNSCORED, markdown
 from cria_tricks.kwanzaa.prompt import QARow, keeps_contract, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply, read_reply
 from cria_tricks.kwanzaa.summary import Scored, summarise
+from cria_tricks.kwanzaa.systems import Settings, answers_of_systems, base_name
 from cria_tricks.kwanzaa.training import read_training
 from cria_tricks.kwanzaa.trivial import trivial_reply
-from cria_tricks.models import identity
-from cria_tricks.recipe import Recipe, from_toml
+from cria_tricks.recipe import from_toml
 
 OUT = Path("runs/eval")
 """The folder of the results if no adapter is given."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings for generating answers.
-
-    Attributes:
-        batch_size: number of rows that are answered together.
-        max_new_tokens: length limit of an answer (tokens).
-        base: folder or name of the base model, if it is no longer where the adapter's config says.
-        other_base: whether the base may be another one than the adapter was trained over.
-        contract: whether every row gets the system prompt that shows the answer contract. ``None``: as the adapter was
-            trained (its ``data.contract``).
-    """
-
-    batch_size: int = 8
-    max_new_tokens: int = 2048
-    base: str | Path | None = None
-    other_base: bool = False
-    contract: bool | None = None
 
 
 def evaluate(
@@ -107,7 +81,7 @@ def evaluate(
         systems: dict[str, list[Scored]] = {}
         training = None
         if folder:
-            answered, more = _answers(folder, base, source, len(rows), place, settings, console)
+            answered, more = answers_of_systems(folder, base, source, len(rows), place, settings, console)
             systems = {name: _scored(rows, written) for name, written in answered.items()}
             about |= {"adapter": str(folder), **more}
             if rows[0].contract:
@@ -141,7 +115,7 @@ def _adapter_folder(adapter: str | Path | None, base: bool, without: bool, setti
     # A whole model, and its base is to answer, too: settings.base is then that base, and not one below the model.
     path = artifact.adapter(adapter)
     if not settings.base:
-        _base_name(path)  # raises if no file names the base
+        base_name(path)  # raises if no file names the base
     return path
 
 
@@ -195,144 +169,3 @@ def _without_a_model(rows: Sequence[QARow], trivial: bool, reference: bool) -> d
     if reference:
         systems["reference"] = [Scored(row, row.reference, None) for row in rows]
     return systems
-
-
-def _answers(
-    folder: Path, base: bool, source: DataSource, rows: int, place: Path, settings: Settings, console: Console
-) -> tuple[dict[str, dict[int, Written]], dict[str, Any]]:
-    """Answer the rows with the adapter, and with its base if asked for.
-
-    Returns:
-        The answers of each system, by row number; and a description of what made them.
-    """
-    # Imported here: torch and transformers take seconds, and wrong arguments should be refused before that.
-    from cria_tricks.adapter.chat import open_folder
-    from cria_tricks.kwanzaa.generate import answer_rows, fingerprint, hash_of
-    from cria_tricks.load.answering import prompt_ids
-
-    console.print(f"loading {folder}, writing to {place}")
-    warnings: list[str] = []
-    below = _below(folder, base, settings)
-    beneath = None if is_whole(folder) else settings.base  # a whole model is loaded without a base
-    model, tokenizer = open_folder(folder, base=beneath, other_base=settings.other_base, say=warnings.append)
-    for warning in warnings:
-        console.print(warning)
-    prompts = prompt_ids(source.rows, tokenizer)
-    with_what = _made_with(folder, below, model, settings)
-    if any(chat.text for chat in source.rows):
-        with_what["text_length"] = length_of_texts(folder)
-    # Each system and the hash of its own files. The base has none: with_what describes its files for both systems.
-    asked_for = {"adapter": fingerprint(folder)}
-    if base:
-        asked_for["base"] = ""
-    found = {}
-    for system, adapter in asked_for.items():
-        about = {
-            "system": system,
-            "adapter": adapter,
-            **with_what,
-            "prompts": hash_of(prompts),
-            "references": hash_of([chat.answer for chat in source.rows]),
-        }
-        answers = Answers(place / f"answers-{system}.jsonl", about)
-        if any(row not in answers.rows for row in range(rows)):
-            with _asked(model, system, folder, below, settings.other_base) as asked:
-                answer_rows(
-                    asked,
-                    tokenizer,
-                    source.rows[:rows],
-                    prompts[:rows],
-                    answers,
-                    batch_size=settings.batch_size,
-                    max_new_tokens=settings.max_new_tokens,
-                    text_length=with_what.get("text_length", sys.maxsize),
-                    console=console,
-                    system=system,
-                )
-        found[system] = answers.rows
-    # Below is what does not decide the answers, so it is not in the header of the saved ones.
-    if warnings:
-        with_what["warnings"] = warnings
-    return found, with_what | {"batch_size": settings.batch_size, "versions": versions()}
-
-
-def _made_with(folder: Path, below: models.Weights | None, model: Any, settings: Settings) -> dict[str, Any]:
-    """Describe what makes the answers, so that answers of another base, dtype or device are not mixed with these."""
-    from cria_tricks.adapter.chat import quantization_of  # slow to import, as above
-
-    files = identity.of(below) if below else {}
-    base = ""
-    if below and settings.base:
-        base = below.name
-    rounded = quantization_of(folder)
-    return {
-        "base": base or _base_name(folder, must=False),
-        "base_files": {**files.get("weights", {}), **files.get("config", {})},
-        "quantization": rounded.quantization + " with double quantization" * rounded.double_quantization,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "max_new_tokens": settings.max_new_tokens,
-    }
-
-
-def _below(folder: Path, base: bool, settings: Settings) -> models.Weights | None:
-    """Find the base model of an adapter, or the model that a whole model was trained from, if that must answer, too."""
-    from cria_tricks.adapter.chat import base_of  # slow to import, as above
-
-    if not is_whole(folder):
-        return base_of(folder, settings.base)[1]
-    if not base:
-        return None
-    if settings.base:
-        return models.fetch(models.find(str(settings.base)))
-    return models.fetch(models.find(_base_name(folder)), trained_over(folder).get("revision") or "")
-
-
-@contextlib.contextmanager
-def _asked(model: Any, system: str, folder: Path, below: models.Weights | None, other_base: bool) -> Iterator[Any]:
-    """Yield the model of a system: with its adapter, without it, or the base that a whole model was trained from."""
-    from cria_tricks.adapter.chat import open_base, other_than_trained_over  # slow to import, as above
-    from cria_tricks.load.adapters import without_adapter
-    from cria_tricks.tricks.side_network import SideBlock
-
-    if system == "adapter":
-        yield model
-    elif hasattr(model, "peft_config") or any(isinstance(module, SideBlock) for module in model.modules()):
-        with without_adapter(model) as base:
-            yield base
-    else:
-        assert below
-        other_than_trained_over(folder, below, other_base)
-        model.to("meta")  # frees its memory, because two whole models may not fit
-        yield open_base(below)
-
-
-def length_of_texts(folder: Path) -> int:
-    """Return the length of the rows into which texts are cut (tokens): that of the training, or the default."""
-    recipe = Recipe()
-    if (folder / RECIPE).is_file():
-        recipe = from_toml(folder / RECIPE)
-    return recipe.data.max_length
-
-
-def _base_name(folder: Path, must: bool = True) -> str:
-    """Read the name of the base of an adapter, or of a whole model that ``cria train`` wrote.
-
-    Args:
-        folder: the folder of the adapter, or of the model.
-        must: whether to raise an error if no file names the base; otherwise the name is then empty.
-
-    Raises:
-        BadInput: if no file names the base, and ``must`` is true.
-    """
-    for name in CONFIGS:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return str(json.loads((folder / name).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    if (folder / RECIPE).is_file():
-        return from_toml(folder / RECIPE).model
-    if must:
-        raise BadInput(
-            f"--with-base: {folder} holds a whole model and no recipe.toml that names what it was trained from; "
-            "evaluate the base in a command of its own: cria eval FOLDER_OF_THE_BASE --out DIR"
-        )
-    return ""

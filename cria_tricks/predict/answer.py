@@ -80,6 +80,23 @@ class Price(_Frozen):
     cost_high: float
 
 
+class AnswerTimes(_Frozen):
+    """The time of generated answers, at most [s]: the high end of the range, for answers as long as they may be.
+
+    ``evaluation_seconds`` is of one evaluation in training (``eval.samples``), 0 without samples. ``evaluations`` is
+    their number, ``None`` if it is not known. ``eval_seconds`` is of ``cria eval --with-base`` over ``eval_rows`` rows:
+    all evaluation rows, or if these were not read, as many as it answers together. A time is ``None`` if
+    it is not known, or the model does not fit.
+    """
+
+    evaluation_seconds: float | None
+    evaluations: int | None
+    eval_rows: int
+    eval_rows_read: bool
+    eval_new_tokens: int
+    eval_seconds: float | None
+
+
 class HostMemory(_Frozen):
     """What the machine around the card needs [bytes], when it needs most; its name is empty if it is not known."""
 
@@ -155,6 +172,7 @@ class PlanAnswer(_Frozen):
         alone: what each toggle saves without the others.
         removed: what would be lost by switching off each toggle.
         ladder: the toggles added one after the other.
+        answers: the time of answers during training and in ``cria eval``; ``None`` if the card's rates are not known.
         front: the toggle sets that no other set beats in both bytes and time; ``None`` if not asked for.
         longest: the length of the longest row that fits [tokens]; ``None`` if not asked for.
         host: the memory on the host; ``None`` on a CPU.
@@ -193,6 +211,7 @@ class PlanAnswer(_Frozen):
     alone: list[Comparison]
     removed: list[Comparison]
     ladder: list[Rung]
+    answers: AnswerTimes | None = None
     front: list[Rung] | None = None
     longest: int | None = None
     prices: list[Price] | None = None

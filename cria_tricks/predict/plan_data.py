@@ -13,7 +13,7 @@ from cria_tricks.hardware.cards import CARDS, FLAVORS, Flavor
 from cria_tricks.hardware.gpus import Host
 from cria_tricks.models.configs import beyond_context, find_config
 from cria_tricks.models.shape import Shape
-from cria_tricks.predict import toggles
+from cria_tricks.predict import answer_time, toggles
 from cria_tricks.predict.host import HostBill, host_bill
 from cria_tricks.predict.toggles import Change, Setting, Target
 from cria_tricks.recipe import Recipe, with_settings
@@ -44,6 +44,7 @@ def answer(
         host: the machine around the card; ``None`` if it is not known.
     """
     found: dict[str, Any] = bill(target, recipe, dry=dry, lengths=lengths)
+    found["answers"] = _answers(target, recipe, lengths, rows)
     on_host = host_bill(target, recipe, host, rows or 0)
     if on_host:
         found["host"] = _host(on_host)
@@ -135,6 +136,36 @@ def _times(setting: Setting, plan: Plan, lengths: Lengths) -> dict[str, Any]:
     }
 
 
+def _answers(target: Target, recipe: Recipe, lengths: Lengths, rows: int | None) -> dict[str, Any] | None:
+    """Return the time of answers, during training and of ``cria eval``, at most; ``None`` if no rates are known."""
+    card = target.card
+    if card is None:
+        return None
+    asked = answer_time.Asked(
+        rows=len(lengths.prompts) or answer_time.BATCH,
+        prompt=max(lengths.prompts, default=recipe.data.max_length),
+        new=answer_time.NEW_TOKENS,
+        together=answer_time.BATCH,
+    )
+    of_adapter, of_base = (
+        answer_time.of_eval(recipe, target.shape, card, asked, with_adapter=with_adapter)
+        for with_adapter in (True, False)
+    )
+    return {
+        "evaluation_seconds": answer_time.of_samples(recipe, target.shape, card, _longest_prompt(recipe, lengths)),
+        "evaluations": answer_time.evaluations(recipe, rows),
+        "eval_rows": asked.rows,
+        "eval_rows_read": bool(lengths.prompts),
+        "eval_new_tokens": asked.new,
+        "eval_seconds": None if of_adapter is None or of_base is None else of_adapter + of_base,
+    }
+
+
+def _longest_prompt(recipe: Recipe, lengths: Lengths) -> int:
+    """Return the tokens of the longest prompt of ``eval.samples``: of the first rows with one, or of a full row."""
+    return max(lengths.prompts[: recipe.eval.samples], default=recipe.data.max_length)
+
+
 def _suggestion(change: Change) -> dict[str, Any]:
     return {
         "set": change.set,
@@ -162,8 +193,8 @@ def front(target: Target, recipe: Recipe) -> list[dict[str, Any]]:
 def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
     """Warn of what may go wrong although no toggle is refused.
 
-    There are two such risks: rows longer than the model's context, and a narrow fit. What the time leaves out, and a
-    calibration of this machine that is stale, are said, too.
+    There are two such risks: rows longer than the model's context, and a narrow fit. A calibration of this machine that
+    is stale is said, too.
     """
     found: list[str] = []
     # A packed row holds several documents, and positions start at 0 in each. Only the data show how long they are.
@@ -172,8 +203,6 @@ def doubts(target: Target, recipe: Recipe, verdict: str) -> list[str]:
         found += beyond_context(target.shape.context, recipe.data.max_length)
     if verdict == "tight":
         found.append(trust.TIGHT)
-    if recipe.eval.samples:
-        found.append(f"eval.samples={recipe.eval.samples}: the time of the answers during training is not estimated")
     if target.device == this_device():
         found += filter(None, [calibration.stale(target.device)])
     return found
@@ -202,6 +231,8 @@ def _host_doubts(memory: HostBill) -> list[str]:
 def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = None) -> list[dict[str, Any]]:
     """Estimate the minutes and the price of the run, on each rented machine that has this card and room for it.
 
+    The answers of ``eval.samples`` are in the minutes, each as long as it may be.
+
     Args:
         target: the model and the card.
         recipe: the recipe that would run.
@@ -219,6 +250,7 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
     if lengths and not packed_steps:
         mean = lengths.mean
     tokens = run_tokens(recipe, rows, mean)
+    prompt = _longest_prompt(recipe, lengths or full(recipe, ""))
     found = []
     for flavor in FLAVORS.values():
         if target.card is None or CARDS[flavor.card].device.name != target.card.device.name:
@@ -228,7 +260,8 @@ def prices(target: Target, recipe: Recipe, rows: int, lengths: Lengths | None = 
         except BadInput:  # the cards of this machine cannot share this run
             continue
         if setting.memory.fits and setting.seconds is not None:
-            run = RunPrice(flavor, setting.seconds * tokens / 60, setting.spread)
+            answers = answer_time.of_run(recipe, target.shape, CARDS[flavor.card], prompt, rows)
+            run = RunPrice(flavor, (setting.seconds * tokens + answers) / 60, setting.spread)
             found.append({"flavor": flavor.name, "minutes": run.minutes, "cost": run.cost, **run.range})
     return found
 

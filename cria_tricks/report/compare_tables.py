@@ -1,6 +1,6 @@
 """Lay a comparison of runs out as tables of text, for the terminal and for the page."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,19 +109,24 @@ def _figures(found: Mapping[str, Any]) -> ComparedTable:
         steps.append(f"{done} of {planned}" if finished else UNFINISHED)
     lines = [("optimizer steps", *steps)]
     for key, (name, shown) in FIGURES.items():
-        cells = []
-        for finished, value in zip(figures["finished"], figures[key], strict=True):
-            if value is not None:
-                cells.append(shown(value))
-            else:
-                cells.append(NONE if finished else UNFINISHED)
-        lines.append((name, *cells))
+        lines.append((name, *_cells(figures[key], shown, figures["finished"], NONE, UNFINISHED)))
     if any(figures["smaller_sets"]):
         lines.append(("smaller sets after running out of memory", *map(str, figures["smaller_sets"])))
     note = "Losses are per trained token, in nats."
     if not found["same_eval_rows"]:
         note += " The evaluation losses are over different rows or tokens, so they do not compare."
     return ComparedTable("What came of it", ("what", *_names(found)), tuple(lines), note)
+
+
+def _cells(
+    values: Sequence[Any], shown: Callable[[Any], str], there: Sequence[bool], none: str, missing: str
+) -> Iterator[str]:
+    """Write one line of values; a run that has none is there, and says ``none``, or it is not, and says ``missing``."""
+    for is_there, value in zip(there, values, strict=True):
+        if value is not None:
+            yield shown(value)
+        else:
+            yield none if is_there else missing
 
 
 def _bill(found: Mapping[str, Any]) -> ComparedTable:
@@ -166,15 +171,8 @@ def _score_lines(
 ) -> list[tuple[str, ...]]:
     lines = []
     for key, each in scores.items():
-        if not any(each):
-            continue
-        cells = []
-        for was, value in zip(evaluated, each, strict=True):
-            if value:
-                cells.append(_interval(value))
-            else:
-                cells.append("no score" if was else UNEVALUATED)
-        lines.append((names[key], *cells))
+        if any(each):
+            lines.append((names[key], *_cells(each, _interval, evaluated, "no score", UNEVALUATED)))
     return lines
 
 

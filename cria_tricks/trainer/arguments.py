@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
+from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint
@@ -40,17 +41,6 @@ def leave_skipping_to_the_scaler(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(state: TrainerState) -> bool:
     """Whether there was an evaluation after the last step."""
     return any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
-
-
-def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
-    """Return the optimizer steps of one epoch; the last step may have fewer micro-batches than the others.
-
-    Args:
-        settings: the recipe's ``train`` fields.
-        accumulation: the micro-batches of a step, in all processes together.
-        rows: the number of training rows.
-    """
-    return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
 def micro_batches_at_once(plan: Plan) -> int:

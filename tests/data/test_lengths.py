@@ -13,6 +13,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import lengths, sources
 from cria_tricks.data.lengths import Lengths, _Tokenizer, padded_mean, read
 from cria_tricks.data.prepare import train_rows
+from cria_tricks.load.answering import prompt_ids
 from cria_tricks.models import tokenizer_here
 from cria_tricks.recipe import Recipe, with_settings
 
@@ -48,7 +49,16 @@ def test_rows_are_tokenised_as_training_tokenises_them(which, file, tokenizer):
     assert len(ours.rows) > len(found.rows) or which == "our own rows", "the text is longer than a row"
     found = read(one)
     assert found.each == tuple(sorted(len(row["input_ids"]) for row in theirs.rows))
-    assert replace(found, each=()) == Lengths(theirs.longest, theirs.tokens / theirs.count, theirs.count)
+    prompts = prompt_ids(held_out.rows, tokenizer)
+    assert found.prompts == tuple(map(len, prompts))
+    assert replace(found, each=(), prompts=()) == Lengths(theirs.longest, theirs.tokens / theirs.count, theirs.count)
+
+
+def test_prompts_of_every_kind_are_counted_as_they_will_be_asked(file, tokenizer):
+    found = read(recipe("nguzo_saba", f"data.eval={file}"))
+    asked = [len(ids) for ids in prompt_ids(sources.find(str(file), "eval").rows, tokenizer)]
+    assert asked.pop() == 0, "a text asks nothing"
+    assert found.prompts == tuple(asked)
 
 
 def test_padding_is_that_of_every_micro_batch_that_may_come():

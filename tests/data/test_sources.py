@@ -7,10 +7,12 @@ import shutil
 import pytest
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
 from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.duplicates import Guard
 from cria_tricks.data.rows import Chat
+from cria_tricks.data.tokens import tokenize, trained
 from cria_tricks.kwanzaa.prompt import read_rows
 from cria_tricks.kwanzaa.scores import kind
 from tests.helpers import is_frozen
@@ -94,6 +96,22 @@ def test_the_curated_set_has_the_real_rows_that_answer_and_ours_behind_them(at_h
     guard = Guard(real["eval"])
     assert not any(map(guard.find, kept["train"]))
     assert curate.chosen(real["train"], real["eval"]) == curate.CHOSEN.read_text().split()
+
+
+def test_the_lengths_that_lessons_count_with_are_those_of_our_own_rows(tokenizer):
+    """The last rows of the curated set are ours, so their lengths can be computed anywhere."""
+    ours = sources.find("history_notes", "train", contract=True)
+    assert row_lengths("curated")[-len(ours.rows) :] == _lengths(ours, tokenizer)
+
+
+def test_the_lengths_that_lessons_count_with_are_those_of_the_real_rows(at_hand, tokenizer):
+    assert row_lengths("train") == _lengths(sources.find("kwanzaa", "train"), tokenizer)
+    assert row_lengths("eval") == _lengths(sources.find("kwanzaa", "eval"), tokenizer)
+    assert row_lengths("curated") == _lengths(sources.find("kwanzaa_curated", "train", contract=True), tokenizer)
+
+
+def _lengths(source: sources.DataSource, tokenizer) -> list[tuple[int, int]]:
+    return [(len(row["input_ids"]), trained(row)) for row in tokenize(source.rows, tokenizer, 2048).rows]
 
 
 def test_the_contract_takes_the_place_of_the_system_prompt(tmp_path):

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 from cria_tricks import models
+from cria_tricks.cli import main
+from cria_tricks.data.lengths import read as read_lengths
 from cria_tricks.hardware import this_device
+from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import pretend
+from cria_tricks.hardware.reached import Reached
+from cria_tricks.kwanzaa import generate
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.answer_time import BATCH, NEW_TOKENS, Asked, of_eval
+from cria_tricks.recipe import from_toml, with_settings
 from tests.test_cli import QUICK, ROWS, few_rows  # noqa: F401 (a fixture)
 
 SHORT = ["--data", str(ROWS), "--limit", "3", "--batch-size", "2", "--max-new-tokens", "4"]
@@ -70,6 +79,31 @@ def chat(*said: str) -> dict:
     return {"messages": turns}
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_before_it_answers_it_says_how_long_that_takes_at_most(known, adapter, run_cria, tmp_path, monkeypatch):
+    card = Card(this_device(), 1e12, 1e12, 1e11, 1e10, "made up", Reached(1, 1, 1, 1e-5, 1.5, "made up"))
+    monkeypatch.setattr(generate, "rates_of", lambda device: card if known else None)
+    if known:
+        monkeypatch.setattr(generate, "at_most", lambda seconds: f"{seconds:.9f} s")
+    code, _, stderr = run_cria("eval", adapter, "--with-base", *SHORT, "--out", tmp_path / "eval")
+    assert code == 0, stderr
+    said = [line.partition(": ")[2] for line in stderr.splitlines() if line.startswith(("adapter: ", "base: "))]
+    if not known:
+        assert said == ["how long the answers take is not known; cria doctor --calibrate measures this machine"] * 2
+        return
+    recipe = from_toml(Path(adapter) / "recipe.toml")
+    longest = max(read_lengths(with_settings(recipe, [f"data.eval={ROWS}"])).prompts[:3])
+    asked = Asked(rows=3, prompt=longest, new=4, together=2)
+    times = [of_eval(recipe, find_shape("tiny"), card, asked, with_adapter=on) for on in (True, False)]
+    assert said == [f"{time:.9f} s" for time in times]
+    assert times[0] > times[1] > 0
+
+
+def test_its_defaults_are_those_that_a_plan_counts_with():
+    of_command = {option.name: option.default for option in get_command(main.app).commands["eval"].params}
+    assert (of_command["batch_size"], of_command["max_new_tokens"]) == (BATCH, NEW_TOKENS)
+
+
 KINDS = {
     "chat": chat("Who carved it?", "Ruth."),
     "two turns and a question": chat("Who?", "Ruth.", "When?", "In 1969.", "Where?"),
@@ -82,7 +116,7 @@ KINDS = {
 
 def test_any_data_has_a_loss_a_perplexity_and_answers(adapter, run_cria, tmp_path):
     """Rows of every kind that trains, without the contract: the losses are those of the tokens that training labels."""
-    from cria_tricks.adapter.chat import open_folder
+    from cria_tricks.adapter.opening import open_folder
     from cria_tricks.data.batches import PadToLongest
     from cria_tricks.data.rows import read_jsonl
     from cria_tricks.data.tokens import tokenize, trained
@@ -137,7 +171,7 @@ def test_the_loss_below_the_adapter_is_the_base_models(bf16, apart, adapter, run
     two ways, and by half a step at most, which is 2**-9 of a number.
     """
     from cria_tricks import models
-    from cria_tricks.adapter.chat import open_base, open_folder
+    from cria_tricks.adapter.opening import open_base, open_folder
     from cria_tricks.data.rows import read_jsonl
     from cria_tricks.kwanzaa.generate import reference_loss
 

@@ -50,10 +50,10 @@ def found() -> dict:
     }
 
 
-def test_the_verdict_tells_better_worse_and_not_told_apart(found):
+def test_the_verdict_tells_better_worse_and_no_difference(found):
     assert verdict(found) == (
         "On 64 rows (made rows) the adapter is better than its base in format compliance; it is worse than its base "
-        "in citation accuracy (F1); it is not told from its base in refusal accuracy."
+        "in citation accuracy (F1); it shows no difference from its base beyond chance in refusal accuracy."
     )
     plain = {**found, "differences": {"loss": score(-1, -2, -0.5)}}
     assert verdict(plain) == "On 64 rows (made rows) the adapter is better than its base in loss."

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cria_tricks.adapter import chat
+from cria_tricks.adapter import opening
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.attention_kernels import attention_kernel
 from cria_tricks.measure.memory import LiveBytes
@@ -105,7 +105,7 @@ def test_switch(device, implementation, call, folder, monkeypatch):
     """
     here = technique.for_chat
     monkeypatch.setattr(technique, "for_chat", lambda _: here(device))
-    model, _ = chat.open_folder(folder)
+    model, _ = opening.open_folder(folder)
     assert model.config._attn_implementation == implementation
     model = model.float()
     ids = torch.arange(3, 12)[None]

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cria_tricks.adapter import folder
-from cria_tricks.adapter.chat import open_folder
+from cria_tricks.adapter.opening import open_folder
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe
 from cria_tricks.tricks.side_network import SideBlock
