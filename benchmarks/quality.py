@@ -15,8 +15,10 @@ import contextlib
 import gc
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -27,8 +29,10 @@ from benchmarks.common import path_of, write
 from cria_tricks.bench import tables
 from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
+from cria_tricks.load import loftq
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
+from cria_tricks.tricks.lora import start_of
 
 BASE = (
     "name=quality",
@@ -66,7 +70,10 @@ WHAT_TRAINS = {
     "side_network": ("tricks.peft=side_network",),
 }
 """What trains; LoRA is the case fp32. A prompt has its own learning rate, as its 9,216 numbers need one."""
-CASES = NUMBERS | WHAT_TRAINS
+CONTROL = "nf4 + loftq, shuffled"
+"""LoftQ's start, made of rounding errors whose rows were shuffled: as long, but no repair. What it gains over NF4 comes
+from starting away from zero."""
+CASES = NUMBERS | WHAT_TRAINS | {CONTROL: NUMBERS["nf4 + loftq"]}
 
 
 class RoundedProducts(TorchDispatchMode):
@@ -100,6 +107,18 @@ PRODUCTS = {
 }
 
 
+@contextlib.contextmanager
+def shuffled_errors() -> Iterator[None]:
+    """Give LoftQ every rounding error with its rows in another order."""
+    draw = torch.Generator().manual_seed(0)
+
+    def start(error: torch.Tensor, r: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return start_of(error[torch.randperm(len(error), generator=draw)], r, scale)
+
+    with mock.patch.object(loftq, "start_of", start):
+        yield
+
+
 def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
     """Train one case with one seed; what it reached and what it took."""
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +129,11 @@ def run(case: str, seed: int, data: Path | None) -> dict[str, Any]:
             rows = [f"data.train={data / 'kwanzaa_train.jsonl'}", f"data.eval={held_out}"]
         recipe = with_settings(Recipe(), [*BASE, *rows, *CASES[case], f"train.seed={seed}"])
         imitated = this_device().kind == "cpu" and recipe.tricks.precision == "fp16"
-        with RoundedProducts() if imitated else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if imitated:
+                stack.enter_context(RoundedProducts())
+            if case == CONTROL:
+                stack.enter_context(shuffled_errors())
             report = train(recipe, Path(folder) / "run")
     gc.collect()
     keys = ["eval_loss_before", "eval_loss_after", "train_loss"]

@@ -15,7 +15,7 @@
 #
 # The job is still QLoRA of Llama-3.2-1B on 107 training rows of 2,048 tokens, on a T4 with 14.74 GiB. It does not
 # use lesson 5's int8, so its bill stands where lesson 4 left it: 5,688 MiB, of which 1,856 are matrices that are only
-# read. Why keep 16 bits of something that never changes?
+# read.
 
 # %% tags=["hide-input"]
 import torch
@@ -161,7 +161,7 @@ assert apart < 1.01 * errors["nf4"] < shared / 10
 
 # %% [markdown]
 # With one scale for all, everything below two standard deviations becomes zero: the matrix is gone. In a block the
-# outlier flattens 63 neighbours, and no more. Smaller blocks round less, and pay more for scales:
+# outlier flattens 63 neighbours. Smaller blocks round less, and pay more for scales:
 
 # %%
 for block in (32, 64, 128, 256):
@@ -178,7 +178,7 @@ assert packed.nbytes + scales.nbytes == 4.5 * w.numel() / 8
 
 # %% [markdown]
 # **Quantise the scales, too**: blocks of 64 at the price of 256. All are positive, so subtract their mean. Then the
-# same two functions do it, with 256 levels (finer near zero; `tricks/adamw_8bit.py` builds them) in blocks of 256.
+# same two functions do it, with 256 levels (finer near zero) in blocks of 256.
 
 # %%
 mean = scales.mean()
@@ -338,8 +338,7 @@ print(tables.quality(runs) if runs else "no committed results beside this packag
 # %% [markdown]
 # NF4 costs 0.105 to 0.110, double quantization 0.002 to 0.003 more, FP4 0.171 to 0.178. Before the first step NF4 stood
 # 0.184 above fp32: in 20 steps the adapter repaired part of it. It trains *over the rounded base*, so every loss shows
-# it the rounding, too. (A small model, whose weights had been through four bits before. With 7 to 65 billion the
-# paper's NF4 matches 16 bits on MMLU.)
+# it the rounding, too. (With 7 to 65 billion weights the paper's NF4 matches 16 bits on MMLU.)
 #
 # **Start as the repair.** LoRA begins as zero. *LoftQ* begins with the best approximation of rank $r$ of the rounding
 # error $E = W - W_q$. What remains is as long as all other singular values: $\sqrt{\sigma_{r+1}^2 + \dots}$.
@@ -372,20 +371,20 @@ assert torch.allclose(Bs @ As, B @ A / 2, atol=1e-6)
 # Rank 16 repairs little, because rounding looks like noise, which has no few main directions. And without LoRA's scale
 # the repair is twice too large, and gains nothing. (peft's `replace_lora_weights_loftq` ignores it.)
 #
-# `--set lora.init=loftq` takes time before the first step, and memory for one matrix in fp32. The base keeps its bytes.
-# SmolLM2's loss, LoftQ minus NF4:
+# `--set lora.init=loftq` costs time before the first step. Loss minus NF4's:
 
 # %%
 measured = {(run["case"], run["seed"]): run for run in (results.study("quality") or {}).get("runs", ())}
-pairs = [(run, measured["nf4", seed]) for (case, seed), run in measured.items() if case == "nf4 + loftq"]
-for when in ("before", "after"):
-    gains = [ours[f"eval_loss_{when}"] - plain[f"eval_loss_{when}"] for ours, plain in pairs]
-    if gains:
-        print(f"{when} training: {min(gains):+.4f} to {max(gains):+.4f} in {len(gains)} seeds")
-if not pairs:
-    print("not measured yet: python -m benchmarks.quality --only 'nf4 + loftq' --data FOLDER")
+for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
+    pairs = [(run, measured["nf4", seed]) for (name, seed), run in measured.items() if name == case]
+    for when in ("before", "after") if pairs else ():
+        gains = [ours[f"eval_loss_{when}"] - plain[f"eval_loss_{when}"] for ours, plain in pairs]
+        print(f"{case}, {when} training: {min(gains):+.3f} to {max(gains):+.3f} in {len(gains)} seeds")
 
 # %% [markdown]
+# LoftQ ends below fp32, and no repair of 0.007 does that. So there is a control: with the rows of $E$ shuffled the
+# start is as long, and repairs nothing. It gains most of it, too: with $B = 0$ the first step cannot move $A$.
+#
 # ## 5. The production switch
 
 # %%
@@ -458,7 +457,7 @@ course.show(course.staircase("06_nf4"), "Figure 4. The bill so far: two short st
 # %% [markdown]
 # ## 6. Where it breaks
 # **`Only Tensors of floating point and complex dtype can require gradients`.** Somebody tried to train the quantised
-# weights. Cause: codes are integers, and there is no small step from 7. Cure: freeze them, and train an adapter beside.
+# weights. Cause: codes are integers. Cure: freeze them, and train an adapter beside.
 
 # %%
 try:
@@ -470,7 +469,7 @@ frozen_codes = nn.Parameter(packed, requires_grad=False)  # the cure
 
 # %% [markdown]
 # **`Merge lora module to 4-bit linear may get different generations due to rounding errors.`** peft's warning when an
-# adapter is added to packed weights: the sum is rounded again, and the repair is lost. Its silent twin: the adapter on
+# adapter is added to packed weights: the sum is rounded again. Its silent twin: the adapter on
 # the *published* base, where it repairs rounding that is not there.
 # Cause of both: the adapter belongs to the rounded base. Cure: unpack that base, add the adapter, store the sum in 16
 # bits, as `cria merge` does.
