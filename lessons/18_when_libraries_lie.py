@@ -77,8 +77,8 @@ def plain_trainer(model, rows, *callbacks, **settings):
 # %% [markdown]
 # ## 1. The bill
 # A crash costs what ran before it. A silent failure costs the whole run, and whatever you decide by it. So this bill is
-# in time. A comparison such as our quality table (lesson 6) needs each case three times. What would 42 runs of the whole
-# job take on a T4? And of a run that failure 6 has met, how much is for nothing? A run of ours is on record:
+# in time. A comparison such as our quality table (lesson 6) needs each case three times. What would 42 runs of the
+# whole job take on a T4? And of a run that failure 6 has met, how much is for nothing? A run of ours is on record:
 # SmolLM2, NF4, 30 steps, from a loss of 2.534 to 1.258 in health, and to 2.365 after an evaluation.
 
 # %%
