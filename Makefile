@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-longest bench-curated bench-kwanzaa bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-gpu-error bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -104,10 +104,6 @@ bench-frontier: $(READY)
 	$(PIP) --editable '.[peers]'
 	$(VENV)/bin/python -m benchmarks.frontier $(if $(DATA),--data $(DATA))
 
-# The longest rows of Llama-3.2-1B and 3.1-8B in a T4's memory. Needs a CUDA card.
-bench-longest: $(READY)
-	$(VENV)/bin/python -m benchmarks.longest
-
 # Our trainer, a bare PyTorch loop and TRL on one job, five times each: 17 minutes on two Xeon cores, with 5 steps.
 bench-overhead: $(READY)
 	$(PIP) --editable '.[peers]'
@@ -144,11 +140,6 @@ bench-seconds: $(READY)
 	$(VENV)/bin/cria doctor --calibrate
 	$(VENV)/bin/python -m benchmarks.seconds_error
 
-# Both against what CUDA's allocator gave out, under a T4's rules: Llama-3.2-1B's shape with random weights, 22 toggle
-# sets at two lengths. Needs a CUDA GPU. What is in the result file already is not run again.
-bench-gpu-error: $(READY)
-	$(VENV)/bin/python -m benchmarks.gpu_error
-
 # What watching a run costs, in pairs of steps (MONITOR="--model random:tiny" takes less). On a CUDA card also samples beside
 # nvidia-smi's of the same seconds, and a trace and a snapshot of a few small steps, into benchmarks/results/DEVICE/.
 bench-monitor: $(READY)
@@ -163,9 +154,9 @@ bench-quality: $(READY)
 results: $(READY)
 	$(VENV)/bin/python -m benchmarks.quality --show
 
-# Llama-3.2-1B's shape with random weights, rows of the real lengths, 42 optimizer steps: needs a CUDA GPU.
-bench-kwanzaa: $(READY)
-	$(VENV)/bin/python -m benchmarks.kwanzaa_shape
+# This card in one sitting, an hour on a T4 by our own estimate; SHORT=--short takes ten minutes. The same command goes on.
+bench-card: $(READY)
+	$(VENV)/bin/cria bench $(SHORT) $(if $(PROFILE),--profile $(PROFILE))
 
 # SmolLM2 on our own curated rows, and its answers beside the base's: an hour or two on two cores. RECIPE=kwanzaa_small
 # takes the 107 real rows.

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_together import on_here, words
 from benchmarks.conftest import keep
 from benchmarks.peers import trl_sft, unsloth_sft
 from benchmarks.peers.job import Job
 from cria_tricks import models
+from cria_tricks.bench import cases
 from cria_tricks.bench.case import WARM_UP, Rows, Setup, out_of_memory, settings_of, stamp
 from cria_tricks.bench.results import Case
 from cria_tricks.hardware import this_device
@@ -52,10 +52,16 @@ def test_unsloth(request, benchmark, setup):
     keep(request.config, benchmark, run_unsloth(setup))
 
 
+def capstone_words() -> str:
+    """The capstone's toggles on this device."""
+    device = this_device()
+    return cases.words(device, cases.on(device))
+
+
 def job_of(toggles: str, setup: Setup) -> Recipe:
     """A recipe with few rows to a step."""
     steps = [f"train.max_steps={WARM_UP + setup.rounds}", "train.save_minutes=0", f"data.max_length={setup.tokens}"]
-    toggles = words(on_here()) if toggles == "capstone" else toggles
+    toggles = capstone_words() if toggles == "capstone" else toggles
     chosen = settings_of(f"{toggles} gradient_accumulation={ACCUMULATED}", this_device())
     return with_settings(Recipe(), [f"model=random:{setup.shape}", *chosen, *steps])
 
@@ -63,7 +69,7 @@ def job_of(toggles: str, setup: Setup) -> Recipe:
 def described(name: str, toggles: str, flags: dict[str, Any], rows: Rows, setup: Setup) -> dict[str, Any]:
     """What a case says beside its numbers."""
     trained = sum(label >= 0 for row in rows for label in row["labels"][1:])
-    words_of = words(on_here()) if toggles == "capstone" else toggles
+    words_of = capstone_words() if toggles == "capstone" else toggles
     return {
         "bench": "peers",
         "name": name,

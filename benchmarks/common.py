@@ -3,14 +3,13 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cria_tricks.bench.case import free_memory
 from cria_tricks.bench.results import folder_of
-from cria_tricks.course.kwanzaa_lengths import row_lengths
-from cria_tricks.data.tokens import IGNORED, TokenRows
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import this_device
 from cria_tricks.load.model import load
 from cria_tricks.measure.memory import Meter
@@ -35,16 +34,6 @@ GROWTH = {
 def real_lengths(rows: int, tokens: int) -> list[int]:
     """Lengths of the first real rows, which have at most 2,048 tokens, brought to ``tokens``."""
     return [max(2, length * tokens // 2048) for length, _ in row_lengths("train")[:rows]]
-
-
-def rows_of_the_real_lengths(part: Literal["train", "eval"], vocabulary: int) -> TokenRows:
-    """Random token ids, as many as the real rows have, the same share of them trained."""
-    draw = torch.Generator().manual_seed(0)
-    rows = []
-    for length, trained in row_lengths(part):
-        ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
-        rows.append({"input_ids": ids, "labels": [IGNORED] * (length - trained) + ids[length - trained :]})
-    return TokenRows(rows, cut=0, dropped=0)
 
 
 class Steps(NamedTuple):

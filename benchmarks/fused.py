@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.common import rows_of_the_real_lengths, write
+from benchmarks.common import write
 from cria_tricks import models
+from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.hardware import this_device
 from cria_tricks.load import losses
@@ -124,7 +125,7 @@ def main() -> None:
     if device.kind == "cuda":
         settings += ON_CUDA
     recipe = with_settings(Recipe(), settings)
-    rows = list(rows_of_the_real_lengths("train", VOCABULARY).rows)
+    rows = real_rows(VOCABULARY)
     result: dict[str, Any] = {**stamp(), "settings": settings}
     with keep_freed_memory(device):
         for way in ("fused_lora", "fused"):

@@ -32,8 +32,9 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
-from benchmarks.common import path_of, rows_of_the_real_lengths, write
+from benchmarks.common import path_of, write
 from cria_tricks import models
+from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import Meter
@@ -98,7 +99,7 @@ class InTurn(TrainerCallback):
 
 def rows_of(tokens: int, number: int = 8) -> list[dict[str, list[int]]]:
     """Rows of one length; an epoch of them has whole pairs."""
-    long = [row for row in rows_of_the_real_lengths("train", VOCABULARY).rows if len(row["input_ids"]) >= tokens]
+    long = [row for row in real_rows(VOCABULARY) if len(row["input_ids"]) >= tokens]
     return [{name: values[-tokens:] for name, values in row.items()} for row in long[:number]]
 
 

@@ -21,8 +21,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import rows_of_the_real_lengths, write
+from benchmarks.common import write
 from cria_tricks import models
+from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import stamp
 from cria_tricks.load.model import load, quiet_libraries
 from cria_tricks.measure.memory import Meter
@@ -83,7 +84,7 @@ def step(recipe: Recipe, documents: list[dict[str, list[int]]], packing: bool) -
 
 def compare(recipe: Recipe, pairs: int, documents: int, console: Console) -> dict[str, Any]:
     """Time pairs, each on documents of its own."""
-    rows = rows_of_the_real_lengths("train", VOCABULARY).rows
+    rows = real_rows(VOCABULARY)
     random.Random(recipe.train.seed).shuffle(rows)
     timed: list[dict[str, Any]] = []
     ratios: list[float] = []

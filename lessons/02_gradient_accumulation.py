@@ -29,8 +29,8 @@ from torch import nn
 
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes

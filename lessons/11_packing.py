@@ -29,8 +29,8 @@ import cria_tricks.load.attention  # noqa: F401  registers sdpa_by_document, sec
 from cria_tricks import course
 from cria_tricks.bench import results
 from cria_tricks.bench.style import Theme
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data.batches import PadToLongest
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.measure.counting import flops

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from cria_tricks import course
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.bill import CONTEXT
-from cria_tricks.course.kwanzaa_lengths import row_lengths
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models.catalogue import CONFIGS
@@ -636,5 +636,5 @@ course.check(3, grow, of_grow, "a function (script) -> a number of MiB")
 #   `release_cached_blocks`, `try_allocate_expandable_block`. The sizes: `c10/core/AllocatorConfig.h` of torch 2.13.
 # - PyTorch, *CUDA semantics*, "Memory management" and "Optimizing memory usage with PYTORCH_CUDA_ALLOC_CONF".
 # - NVIDIA NeMo, pull request 9061, 2024: 30 % overhead near the limit with batches of changing shapes, and its cure.
-# - Lengths of rows: `course/kwanzaa_lengths.json`, in SmolLM2's tokens.
+# - Lengths of rows: `data/kwanzaa_lengths.json`, in SmolLM2's tokens.
 # - Ours: `cria_tricks/predict/allocator.py`, `cria_tricks/predict/memory_trace.py`, `tests/memory/test_allocator.py`.

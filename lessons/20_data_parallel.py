@@ -44,8 +44,8 @@ from cria_tricks.bench.case import TRAINED_SHARE
 from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.errors import BadInput, Lost
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.course.processes import Ranks
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape

@@ -45,8 +45,8 @@ from cria_tricks.bench.style import Theme
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.common.console import Aside
 from cria_tricks.common.errors import BadInput
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.course.processes import Ranks
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.model import quiet_libraries

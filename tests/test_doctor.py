@@ -112,11 +112,11 @@ def test_a_card_whose_bitsandbytes_found_no_library_does_not_page(t4, monkeypatc
 def test_colab_is_known_by_its_release_or_its_package(monkeypatch):
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    assert machine._colab() is None
+    assert machine.colab() is None
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
-    assert machine._colab() == "unknown release"
+    assert machine.colab() == "unknown release"
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab-external_20260901")
-    assert machine._colab() == "release-colab-external_20260901"
+    assert machine.colab() == "release-colab-external_20260901"
 
 
 def test_the_screen_says_it_too(t4, monkeypatch, capfd):

@@ -10,8 +10,8 @@ from huggingface_hub import JobInfo
 
 from cria_tricks.adapter.folder import verify
 from cria_tricks.common.errors import BadInput, OutOfMemory
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.launch import hub as jobs_hub

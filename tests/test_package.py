@@ -118,7 +118,12 @@ def test_only_the_files_that_clean_texts_import_the_extra_for_data():
 @pytest.mark.parametrize("folder", ["tests", "tools", "benchmarks"])
 def test_all_that_the_rest_imports_is_declared(folder):
     declared = set(named(ALL))
-    brought = {"packaging": "pytest", "ipython": "ipykernel", "griffelib": "mkdocstrings-python"}
+    brought = {
+        "packaging": "pytest",
+        "ipython": "ipykernel",
+        "griffelib": "mkdocstrings-python",
+        "jsonschema": "nbformat",
+    }
     for name, by in brought.items():
         assert by in declared, f"{by} brings {name}"
     assert undeclared(imported(folder), declared | set(brought)) == {}

@@ -28,7 +28,7 @@ from cria_tricks.bill.moments import moments
 from cria_tricks.bill.step_time import counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.course import LESSON_OF
-from cria_tricks.course.kwanzaa_lengths import row_lengths
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.hardware import trust
 from cria_tricks.hardware.cards import CARDS, FLAVORS, PRICES_DATE, Card
 from cria_tricks.hardware.gpus import GPUS

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 
 from cria_tricks import models
 from cria_tricks.bench.results import Case
+from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.constants import TOKENS_PER_CHUNK
 from cria_tricks.common.errors import BadInput, Interrupted, OutOfMemory, first_line, is_out_of_memory
 from cria_tricks.common.version import versions
@@ -31,6 +32,7 @@ from cria_tricks.load.model import load
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models.catalogue import CONFIGS
 from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.recipes import best_precision
 from cria_tricks.resolve import resolve
@@ -38,6 +40,7 @@ from cria_tricks.run.allocator import keep_freed_memory
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoints
 from cria_tricks.trainer.fit import Run, fit
+from cria_tricks.tricks import packing
 from cria_tricks.tricks.folds import estimate
 
 WARM_UP = 2
@@ -61,7 +64,7 @@ class Setup:
     Attributes:
         shape: the model's shape, as ``random:SHAPE`` names it.
         tokens: length of the longest row (tokens).
-        rounds: how many steps are timed at most.
+        rounds: how many steps are timed at most; with 0 only the bytes are measured, in two steps.
     """
 
     shape: str
@@ -113,9 +116,7 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
     """
     device = this_device()
     settings = settings_of(words, device)
-    recipe = with_settings(
-        Recipe(), [f"model=random:{setup.shape}", f"data.max_length={setup.tokens}", "train.save_minutes=0", *settings]
-    )
+    recipe = recipe_of(settings, setup)
     lengths = lengths or setup.ragged(recipe.rows_per_step)
     about: dict[str, Any] = {
         "bench": bench,
@@ -131,13 +132,48 @@ def measure(bench: str, name: str, words: str, setup: Setup, against: str = "", 
     try:
         plan = resolve(recipe)
         rows = setup.documents(lengths)
-        about |= {"warnings": plan.warnings, "estimated_bytes": _estimated(recipe, plan, rows)}
+        about |= {"warnings": plan.warnings, "estimated_bytes": estimated(recipe, plan, rows).allocated_bytes}
         with keep_freed_memory(device):
             return Case(**about, **_measured(recipe, plan, rows, setup.rounds), status="ok")
     except BadInput as refused:
         return Case(**about, status="refused", why=str(refused))
     except (RuntimeError, MemoryError) as error:
         return Case(**about, status="oom", why=out_of_memory(error))
+
+
+def prepared(words: str, setup: Setup, lengths: Sequence[int] = ()) -> tuple[Recipe, Plan, Rows]:
+    """Return what a case would train; the arguments are those of :func:`measure`.
+
+    Raises:
+        BadInput: if a toggle cannot work here.
+    """
+    recipe = recipe_of(settings_of(words, this_device()), setup)
+    return recipe, resolve(recipe), setup.documents(lengths or setup.ragged(recipe.rows_per_step))
+
+
+def recipe_of(settings: Sequence[str], setup: Setup) -> Recipe:
+    """Make the recipe of a case."""
+    fixed = [f"model=random:{setup.shape}", f"data.max_length={setup.tokens}", "train.save_minutes=0"]
+    return with_settings(Recipe(), [*fixed, *settings])
+
+
+def bytes_by_dry_run(recipe: Recipe, plan: Plan, rows: Rows) -> int:
+    """Count the peak of a step by a dry run, with the workspaces that CUDA's allocator counts, too (bytes)."""
+    config = AutoConfig.from_pretrained(models.find(recipe.model).path)
+    counted = dry_run(plan, config, recipe.train.batch_size, *_largest(recipe, plan, rows))
+    return counted.peak_bytes + estimated(recipe, plan, rows).workspaces.bytes
+
+
+def full_lengths(recipe: Recipe, plan: Plan) -> list[int]:
+    """List the lengths of the rows of a step whose micro-batches take what ``data.max_length`` in all rows would.
+
+    Packed sequences are of two documents. Of several rows each is a token shorter than the one before, so that every
+    micro-batch needs padding, and a mask, however the rows are drawn.
+    """
+    tokens = recipe.data.max_length
+    if plan.collator:
+        return [tokens // 2] * 2 * recipe.rows_per_step
+    return [tokens - row for row in range(recipe.rows_per_step)]
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -158,14 +194,15 @@ def _measured(recipe: Recipe, plan: Plan, rows: Rows, rounds: int) -> dict[str, 
     counts = meter.counts or meter.cuda  # neither: a compiled model on a CPU
     run, warm = _train(recipe, plan, rows, rounds, meter)
     timed = [entry for entry in run.training[warm:] if not entry["skipped"]]  # a skipped step is faster
-    assert timed, "the loss scaler still skips every step after the warm-up"
+    assert timed or not rounds, "the loss scaler still skips every step after the warm-up"
+    one = (timed or run.training)[-1]
     peak = None
     if counts:
         watched = run.training if meter.cuda else run.training[:warm]
         peak = max(entry["peak_bytes"] for entry in watched if "peak_bytes" in entry)
     return {
-        "tokens": timed[0]["tokens"],
-        "trained_tokens": timed[0]["trained_tokens"],
+        "tokens": one["tokens"],
+        "trained_tokens": one["trained_tokens"],
         "seconds": [entry["step_seconds"] for entry in timed],
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": meter.phases["train"].get("reserved_bytes"),
@@ -196,7 +233,7 @@ class _Rounds(TrainerCallback):
 def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) -> tuple[Run, int]:
     """Train on all rows in each of some steps, and return the run with the number of warm-up steps."""
     warm = WARM_UP
-    if plan.training.get("fp16"):
+    if rounds and plan.training.get("fp16"):
         warm += HALVINGS
     settings = recipe.train.model_copy(update={"max_steps": warm + rounds})
     torch.manual_seed(0)
@@ -209,16 +246,21 @@ def _train(recipe: Recipe, plan: Plan, rows: Rows, rounds: int, meter: Meter) ->
             raise KeyboardInterrupt from None
 
 
-def _estimated(recipe: Recipe, plan: Plan, rows: Rows) -> int:
-    """Estimate by hand the peak of the largest micro-batch that these rows can make (bytes)."""
-    shape = find_shape(recipe.model)
-    if "packed_length" in plan.collator:  # packed sequences are full, and all of their tokens may be trained
-        return estimate(recipe, shape, plan.device, recipe.data.max_length).allocated_bytes
-    longest = max(len(row["input_ids"]) for row in rows)
-    # The worst case: the rows with the most trained tokens come together.
-    counts = sorted(_trained_tokens(row["labels"]) for row in rows)
-    most = sum(counts[-recipe.train.batch_size :])
-    return estimate(recipe, shape, plan.device, longest, most).allocated_bytes
+def estimated(recipe: Recipe, plan: Plan, rows: Rows) -> Bill:
+    """Estimate by hand the largest micro-batch that these rows can make."""
+    return estimate(recipe, find_shape(recipe.model), plan.device, *_largest(recipe, plan, rows))
+
+
+def _largest(recipe: Recipe, plan: Plan, rows: Rows) -> tuple[int, int]:
+    """Return the length of the longest sequence and the trained tokens of a micro-batch, in the worst case.
+
+    The worst case is that the rows, or the packed sequences, with the most trained tokens come together.
+    """
+    packed: int | None = plan.collator.get("packed_length")
+    sequences = packing.pack(rows, packed) if packed else rows
+    counts = sorted(_trained_tokens(row["labels"]) for row in sequences)
+    longest = packed or max(len(row["input_ids"]) for row in rows)
+    return longest, sum(counts[-recipe.train.batch_size :])
 
 
 def _trained_tokens(labels: Sequence[int]) -> int:

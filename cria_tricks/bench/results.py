@@ -116,13 +116,13 @@ def read(results: Path) -> list[Case]:
         BadInput: naming the file and the field that is wrong.
     """
     files = sorted(path for path in results.glob("*/*.json") if CASE_FILE.fullmatch(path.name))
-    return [_case(_json(path), str(path)) for path in files]
+    return [_case(read_json(path), str(path)) for path in files]
 
 
 def study(name: str, results: Path = COMMITTED) -> dict[str, Any] | None:
     """Read a study, a result file that is no case, of the first device that has it; ``None`` if there is none."""
     for path in sorted(results.glob(f"*/{name}.json")):
-        return _json(path)
+        return read_json(path)
     return None
 
 
@@ -132,7 +132,7 @@ def read_benchmark_json(path: Path) -> list[Case]:
     Raises:
         BadInput: if it is no such file, or a case has a wrong field.
     """
-    found = _json(path)
+    found = read_json(path)
     cases = None
     if isinstance(found, dict):
         cases = found.get(IN_BENCHMARK_JSON)
@@ -152,13 +152,18 @@ def by_device(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return found
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Read a JSON file that a reader named.
+
+    Raises:
+        BadInput: if it cannot be read, or is no JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadInput(f"report {path}: cannot be read: {error.strerror}") from None
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise BadInput(f"report {path}: is not valid JSON") from None
+        raise BadInput(f"{path}: is not valid JSON") from None
 
 
 def _case(values: Any, where: str) -> Case:

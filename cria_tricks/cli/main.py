@@ -29,6 +29,7 @@ from cria_tricks.cli import train  # noqa: F401
 from cria_tricks.cli import adapters  # noqa: F401
 from cria_tricks.cli import compare  # noqa: F401
 from cria_tricks.cli import techniques  # noqa: F401
+from cria_tricks.cli import bench  # noqa: F401
 # isort: on
 
 

@@ -150,20 +150,27 @@ def doctor(
         screen.wrapped(problems)
 
 
-@app.command(rich_help_panel=MACHINE, epilog="Example: cria report mine.json --out cria-report")
+@app.command(rich_help_panel=MACHINE, epilog="Example: cria report my-card/measured_card.json --out cria-report")
 def report(
-    file: Annotated[Path, typer.Argument(help="What pytest --benchmark-only --benchmark-json FILE wrote.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="What cria bench wrote, pytest --benchmark-only --benchmark-json FILE, or the report.json of a run.",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("cria-report"),
     as_json: Json = False,
 ) -> None:
-    """Draw a benchmark run of yours beside the committed ones, in the figures and tables that any run can fill."""
+    """Draw results of yours beside the committed ones, in the figures and tables that any result can fill."""
     from cria_tricks.bench import compare
 
-    cases = compare.report(file, out)
+    cases = compare.report(files, out)
     if as_json:
         print(json.dumps([case.model_dump(mode="json") for case in cases], indent=2, allow_nan=False))
         return
-    screen.print(f"{len(cases)} cases of {cases[0].device}: {out / 'report.md'}", highlight=False, markup=False)
+    devices = ", ".join(dict.fromkeys(case.device for case in cases))
+    screen.print(f"{len(cases)} cases of {devices}: {out / 'report.md'}", highlight=False, markup=False)
 
 
 def _about_the_machine(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -96,7 +96,7 @@ def examine(device: Device | None = None) -> dict[str, Any]:
     if device.kind == "cuda":
         found["bf16"]["torch_says"] = torch.cuda.is_bf16_supported()
     return found | {
-        "colab": _colab(),
+        "colab": colab(),
         "bitsandbytes": library,
         "paging": _paging(device, library),
         "attention": _attention(device),
@@ -198,7 +198,7 @@ def _paging(device: Device, library: dict[str, str | None] | None) -> dict[str, 
     return {"works": True, "why": "states of 100,000 elements and more move to the host when the card is full"}
 
 
-def _colab() -> str | None:
+def colab() -> str | None:
     """Read the release of Google Colab; ``None`` if this is not Colab."""
     release = os.environ.get("COLAB_RELEASE_TAG")
     if release:

@@ -119,6 +119,11 @@ def card_of(device: Device) -> Card | None:
     found = read()
     if found is None or stale(device):
         return None
+    return card_by(found, device)
+
+
+def card_by(found: Calibration, device: Device) -> Card:
+    """Return a device with the rates of a measurement."""
     reached = Reached(1, 1, 1, found.launch, SPREAD, f"measured on this machine, {found.date}", link=1)
     half = found.rates.get(f"flops products {device.half_precision}", found.rates["flops products fp32"])
     return Card(

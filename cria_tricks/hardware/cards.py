@@ -5,12 +5,12 @@ which half of the weights are left out), with sums in fp32. Those of PCIe are fo
 both. No training step reaches the peak rates: ``reached.py`` holds the shares that it gets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest
 from cria_tricks.hardware.device import T4, Device
-from cria_tricks.hardware.reached import DEFAULT, ON_A_T4, ON_AN_A100, WIDE, Reached
+from cria_tricks.hardware.reached import DEFAULT, ON_A_T4, ON_AN_A100, WIDE, Reached, measured
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,29 @@ class Card:
         return self.memory_rate * self.reached.memory if rate is None else rate
 
     def basis(self, precision: str) -> str:
-        """Say what backs the times of steps in a precision: ``measured here``, ``public runs``, or ``no run``.
+        """Say what backs the times of steps in a precision.
 
-        No public run on a GPU has fp32 products.
+        Returns:
+            ``measured here``, by ``cria doctor --calibrate``; ``measured cards``, by files of ``cria bench`` that were
+            accepted; ``public runs``; or ``no run``. No public run on a GPU has fp32 products, and of a measured card
+            only the steps with 16-bit products count.
         """
         if self.measured:
             return "measured here"
-        backed = self.reached.spread < WIDE and self.flops(precision) == self.half_flops
-        return "public runs" if backed else "no run"
+        if self.flops(precision) != self.half_flops:
+            return "no run"
+        if self.reached.measurements:
+            return "measured cards"
+        return "public runs" if self.reached.spread < WIDE else "no run"
 
     def spread(self, precision: str) -> float:
         """Return the high end of the range around an estimate divided by its low end [ratio]."""
         return WIDE if self.basis(precision) == "no run" else self.reached.spread
+
+
+def as_measured(card: Card) -> Card:
+    """Return a card with the shares of accepted measurements, if there are any of it."""
+    return replace(card, reached=measured().get(card.device.name, card.reached))
 
 
 # Memory in bytes, as deviceQuery or torch prints it. It is less than the GPU is sold with: the driver takes a little,
@@ -86,7 +97,7 @@ A100_40GB = Device("cuda", "NVIDIA A100-SXM4-40GB", (8, 0), real_bf16=True, memo
 """39.39 GiB: deviceQuery in bottlerocket pull request 3873."""
 
 # The numbers are half_flops, full_flops, memory_rate and link_rate.
-CARDS: dict[str, Card] = {
+_BY_DATASHEET: dict[str, Card] = {
     "t4": Card(
         T4, 65e12, 8.1e12, 320e9, 16e9, "NVIDIA T4 datasheet; bandwidth: Turing architecture whitepaper", ON_A_T4
     ),
@@ -94,6 +105,7 @@ CARDS: dict[str, Card] = {
     "a10g": Card(A10G, 70e12, 35e12, 600e9, 32e9, "NVIDIA A10G datasheet for AWS, 17 February 2022"),
     "a100": Card(A100_40GB, 312e12, 19.5e12, 1555e9, 32e9, "NVIDIA A100 40GB datasheet", ON_AN_A100),
 }
+CARDS: dict[str, Card] = {name: as_measured(card) for name, card in _BY_DATASHEET.items()}
 """The GPUs by short name, the one with the smallest memory first."""
 
 

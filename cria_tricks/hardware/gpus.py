@@ -16,7 +16,7 @@ import psutil
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import nearest, plain
 from cria_tricks.hardware import calibration
-from cria_tricks.hardware.cards import CARDS, Card
+from cria_tricks.hardware.cards import CARDS, Card, as_measured
 from cria_tricks.hardware.device import Device
 from cria_tricks.hardware.reached import DEFAULT, ON_AN_A100, Reached
 
@@ -73,7 +73,7 @@ def _gpu(
 ) -> Gpu:
     """Make an entry of :data:`GPUS`; ``rates``, ``source`` and ``reached`` are those of :class:`Card`."""
     device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
-    return Gpu(device, memory_source, Card(device, *rates, source, reached) if rates else None)
+    return Gpu(device, memory_source, as_measured(Card(device, *rates, source, reached)) if rates else None)
 
 
 def _rented(name: str, memory_source: str) -> Gpu:
@@ -214,9 +214,11 @@ def rates_of(device: Device) -> Card | None:
     A device that was calibrated on this machine has its measured rates. Any other GPU has the peak rates of its
     datasheet, and is found by its product name. The memory need not be the same, because drivers report it differently.
     """
-    measured = calibration.card_of(device)
-    if measured:
-        return measured
+    return calibration.card_of(device) or by_datasheet(device)
+
+
+def by_datasheet(device: Device) -> Card | None:
+    """Return the rates of a GPU by its datasheet, whether or not it was calibrated here; ``None`` for others."""
     if device.kind != "cuda":
         return None
     for gpu in GPUS.values():

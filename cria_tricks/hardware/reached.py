@@ -1,7 +1,8 @@
 """How much of its datasheet's rates each card reaches in training, taken from public runs, with their spread.
 
 No training step reaches the peak rates of a datasheet. A T4, for example, is held to 70 watts. So an estimate of time
-divides by the share that public runs on the same card reached. We have measured on none of these cards.
+divides by the share that public runs on the same card reached. Where a measured card was accepted (``cria bench``), its
+own share stands instead: ``measured_cards.json`` has them, and ``python -m tools.measured_cards`` makes it.
 
 The runs are in ``benchmarks/published_runs.toml``, and ``python -m benchmarks.published_runs`` fits the shares again,
 also with each run left out. There are few runs, so there are few constants:
@@ -16,7 +17,10 @@ also with each run left out. There are few runs, so there are few constants:
   fp32 have the wide range on every card.
 """
 
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 SPREAD = 1.5
 """The high end of a range divided by its low end, where public runs of the card back it [ratio]."""
@@ -39,6 +43,7 @@ class Reached:
         spread: high over low of the range around an estimate, for steps with 16-bit products [ratio].
         source: the runs that these are taken from.
         link: share of the rate of the link between card and host.
+        measurements: how many accepted measurements of this card these are taken from; 0 for public runs.
     """
 
     half: float
@@ -48,6 +53,7 @@ class Reached:
     spread: float
     source: str
     link: float = LINK
+    measurements: int = 0
 
 
 LAUNCH = 17e-6
@@ -57,3 +63,12 @@ DEFAULT = Reached(0.385, 0.385, 0.385, LAUNCH, WIDE, "no public run on this card
 """For cards without a public run: the geometric middle of the two below."""
 ON_A_T4 = Reached(0.283, 0.283, 0.283, LAUNCH, SPREAD, "six public runs: Llama-3.2-1B, TinyLlama (3), Llama-2-7B (2)")
 ON_AN_A100 = Reached(0.525, 0.525, 0.525, LAUNCH, SPREAD, "six public runs: Llama-2-7B (5), Qwen-7B")
+
+MEASURED = Path(__file__).with_name("measured_cards.json")
+"""What accepted measurements give: the product name of a card -> the fields of its :class:`Reached`."""
+
+
+@functools.cache
+def measured() -> dict[str, Reached]:
+    """Read what cards reached in accepted measurements, by product name."""
+    return {name: Reached(**fields) for name, fields in json.loads(MEASURED.read_text(encoding="utf-8")).items()}

@@ -3,9 +3,18 @@
 We have not checked either on a GPU. Until that is done, these sentences are printed beside the numbers.
 """
 
+from cria_tricks.hardware.reached import measured
+
+
+def _measured() -> str:
+    """Say which cards have a range of their own; nothing as long as none was measured."""
+    ranges = [f"{one.spread:.1f} times on {name}" for name, one in measured().items()]
+    return f", and {', '.join(ranges)}, as measured" if ranges else ""
+
+
 TIME = (
     "ranges: the high end is 1.5 times the low end where public runs on the card back it (T4 and A100, with 16-bit "
-    "products), and 2.8 times where none does; two machines whose ranges overlap cannot be ranked"
+    f"products), and 2.8 times where none does{_measured()}; two machines whose ranges overlap cannot be ranked"
 )
 """The sentence beside estimated minutes; ``reached.py`` has the runs, and the two ratios."""
 

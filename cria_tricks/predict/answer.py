@@ -165,8 +165,8 @@ class PlanAnswer(_Frozen):
         seconds_per_step_low: the low end of this range [s].
         seconds_per_step_high: the high end of this range [s]. The range is about the card: two settings on one card
             compare better than it says.
-        seconds_by: what backs this range: ``"public runs"`` on this card, what was ``"measured here"`` by ``cria doctor
-            --calibrate``, or ``"no run"``.
+        seconds_by: what backs this range: what was ``"measured here"`` by ``cria doctor --calibrate``, ``"measured
+            cards"`` of this kind, ``"public runs"`` on this card, or ``"no run"``.
         warnings: settings that have no effect or may not do what was meant, each in one sentence.
         suggestions: single toggles that would lower the peak, the smallest slowdown first.
         alone: what each toggle saves without the others.

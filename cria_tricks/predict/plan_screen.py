@@ -15,7 +15,12 @@ from cria_tricks.predict.answer_time import at_most
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 """The verdicts, each with the colour in which it is printed."""
 
-BACKED = {"public runs": "by public runs", "measured here": "as measured here", "no run": "no run backs it"}
+BACKED = {
+    "measured here": "as measured here",
+    "measured cards": "by measured cards",
+    "public runs": "by public runs",
+    "no run": "no run backs it",
+}
 """What is printed behind a range of times, by what backs it."""
 
 

@@ -104,7 +104,11 @@ def _seconds(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the lines that set the predicted seconds of a step beside the measured ones."""
     said = "no rates of this device; cria doctor --calibrate measures them"
     if found["predicted"] is not None:
-        backed = {"measured here": "as calibrated here", "no run": "no public run backs it"}
+        backed = {
+            "measured here": "as calibrated here",
+            "measured cards": "by measured cards",
+            "no run": "no public run backs it",
+        }
         said = f"{found['low']:.2f} to {found['high']:.2f}, {backed.get(found['by'], 'by public runs')}"
     return [
         ("seconds of a step, measured", f"{found['measured']:.2f}"),

@@ -1,0 +1,206 @@
+"""The page of measured cards, the schema of their files, and what the cards reached, from accepted files.
+
+python -m tools.measured_cards          # write all three
+python -m tools.measured_cards --page   # the page only
+
+Files are ``benchmarks/results/DEVICE/measured_card.json``. One that is not accepted stops everything.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cria_tricks import recipes
+from cria_tricks.bench import card_tables, measured_card
+from cria_tricks.bench.accept import accept
+from cria_tricks.bench.measured_card import CardCase, MeasuredCard
+from cria_tricks.bench.of_step import work_of
+from cria_tricks.bill import step_time
+from cria_tricks.common.markdown_table import markdown_table
+from cria_tricks.common.units import between, human
+from cria_tricks.hardware import reached
+from cria_tricks.hardware.cards import Card
+from cria_tricks.hardware.gpus import GPUS, Gpu
+from cria_tricks.hardware.reached import Reached
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict import plan_data
+from cria_tricks.predict.plan_screen import BACKED
+from cria_tricks.predict.toggles import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measured_cards.md"
+SCHEMA = ROOT / "docs" / "assets" / "measured_card.schema.json"
+LEAST_CASES = 8
+"""Timed steps without which a card keeps its old range: the range of n values holds the next in (n - 1) / (n + 1)."""
+NARROWEST = 1.2
+"""The least range around a measured card [ratio].
+
+Half of the errors of 40 predicted sets on a calibrated CPU are about a tenth or more (``seconds_error.json`` of its
+results), so a narrower one would promise more for other models and lengths than was measured.
+"""
+AT_PEAK = Reached(1, 1, 1, 0, 1, "the datasheet", link=1)
+
+HEAD = """# Measured cards
+
+One file is one card, measured in one sitting by `cria bench`: the switches of the course, the capstone, the longest
+row. The first table has every card that plans know. What is not measured there is *predicted*, with its range. The
+second table has the measured cards. The page is made from the files in `benchmarks/results/`, by
+`python -m tools.measured_cards`.
+
+## Your card
+
+```
+pip install cria_tricks
+cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
+cria bench --check cria-bench/measured_card.json
+cria report cria-bench/measured_card.json
+```
+
+Each part says before it begins how long it will take. If the session ends early, the same command goes on: it loses one
+case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or says in one
+line what is wrong with it, and CI does the same with every file of this page. The format is published as a
+[JSON Schema](assets/measured_card.schema.json).
+
+An accepted file changes what `cria plan` says about this card, and about no other: its times become measured ones, with
+the spread of the measured steps as their range, from {least} timed steps with 16-bit products on.
+
+## All cards
+
+The recipe `kwanzaa` on Llama-3.2-1B: what a card needs, and the time of an optimizer step with rows of 2,048 tokens.
+
+"""
+NONE = "No card has been measured yet.\n"
+
+
+def accepted(results: Path = RESULTS) -> list[MeasuredCard]:
+    """Accept all files of measured cards, in the order of their names.
+
+    Raises:
+        BadInput: for the first that is not accepted.
+    """
+    return [accept(file) for file in sorted(results.glob("*/measured_card*.json"))]
+
+
+def efficiencies(cards: Iterable[MeasuredCard]) -> dict[str, dict[str, Any]]:
+    """Return what each card reached, by its product name: the fields of :class:`Reached`.
+
+    Only cards with a datasheet have such shares. A CPU has none, and its name does not say how fast it is.
+    """
+    by_name: dict[str, list[MeasuredCard]] = {}
+    for card in cards:
+        by_name.setdefault(card.device.name, []).append(card)
+    found = {}
+    for name, some in by_name.items():
+        known = next((gpu.card for gpu in GPUS.values() if gpu.card and gpu.device.name == name), None)
+        cases = [case for card in some for case in card.cases if known and _counts(case, known)]
+        if known and len(cases) >= LEAST_CASES:
+            found[name] = asdict(_reached(some, cases, known))
+    return found
+
+
+def _counts(case: CardCase, card: Card) -> bool:
+    """Return whether a case was timed, and has the 16-bit products whose share is fitted."""
+    if case.status != "ok" or not case.median_seconds:
+        return False
+    return card.flops(work_of(case, card.device).precision) == card.half_flops
+
+
+def _reached(measured: Sequence[MeasuredCard], cases: Sequence[CardCase], card: Card) -> Reached:
+    """Fit one share on measured steps, as on public runs: of products, and of memory traffic."""
+    calibrations = [one.calibration for one in measured if one.calibration]
+    launch = statistics.geometric_mean(one.launch for one in calibrations)
+    link = statistics.geometric_mean(one.link_rate for one in calibrations) / card.link_rate
+    shares = [_seconds(case, replace(card, reached=AT_PEAK)) / (case.median_seconds or 1.0) for case in cases]
+    first = statistics.geometric_mean(shares)
+    rough = replace(AT_PEAK, half=first, full=first, memory=first, launch=launch)
+    # A step that waits for launches says nothing about products and memory.
+    busy = [share for case, share in zip(cases, shares, strict=True) if not _waits(case, replace(card, reached=rough))]
+    share = statistics.geometric_mean(busy or shares)
+    fitted = Reached(share, share, share, launch, 1.0, _source(measured, cases), link, len(measured))
+    off = [(case.median_seconds or 1.0) / _seconds(case, replace(card, reached=fitted)) for case in cases]
+    # The range is the same above and below, so that it holds every measured step.
+    spread = max(max(off), 1 / min(off)) ** 2
+    return replace(fitted, spread=max(NARROWEST, math.ceil(100 * spread) / 100))
+
+
+def _seconds(case: CardCase, card: Card) -> float:
+    return step_time.step(work_of(case, card.device), card).seconds
+
+
+def _waits(case: CardCase, card: Card) -> bool:
+    last = step_time.step(work_of(case, card.device), card).parts[-1]
+    return last.name == "launches" and last.seconds > 0
+
+
+def _source(measured: Sequence[MeasuredCard], cases: Sequence[CardCase]) -> str:
+    days = sorted(card.provenance.began[:10] for card in measured)
+    files = "1 measurement" if len(measured) == 1 else f"{len(measured)} measurements"
+    return f"{files} of this card ({', '.join(dict.fromkeys(days))}), {len(cases)} timed steps"
+
+
+def rows(cards: Sequence[MeasuredCard]) -> list[tuple[str, ...]]:
+    """One row for each card that plans know: measured where it was, else predicted."""
+    found: list[tuple[str, ...]] = []
+    for name, gpu in GPUS.items():
+        if gpu.count == 1:
+            mine = [card for card in cards if card.device.name == gpu.device.name]
+            found.append((f"`{name}`", gpu.device.name, *_predicted(gpu), *_measured(mine)))
+    return found
+
+
+def _predicted(gpu: Gpu) -> tuple[str, str]:
+    """Write the bytes and the time that a plan says."""
+    recipe = recipes.kwanzaa(gpu.device)
+    found = plan_data.bill(Target(find_shape(recipe.model), gpu.device), recipe)
+    seconds = "no rates known"
+    if found["seconds_per_step"] is not None:
+        range_ = between(found["seconds_per_step_low"], found["seconds_per_step_high"])
+        seconds = f"predicted: {range_}, {BACKED[found['seconds_by']]}"
+    return f"predicted: {human(found['needed_bytes'])}", seconds
+
+
+def _measured(cards: Sequence[MeasuredCard]) -> tuple[str, str]:
+    """Write what was measured of the capstone; its rows have the real lengths."""
+    cases = [case for card in cards for case in card.of("capstone") if case.status == "ok"]
+    if not cases:
+        return "not yet", "not yet"
+    peaks = sorted(case.peak_reserved_bytes or case.peak_allocated_bytes or 0 for case in cases)
+    seconds = sorted(case.median_seconds or 0.0 for case in cases)
+    return human(peaks[-1]), between(seconds[0], seconds[-1])
+
+
+def page(cards: Sequence[MeasuredCard]) -> str:
+    """The whole page."""
+    columns = ("name", "card", "bytes", "a step", "measured bytes", "measured step, real rows")
+    parts = [HEAD.format(least=LEAST_CASES), "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
+    parts += [card_tables.summary(cards) + "\n" if cards else NONE]
+    for card in cards:
+        parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", card_tables.page(card), "\n"]
+    return "".join(parts)
+
+
+def written(found: dict[str, dict[str, Any]]) -> str:
+    """The file of what cards reached."""
+    return json.dumps(found, indent=1) + "\n"
+
+
+def main() -> None:
+    """Write the shares and the schema, then the page in a new process, because its plans count with the new shares."""
+    cards = accepted()
+    if sys.argv[1:] == ["--page"]:
+        PAGE.write_text(page(cards), encoding="utf-8")
+        return
+    reached.MEASURED.write_text(written(efficiencies(cards)), encoding="utf-8")
+    SCHEMA.write_text(measured_card.schema(), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "tools.measured_cards", "--page"], check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main()
