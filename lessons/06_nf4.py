@@ -7,7 +7,7 @@
 
 # %% [markdown]
 # # 6. NF4: four bits a weight
-# > **Promise.** The frozen matrices of Llama-3.2-1B go from 1,856 MiB to 479, packed by hand into the very bytes that
+# > **Promise.** The frozen matrices of Llama-3.2-1B go from 1,856 MiB to 479, packed by hand, with the codes that
 # > bitsandbytes makes; and you find out why the peak falls by 239 MiB and not by 1,377.
 #
 # > **Card.** saves three quarters of the frozen matrices / costs unpacking before every product, and some quality /
@@ -303,7 +303,7 @@ assert line.bytes == in_llama == sum(stored_bytes(n, True) for n in matrices)
 
 # %% [markdown]
 # ## 4. What it costs
-# **Time.** No product is saved, and every pass unpacks: forward, backward, and with lesson 3's checkpointing forward
+# **Time.** NF4 avoids no product, and every pass unpacks: forward, backward, and with lesson 3's checkpointing forward
 # once more. Predicted: 3 times.
 
 
@@ -320,15 +320,15 @@ assert Multiply.unpacked == 3
 
 # %% [markdown]
 # For Llama: read 0.5 GB and write 1.9, three times, takes 23 ms at the 320 GB/s of a T4's data sheet, and the products
-# of 2,048 tokens 184 ms at its 65 TFLOPS. Unpacking costs the same for any row: an eighth on top here, as much again
-# at 256 tokens.
+# of 2,048 tokens 184 ms at its 65 TFLOPS. Unpacking costs the same for any row: it adds an eighth here, and doubles
+# the time of 256 tokens.
 
 # %%
 step_of = "peft=lora attention=best precision=best gradient_checkpointing=true chunked_loss=true"
 course.on_a_gpu("nf4", off=step_of, on=f"{step_of} quantization=nf4")
 
 # %% [markdown]
-# **Quality.** SmolLM2-135M, 20 steps on real rows, three seeds, loss on held-out rows:
+# **Quality.** SmolLM2-135M (from 4-bit files), 20 steps of one row, loss on 9 held-out rows:
 
 # %%
 kinds = ("fp32", "nf4", "nf4 + double", "nf4 + loftq", "fp4")
@@ -337,11 +337,11 @@ print(tables.quality(runs) if runs else "no committed results beside this packag
 
 # %% [markdown]
 # NF4 costs 0.105 to 0.110, double quantization 0.002 to 0.003 more, FP4 0.171 to 0.178. Before the first step NF4 stood
-# 0.184 above fp32: in 20 steps the adapter repaired part of it. It trains *over the rounded base*, so every loss shows
-# it the rounding, too. (With 7 to 65 billion weights the paper's NF4 matches 16 bits on MMLU.)
+# 0.184 above fp32, so 20 steps repaired part of it: the adapter trains *over the rounded base*, and its gradients
+# correct the rounding, too. (After fine-tuning, the paper's models of 7 to 65 billion match 16 bits on MMLU.)
 #
-# **Start as the repair.** LoRA begins as zero. *LoftQ* begins with the best approximation of rank $r$ of the rounding
-# error $E = W - W_q$. What remains is as long as all other singular values: $\sqrt{\sigma_{r+1}^2 + \dots}$.
+# **Start as the repair.** LoRA begins at zero. *LoftQ* begins at the best approximation of rank $r$ of the rounding
+# error $E = W - W_q$. The norm of the rest comes from the other singular values: $\sqrt{\sigma_{r+1}^2 + \dots}$.
 
 
 # %%
@@ -368,10 +368,10 @@ As, Bs = start_of(E, 16, scale=2)  # the package's: the same product
 assert torch.allclose(Bs @ As, B @ A / 2, atol=1e-6)
 
 # %% [markdown]
-# Rank 16 repairs little, because rounding looks like noise, which has no few main directions. And without LoRA's scale
-# the repair is twice too large, and gains nothing. (peft's `replace_lora_weights_loftq` ignores it.)
+# Rank 16 repairs little, because rounding resembles noise: no few directions dominate. Without dividing by LoRA's
+# scale the repair is doubled and gains nothing; peft's `replace_lora_weights_loftq` does not divide.
 #
-# `--set lora.init=loftq` costs time before the first step. Loss minus NF4's:
+# `--set lora.init=loftq` switches it on. Its loss minus NF4's:
 
 # %%
 measured = {(run["case"], run["seed"]): run for run in (results.study("quality") or {}).get("runs", ())}
@@ -382,8 +382,8 @@ for case in ("nf4 + loftq", "nf4 + loftq, shuffled"):
         print(f"{case}, {when} training: {min(gains):+.3f} to {max(gains):+.3f} in {len(gains)} seeds")
 
 # %% [markdown]
-# LoftQ ends below fp32, and no repair of 0.007 does that. So there is a control: with the rows of $E$ shuffled the
-# start is as long, and repairs nothing. It gains most of it, too: with $B = 0$ the first step cannot move $A$.
+# LoftQ repairs 0.007, yet ends below fp32. The control, one seed, starts as far from zero but repairs nothing: the
+# rows of $E$ are shuffled. It gains 0.121, so mostly the start away from zero helps. 20 steps are no verdict.
 #
 # ## 5. The production switch
 
@@ -402,10 +402,10 @@ course.show_bill(before, after)
 # Here is the surprise: 1,377 MiB saved, and the peak falls by 239.
 #
 # - *Weights: blocks*: -1,377, as we proved.
-# - *Weights: all others*, +501: `prepare_for_kbit_training`, peft's usual preparation, raises all that is not packed
-#   to fp32. The embedding doubles.
+# - *Weights: all others*, +501: `prepare_model_for_kbit_training`, peft's usual preparation, raises all that is not
+#   packed to fp32. The embedding doubles.
 # - *Saved activations*, +128: an fp32 embedding gives fp32 hidden states, and a 4-bit product answers in the dtype of
-#   its input. So the stream between the blocks doubles. *Batch*, +8.5: so do mask, cosines and sines.
+#   its input. So the residual stream doubles. *Batch*, +8.5: mask, cosines and sines double, too.
 # - *16-bit copy of the head*, +501: the head is the embedding, now fp32, so autocast makes a 16-bit copy to multiply
 #   with.
 # - *Logits*: 3,006, untouched, and more than half of what is left.
@@ -448,7 +448,7 @@ def waterfall(theme: Theme):
 course.show(waterfall, "Figure 3. What NF4 saves, and what the usual preparation gives back.")
 
 # %% [markdown]
-# The logits are for `chunked_loss`, the rest for `lean_preparation`. The larger the model, the more NF4 pays: the
+# `chunked_loss` shrinks the logits, `lean_preparation` avoids the rest. The larger the model, the more NF4 pays: the
 # matrices of an 8B Llama take 13 GiB in 16 bits and 3.4 packed.
 
 # %%
@@ -469,8 +469,8 @@ frozen_codes = nn.Parameter(packed, requires_grad=False)  # the cure
 
 # %% [markdown]
 # **`Merge lora module to 4-bit linear may get different generations due to rounding errors.`** peft's warning when an
-# adapter is added to packed weights: the sum is rounded again. Its silent twin: the adapter on
-# the *published* base, where it repairs rounding that is not there.
+# adapter is added to packed weights: the sum is rounded again. Nothing warns of its twin: the adapter over
+# the *published* base, which has no rounding to repair.
 # Cause of both: the adapter belongs to the rounded base. Cure: unpack that base, add the adapter, store the sum in 16
 # bits, as `cria merge` does.
 #
@@ -584,12 +584,12 @@ course.check(3, better_levels, of_better, "a tensor of 16 levels that rise")
 # ## In one breath
 # - **Saves** three quarters of the frozen matrices: 16 bits a weight $\to$ 4.5, or 4.127 with double quantization.
 # - **Costs** unpacking before every product, three times a step; on a small model 0.11 of loss after 20 steps. In fp16
-#   watch the skipped steps: of 7B runs only 80 % finished, in 2023 (qlora's README).
+#   only 80 % of 7B runs finished without error, in 2023 (qlora's README).
 # - **Approximate**: a weight moves by at most 0.152 of its block's scale; products of normal numbers are off by 9 %.
 # - **When**: the frozen matrices are what does not fit, so the larger the model, the more.
 # - **When not**: the peak is elsewhere; look at the bill first. Or you only generate: GPTQ, which rounds with the help
-#   of sample inputs, was up to twice as fast there, slower to train, and as good (7B: 53.2 points, NF4 53.4, 16 bits
-#   54.3).
+#   of sample inputs, was up to twice as fast there, slower to train, and as good (Llama-2-7B, mean of four tests: 53.2,
+#   bitsandbytes 53.4, unrounded 54.3).
 #
 # ## Sources
 # - Dettmers et al. 2023, *QLoRA*, arXiv 2305.14314, section 3, appendices E and F.

@@ -37,7 +37,7 @@ else:
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
 # - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
 #   one that is there already is refused, so raise it before you publish again.
-# - `TIME_BUDGET`: training ends in time, saved and usable. Running again goes on.
+# - `TIME_BUDGET`: training stops within this time, saved and usable. Running again continues.
 
 # %% tags=["before-install"]
 RECIPE = "kwanzaa_curated"  # @param ["kwanzaa_curated", "kwanzaa"]
@@ -59,8 +59,8 @@ from pathlib import Path
 
 from cria_tricks import course
 from cria_tricks.bench import results
-from cria_tricks.course.kwanzaa_lengths import row_lengths
 from cria_tricks.data import sources
+from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
 from cria_tricks.kwanzaa.reply import plain_reply
 from cria_tricks.kwanzaa.scores import kind
@@ -102,8 +102,8 @@ def ask(*arguments: object) -> dict:
 
 
 # %% [markdown]
-# **Is this machine sound?** Faulty GPU code gives wrong numbers without an error. Some small checks tell, before you
-# spend your hour.
+# **Is this machine sound?** Faulty libraries can give wrong numbers without an error. Seven small checks look for
+# that before you train.
 
 # %%
 _ = cria("doctor", "--selftest")
@@ -154,8 +154,7 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 #
 # So `kwanzaa_curated` leaves out the 65 placeholders (11 of the 15 near rows are among them) and the other 4 near rows.
 # It keeps 38 real rows, and adds 357 of ours over short notes, a quarter of them refusals. And it shows the contract,
-# that is the JSON's fields, in every system prompt. Else the untrained model would be graded on a form that it has
-# never seen.
+# that is the JSON's fields, in every system prompt. Else the untrained model would be graded on unknown fields.
 #
 # ## 1. The bill
 # Write a number down before you go on: how many GiB does one training step of this run take? In lesson 0 plain fp32
@@ -277,9 +276,9 @@ assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
-# Two steps lower the toy's loss a little, but its answers stay noise. So its reader sees a run that a laptop can do,
-# and that we have committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers to 64
-# questions that share no note and no question with them.
+# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see a run that a laptop
+# can do, and that we have committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers
+# to 64 questions that share no note and no question with them.
 
 # %%
 study = results.study("kwanzaa_curated_small")
@@ -409,8 +408,8 @@ really = ["--yes"] if PUBLISH_AS else []
 _ = cria("publish", ADAPTER, PUBLISH_AS or "your-name/kwanzaa-adapter", "--tag", VERSION, *really)
 
 # %% [markdown]
-# Whoever has the folder needs nothing of ours: `PeftModel.from_pretrained(base, folder)` loads it, over a base that is
-# rounded as it was here; the card has the lines. To run it in Ollama or llama.cpp, `cria export` writes one file with
+# Loading the folder needs none of our code: `PeftModel.from_pretrained(base, folder)`, over a base rounded to NF4 as
+# here. The model card has the lines. To run it in Ollama or llama.cpp, `cria export` writes one file with
 # weights, tokenizer and chat template, reads it again, and compares ([Take it home](../guide/take_it_home.md)). It
 # holds the model twice in fp32, for this one 10 GB of memory. So in Colab it is left out: run it on your own machine.
 
@@ -501,7 +500,7 @@ course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, hin
 # - **Saves**: plain fp32 does not fit this card; this run uses about two thirds of it.
 # - **Costs**: minutes of a free T4, and your attention for the bill.
 # - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not.
-# - **When**: a small model, a narrow job, rows that fit the card. **When not**: when nothing of it may stop; Colab may.
+# - **When**: a small model, a narrow job, rows that fit the card. **When not**: it must not be interrupted; Colab may.
 # - **Check** what you publish: the bytes against the manifest, the answers against evaluation rows, and what the rows
 #   are.
 #

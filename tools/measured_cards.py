@@ -49,27 +49,27 @@ AT_PEAK = Reached(1, 1, 1, 0, 1, "the datasheet", link=1)
 
 HEAD = """# Measured cards
 
-One file is one card, measured in one sitting by `cria bench`: the switches of the course, the capstone, the longest
-row. The first table has every card that plans know. What is not measured there is *predicted*, with its range. The
-second table has the measured cards. The page is made from the files in `benchmarks/results/`, by
+`cria bench` measures one card into one file: the switches of the course, the Kwanzaa run, and without `--short` the
+longest row. The first table has every card that plans know. What is not measured there is *predicted*, with its range.
+The second table has the measured cards. The page is made from the files in `benchmarks/results/`, by
 `python -m tools.measured_cards`.
 
 ## Your card
 
 ```
-pip install cria_tricks
+pip install PATH/TO/THE.whl   # not public yet
 cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
 cria bench --check cria-bench/measured_card.json
 cria report cria-bench/measured_card.json
 ```
 
-Each part says before it begins how long it will take. If the session ends early, the same command goes on: it loses one
-case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or says in one
-line what is wrong with it, and CI does the same with every file of this page. The format is published as a
+Each part first says its predicted time, where that is known. If the session ends early, the same command goes on: it
+loses one case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or
+says in one line what is wrong with it, and CI does the same with every file of this page. The format is published as a
 [JSON Schema](assets/measured_card.schema.json).
 
-An accepted file changes what `cria plan` says about this card, and about no other: its times become measured ones, with
-the spread of the measured steps as their range, from {least} timed steps with 16-bit products on.
+`--check` changes nothing here. When we add your file to a release, `cria plan` uses its times for this card only, if at
+least {least} cases with 16-bit products were timed. Their spread is the range.
 
 ## All cards
 

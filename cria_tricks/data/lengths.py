@@ -18,10 +18,9 @@ from cria_tricks import models
 from cria_tricks.common.errors import usable_path
 from cria_tricks.data import sources
 from cria_tricks.data.prepare import Copies, train_rows
-from cria_tricks.data.rows import Chat
 from cria_tricks.data.rules import refuse_missing_libraries
 from cria_tricks.data.samples import prompt_of
-from cria_tricks.data.tokens import template
+from cria_tricks.data.tokens import prompt
 from cria_tricks.recipe import Recipe
 
 LARGEST = 1_000_000
@@ -100,18 +99,11 @@ def read(recipe: Recipe, augment: Copies | None = None) -> Lengths:
     except _Unread as reason:
         return full(recipe, str(reason))
     lengths = sorted(len(row["input_ids"]) for row in rows.rows)
-    prompts = tuple(_prompt(chat, tokenizer) for chat in held_out.rows if prompt_of(chat))
+    prompts = tuple(len(prompt(chat, tokenizer)) for chat in held_out.rows if prompt_of(chat))
     if recipe.tricks.packing:
         return Lengths(data.max_length, sum(lengths) / len(lengths), len(lengths), prompts=prompts)
     mean = padded_mean(lengths, recipe.train.batch_size)
     return Lengths(lengths[-1], mean, len(lengths), each=tuple(lengths), prompts=prompts)
-
-
-def _prompt(chat: Chat, tokenizer: Any) -> int:
-    """Count the tokens of a row's prompt."""
-    if not chat.messages:
-        return len(tokenizer(chat.prompt)["input_ids"])
-    return len(template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True))
 
 
 def open_tokenizer(model: str) -> Any:

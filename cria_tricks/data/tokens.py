@@ -124,6 +124,20 @@ def document(chat: Chat, tokenizer: Any) -> list[int]:
     return tokenizer(chat.text)["input_ids"] + [tokenizer.eos_token_id]
 
 
+def prompt(chat: Chat, tokenizer: Any) -> list[int]:
+    """Tokenise the prompt of a row. A text, or a completion without a prompt, has an empty one.
+
+    Raises:
+        BadInput: if the tokenizer's chat template cannot format it.
+    """
+    if not chat.messages:
+        return tokenizer(chat.prompt)["input_ids"] if chat.prompt else []
+    ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
+    if not ids:
+        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
+    return ids
+
+
 def chunks(ids: Sequence[int], length: int, overlap: int) -> Iterator[TokenRow]:
     """Cut a document's tokens into rows.
 

@@ -6,32 +6,19 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from cria_tricks.common.errors import BadInput
+from cria_tricks.data import tokens
 from cria_tricks.data.rows import Chat
-from cria_tricks.data.tokens import template
 from cria_tricks.load import cache
 from cria_tricks.models import pretrained
 
 
 def prompt_ids(chats: Sequence[Chat], tokenizer: Any) -> list[list[int]]:
-    """Tokenise the prompt of each row. A text, or a completion without a prompt, gets an empty list.
+    """Tokenise the prompt of each row, as :func:`cria_tricks.data.tokens.prompt` does.
 
     Raises:
         BadInput: if the tokenizer's chat template cannot format a prompt.
     """
-    return [_prompt(chat, tokenizer) for chat in chats]
-
-
-def _prompt(chat: Chat, tokenizer: Any) -> list[int]:
-    """Tokenise the prompt of one row; see :func:`prompt_ids`."""
-    if not chat.messages:
-        if not chat.prompt:
-            return []
-        return tokenizer(chat.prompt)["input_ids"]
-    ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
-    if not ids:
-        raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")
-    return ids
+    return [tokens.prompt(chat, tokenizer) for chat in chats]
 
 
 def answer_batch(
