@@ -66,7 +66,7 @@ class Plan:
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: the names of the edits of the loaded model, in order.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
-        step_context: the names of the contexts around each forward pass, the outermost first.
+        step_context: the names of the contexts around each forward pass of training, the outermost first.
         warnings: the settings that have no effect here, each in one sentence.
 
     Raises:
@@ -135,7 +135,7 @@ class Plan:
         return replace(self, after_load=tuple(name for name in self.after_load if name != edit))
 
     def around(self, context: str) -> "Plan":
-        """Return a plan with one more context around each forward pass, inside the others."""
+        """Return a plan with one more context around each forward pass of training, inside the others."""
         return replace(self, step_context=(*self.step_context, context))
 
     def warn(self, sentence: str) -> "Plan":

@@ -294,7 +294,7 @@ def test_two_plans_differ_in_these_lines():
 
 def test_edits_are_appended_and_dropped_by_name():
     a, b, c = NAMES["after_load"][:3]
-    [x] = NAMES["step_context"]
+    x = NAMES["step_context"][0]
     found = Plan(CPU).then(a).then(b).then(a).around(x).around(x).warn("one").warn("two")
     assert (found.after_load, found.step_context, found.warnings) == ((a, b, a), (x, x), ("one", "two"))
     assert found.without(a).after_load == (b,)
