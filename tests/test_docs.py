@@ -16,6 +16,7 @@ from cria_tricks.hardware.cards import FLAVORS, find_card
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.toggles import Target
+from cria_tricks.recipe import Recipe, field_names, with_settings
 from tools import pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,12 +26,17 @@ SYMPTOMS = [
     " ".join(found.split())
     for found in re.findall(r"^\*\*`(.+?)`", (ROOT / "docs/guide/colab.md").read_text(encoding="utf-8"), re.M | re.S)
 ]
+SYMPTOMS_PAGE = (ROOT / "docs/symptoms.md").read_text(encoding="utf-8")
 
 OF_LIBRARIES = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate ...": "",
     "... is reserved by PyTorch but unallocated": "",  # torch's c10/cuda/CUDACachingAllocator.cpp
+    "CUDA error: out of memory": "",
     "Attempting to unscale FP16 gradients.": "torch/amp/grad_scaler.py",
+    "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'": "",
+    "expected mat1 and mat2 to have the same dtype, but got: c10::BFloat16 != c10::Half": "",  # ATen's cuda/Blas.cpp
     "No inf checks were recorded for this optimizer.": "torch/amp/grad_scaler.py",
+    "All labels in your dataset are -100. Training losses will be all 0.": "",  # Unsloth's
     "element 0 of tensors does not require grad and does not have a grad_fn": "torch/lib/libtorch_cpu.so",
     "A different number of tensors was saved during the original forward and recomputation": (
         "torch/utils/checkpoint.py"
@@ -41,17 +47,29 @@ OF_LIBRARIES = {
     "Only Tensors of floating point and complex dtype can require gradients": "torch/lib/libtorch_python.so",
     "FlashAttention only supports Ampere GPUs or newer.": "",  # flash-attention's csrc/flash_attn/flash_api.cpp
     "Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.": "bitsandbytes/cextension.py",
+    "Your setup doesn't support bf16/gpu.": "transformers/training_args.py",
     "Paged optimizers are not supported on CPU. Falling back to non-paged optimizer behavior.": (
         "bitsandbytes/optim/optimizer.py"
     ),
     "torch._dynamo hit config.recompile_limit (8)": "torch/_dynamo/convert_frame.py",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!": (
+        "torch/lib/libtorch_cpu.so"
+    ),
+    "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than the one "
+    "you're training on.": "accelerate/accelerator.py",
     "Weights only load failed.": "torch/serialization.py",
     "PytorchStreamReader failed reading zip archive": "torch/lib/libtorch_cpu.so",
+    "loaded state dict contains a parameter group that doesn't match the size of optimizer's group": (
+        "torch/optim/optimizer.py"
+    ),
     "Target modules {...} not found in the base model.": "peft/tuners/tuners_utils.py",
     "The model is quantized with gguf and is not serializable": "transformers/modeling_utils.py",
     "TrainingArguments.__init__() got an unexpected keyword argument 'evaluation_strategy'": "",  # Python's own
+    "numpy.dtype size changed, may indicate binary incompatibility": "",  # Cython's, in any compiled package
+    "xFormers can't load C++/CUDA extensions. xFormers was built for:": "",
+    "ERROR: pip's dependency resolver does not currently take into account all the packages that are installed.": "",
 }
-"""The messages among the symptoms, and what says them; nothing for those that only a card's code says."""
+"""The messages among the symptoms, and what says them; nothing where only a card's code or another package does."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -78,8 +96,31 @@ def test_there_are_symptoms_to_look_up():
 
 
 def test_every_message_among_the_symptoms_is_looked_up():
-    text = (ROOT / "docs/symptoms.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\*\*`(.+?)`", text, re.M) == list(OF_LIBRARIES)
+    assert re.findall(r"^### `(.+?)`", SYMPTOMS_PAGE, re.M) == list(OF_LIBRARIES)
+
+
+def test_every_symptom_has_an_anchor_of_its_own_and_links_among_them_lead_there():
+    titles = re.findall(r"^#+ (.+)$", SYMPTOMS_PAGE, re.M)
+    anchors = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
+    assert len(set(anchors)) == len(anchors) > 50
+    assert set(re.findall(r"\]\(#(.+?)\)", SYMPTOMS_PAGE)) <= set(anchors)
+
+
+def test_a_thread_among_the_symptoms_has_the_address_that_it_names():
+    threads = re.findall(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\((.+?)\)", SYMPTOMS_PAGE)
+    assert len(threads) > 40
+    for repository, number, address in threads:
+        kinds = [f"https://github.com/{repository}/{kind}/{number}" for kind in ("issues", "pull")]
+        assert address in kinds, address
+
+
+def test_the_settings_among_the_symptoms_can_be_set():
+    found = re.findall(r"`((?:data|tricks|lora|train|eval|parallel)\.\w+)(=[^`]+)?`", SYMPTOMS_PAGE)
+    assert len(found) > 15
+    for name, value in found:
+        assert name in field_names()
+        if value:
+            with_settings(Recipe(), [name + value])
 
 
 @pytest.mark.parametrize(("symptom", "file"), [found for found in OF_LIBRARIES.items() if found[1]])
@@ -91,7 +132,7 @@ def test_a_message_among_the_symptoms_is_what_the_library_says(symptom, file):
     elif sys.platform == "darwin":
         pytest.skip("compiled parts have other names there")
     for part in re.split(
-        r"\b0\b|\{\.\.\.\}|gguf|'\w+'|recompile_limit.*|(?<=failed) (?=reading)", symptom
+        r", cuda:.*|\b0\b|\{\.\.\.\}|gguf|'\w+'|recompile_limit.*|(?<=failed) (?=reading)", symptom
     ):  # what is filled in
         assert part.strip().encode() in text, part
 

@@ -116,6 +116,8 @@ def test_colabs_versions_are_allowed_and_held():
     brought, held, requirements = versions("colab.in"), versions("colab.txt"), allowed()
     assert {"torch", "transformers", "peft", "accelerate"} == brought.keys()
     assert brought.items() <= held.items(), "run make pins"
+    for name in ("colab.in", "colab.txt"):
+        assert re.search(r"\b20\d\d-\d\d-\d\d\b", (ROOT / ".ci" / name).read_text(encoding="utf-8")), f"{name}: no date"
     for name, version in held.items():
         assert name not in requirements or version in requirements[name].specifier
 

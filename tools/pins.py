@@ -8,6 +8,7 @@ finds both; the tools that only test and lint keep the versions of constraints.t
 import re
 import subprocess
 import tempfile
+from datetime import date
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -41,7 +42,8 @@ def main() -> None:
     lowest = ("--resolution=lowest-direct", f"--python-version={FLOOR_PYTHON}")
     compile_("floor.txt", locked, f"The lowest versions that pyproject.toml allows (Python {FLOOR_PYTHON}).", *lowest)
     newest = f"--python-version={COLAB_PYTHON}"
-    compile_("colab.txt", locked | read(COLAB), f"What Colab brings (Python {COLAB_PYTHON}), the rest newest.", newest)
+    head = f"What Colab brings (Python {COLAB_PYTHON}; since when, says colab.in), the rest newest on {date.today()}."
+    compile_("colab.txt", locked | read(COLAB), head, newest)
 
 
 if __name__ == "__main__":
