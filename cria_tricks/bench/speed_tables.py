@@ -13,10 +13,10 @@ def frontier(result: Mapping[str, Any]) -> str:
     points = result["points"]
     rows = []
     for name, entry in points.items():
-        speed = ""
         speeds = list(entry["speeds"].values())
+        speed = ""
         if speeds:
-            speed = f"{statistics.median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
+            speed = _with_range(statistics.median(speeds), min(speeds), max(speeds), 1)
         peak = human(entry["peak_bytes"]) if "peak_bytes" in entry else ""
         if "bytes_of" in entry:
             peak = f"as `{entry['bytes_of']}`"
@@ -33,7 +33,14 @@ def _faster(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
     found = over(ours, theirs) if ours else {}
     if "speed" not in found:
         return ""
-    return f"{found['speed']:.2f} ({found['slowest']:.2f} to {found['fastest']:.2f})"
+    return _with_range(found["speed"], found["slowest"], found["fastest"], 2)
+
+
+def _with_range(middle: float, low: float, high: float, digits: int) -> str:
+    """Write a median with its range; a single value has none."""
+    if low == high:
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _smaller(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any]) -> str:
