@@ -17,9 +17,10 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import rows_of_the_real_lengths, write
+from benchmarks.common import write
 from benchmarks.fused import BASE, VOCABULARY, Side
 from cria_tricks.bench import speed_tables
+from cria_tricks.bench.capstone import real_rows
 from cria_tricks.bench.case import free_memory, stamp
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.model import quiet_libraries
@@ -87,7 +88,7 @@ def main() -> None:
     console, device = Console(), this_device()
     quiet_libraries()
     settings = [f"model={chosen.model}", *BASE, f"tricks.precision={best_precision(device)}"]
-    rows = list(rows_of_the_real_lengths("train", VOCABULARY).rows)
+    rows = real_rows(VOCABULARY)
     result: dict[str, Any] = {**stamp(), "settings": settings, "ways": {}}
     with keep_freed_memory(device):
         for way, more in WAYS.items():
