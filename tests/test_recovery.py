@@ -120,9 +120,9 @@ def test_the_run_is_the_one_that_had_the_smaller_set_from_the_start(
     load = steps.load
     saved = []
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         saved.append(sorted(path.name for path in (tmp_path / "run").glob("checkpoints/*")))
-        return load(*arguments)
+        return load(*arguments, **options)
 
     monkeypatch.setattr(steps, "load", watched)
     full_at(monkeypatch, where, error=error)
@@ -222,9 +222,9 @@ def test_nothing_of_the_failed_try_is_alive_when_the_next_one_loads(settings, tm
     modules = []
     load = steps.load
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         alive.append([module() is not None for module in modules])
-        loaded = load(*arguments)
+        loaded = load(*arguments, **options)
         # bitsandbytes has a list of its own, of embeddings.
         modules.extend(weakref.ref(module) for module in (loaded.model, loaded.model.get_input_embeddings()))
         return loaded
@@ -260,11 +260,11 @@ def test_a_smaller_set_that_cannot_be_loaded_ends_the_run_with_the_table(setting
     load = steps.load
     loaded = []
 
-    def once(*arguments):
+    def once(*arguments, **options):
         loaded.append(arguments)
         if len(loaded) == 2:
             raise MemoryError
-        return load(*arguments)
+        return load(*arguments, **options)
 
     monkeypatch.setattr(steps, "load", once)
     with pytest.raises(OutOfMemory, match="out of memory while the model was loaded"):
@@ -326,11 +326,11 @@ def test_a_set_is_kept_though_no_checkpoint_is_as_new(settings, small_from_the_s
     load = steps.load
     loaded = []
 
-    def once(*arguments):
+    def once(*arguments, **options):
         loaded.append(arguments)
         if len(loaded) == 2:
             raise Killed
-        return load(*arguments)
+        return load(*arguments, **options)
 
     with monkeypatch.context() as patch:
         full_at(patch, "optimizer step", step=1)

@@ -31,6 +31,7 @@ from cria_tricks.hardware import Device, this_device
 from cria_tricks.load.model import load
 from cria_tricks.measure.memory import Meter
 from cria_tricks.models.catalogue import CONFIGS
+from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.dry_run import dry_run
 from cria_tricks.recipe import Recipe, with_settings
@@ -159,7 +160,7 @@ def recipe_of(settings: Sequence[str], setup: Setup) -> Recipe:
 
 def bytes_by_dry_run(recipe: Recipe, plan: Plan, rows: Rows) -> int:
     """Count the peak of a step by a dry run, with the workspaces that CUDA's allocator counts, too (bytes)."""
-    config = AutoConfig.from_pretrained(models.find(recipe.model).path)
+    config = AutoConfig.for_model(**find_config(recipe.model))
     counted = dry_run(plan, config, recipe.train.batch_size, *_largest(recipe, plan, rows))
     return counted.peak_bytes + estimated(recipe, plan, rows).workspaces.bytes
 
