@@ -57,8 +57,11 @@ def settings_for(device: Device, *, short: bool, profile: str = "") -> BenchSett
     on Llama-3.2-1B only where plain fp32 full fine-tuning of it fits; else on SmolLM2's shape, where it does.
     """
     if device.kind == "cpu":
-        shape = alone = "tiny" if short else "smollm2"
-        tokens = 128 if short else 256
+        shape = alone = "smollm2"
+        tokens = 256
+        if short:
+            shape = alone = "tiny"
+            tokens = 128
     else:
         shape = alone = "llama-3.2-1b"
         tokens = 512 if short else 2048

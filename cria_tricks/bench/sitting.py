@@ -86,7 +86,9 @@ class Sitting:
         chosen = list(wanted)
         rates = self._best_rates()
         total = duration(60 * parts.minutes(chosen, self.card.settings, self.device, rates))
-        told = f"about {total}" if rates else f"{total} for those that need no rates; the calibration tells the others"
+        told = f"about {total}"
+        if rates is None:
+            told = f"{total} for those that need no rates; the calibration tells the others"
         self.say(f"{self.device.name}: {', '.join(chosen)}: {told}")
         for part in chosen:
             self._part(part)
@@ -115,7 +117,9 @@ class Sitting:
             self.say(f"{part}: is in {self.file} already")
             return
         seconds = parts.seconds_of(part, self.card.settings, self.device, self._best_rates())
-        told = f"about {duration(seconds)}" if seconds is not None else "some minutes, which are not known before"
+        told = "some minutes, which are not known before"
+        if seconds is not None:
+            told = f"about {duration(seconds)}"
         self.say(f"{part}: {told}")
         so_far = before.seconds if before else 0.0
         began = time.perf_counter()
@@ -299,7 +303,9 @@ def _refuse_another(stored: MeasuredCard, new: MeasuredCard, out: Path) -> None:
 
 def unsteadiness(case: Case) -> float:
     """Return how many times the fastest step of a case its median takes; 1 without times."""
-    return statistics.median(case.seconds) / min(case.seconds) if case.seconds else 1.0
+    if not case.seconds:
+        return 1.0
+    return statistics.median(case.seconds) / min(case.seconds)
 
 
 def outcome(text: str) -> GpuTests:

@@ -17,7 +17,9 @@ def frontier(result: Mapping[str, Any]) -> str:
         speed = ""
         if speeds:
             speed = _with_range(statistics.median(speeds), min(speeds), max(speeds), 1)
-        peak = human(entry["peak_bytes"]) if "peak_bytes" in entry else ""
+        peak = ""
+        if "peak_bytes" in entry:
+            peak = human(entry["peak_bytes"])
         if "bytes_of" in entry:
             peak = f"as `{entry['bytes_of']}`"
         faster = smaller = ""

@@ -131,7 +131,9 @@ def prompt(chat: Chat, tokenizer: Any) -> list[int]:
         BadInput: if the tokenizer's chat template cannot format it.
     """
     if not chat.messages:
-        return tokenizer(chat.prompt)["input_ids"] if chat.prompt else []
+        if not chat.prompt:
+            return []
+        return tokenizer(chat.prompt)["input_ids"]
     ids = template(chat.before_answer, tokenizer, chat.where, add_generation_prompt=True)
     if not ids:
         raise BadInput("the tokenizer's chat template writes nothing; is the folder whole?")

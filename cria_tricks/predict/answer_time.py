@@ -249,7 +249,9 @@ def of_samples(recipe: Recipe, shape: Shape, card: Card, prompt: int) -> float |
     """
     work, asked = _samples(recipe, shape, card, prompt)
     found = seconds(work, card, asked)
-    return None if found is None else ends(found, card.spread(work.precision))[1]
+    if found is None:
+        return None
+    return ends(found, card.spread(work.precision))[1]
 
 
 def _samples(recipe: Recipe, shape: Shape, card: Card, prompt: int) -> tuple[Work, Asked]:
