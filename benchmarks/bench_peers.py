@@ -55,7 +55,7 @@ def test_unsloth(request, benchmark, setup):
 def capstone_words() -> str:
     """The capstone's toggles on this device."""
     device = this_device()
-    return cases.words(device, cases.on(device))
+    return cases.words(cases.capstone(device), cases.on(device))
 
 
 def job_of(toggles: str, setup: Setup) -> Recipe:

@@ -28,8 +28,8 @@ BYTES = {"cpu": 0.01, "cuda": trust.MARGIN}
 """How far a measured peak may be from its own dry run, as a share of it.
 
 On a CPU both count the same storages, and a test holds them within one per cent of each other. CUDA's allocator rounds
-each tensor up, and kernels take memory of their own. But a dry run that is wrong by more than the margin that "it fits"
-keeps free would make that verdict wrong, so such a file needs a person who looks at it.
+each tensor up, and kernels take memory of their own. "It fits" keeps a margin free. If a dry run is off by more
+than this margin, "it fits" can be wrong, so a person must look at such a file.
 """
 LEAST_REPEATS = 3
 """Timed steps of a case."""

@@ -31,9 +31,8 @@ def capstone(device: Device) -> Recipe:
     return with_settings(recipes.capstone(device), ["tricks.gradient_accumulation=1"])
 
 
-def words(device: Device, fields: Iterable[str]) -> str:
-    """Write toggles as the capstone has them on a device."""
-    recipe = capstone(device)
+def words(recipe: Recipe, fields: Iterable[str]) -> str:
+    """Write toggles as a recipe has them."""
     return " ".join(f"{field}={str(getattr(recipe.tricks, field)).lower()}" for field in fields)
 
 
@@ -47,7 +46,7 @@ def ladder(device: Device) -> list[ToMeasure]:
     found = [ToMeasure("off", "")]
     fields = on(device)
     for number, field in enumerate(fields, 1):
-        found.append(ToMeasure(f"ladder_{field}", words(device, fields[:number]), found[-1].name))
+        found.append(ToMeasure(f"ladder_{field}", words(capstone(device), fields[:number]), found[-1].name))
     return found
 
 
@@ -59,8 +58,8 @@ def alone(device: Device) -> list[ToMeasure]:
         against = "off"
         if needed:
             against = f"needed_{'+'.join(needed)}"
-            found.setdefault(against, ToMeasure(against, words(device, needed)))
-        found[f"alone_{field}"] = ToMeasure(f"alone_{field}", words(device, [*needed, field]), against)
+            found.setdefault(against, ToMeasure(against, words(capstone(device), needed)))
+        found[f"alone_{field}"] = ToMeasure(f"alone_{field}", words(capstone(device), [*needed, field]), against)
     return list(found.values())
 
 
@@ -69,7 +68,7 @@ def removed(device: Device) -> list[ToMeasure]:
     fields = on(device)
     whole = f"ladder_{fields[-1]}"
     return [
-        ToMeasure(f"removed_{field}", words(device, toggles.without(capstone(device), field)), whole)
+        ToMeasure(f"removed_{field}", words(capstone(device), toggles.without(capstone(device), field)), whole)
         for field in fields
     ]
 

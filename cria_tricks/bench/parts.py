@@ -173,11 +173,6 @@ def longest_recipe(settings: BenchSettings, device: Device) -> Recipe:
     return with_settings(cases.capstone(device), [f"model=random:{settings.shape}"])
 
 
-def words_of(recipe: Recipe) -> str:
-    """Write the toggles of a recipe."""
-    return " ".join(f"{field}={str(getattr(recipe.tricks, field)).lower()}" for field in toggles.switched_on(recipe))
-
-
 def _longest_seconds(settings: BenchSettings, device: Device, card: Card) -> float:
     recipe = longest_recipe(settings, device)
     shape = find_shape(recipe.model)

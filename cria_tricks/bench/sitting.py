@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cria_tricks.bench import capstone, compare, longest, measured_card, parts, provenance, sensors
+from cria_tricks.bench import capstone, cases, compare, longest, measured_card, parts, provenance, sensors
 from cria_tricks.bench.accept import UNSTEADY
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, estimated, free_memory, measure, prepared
 from cria_tricks.bench.measured_card import (
@@ -239,7 +239,7 @@ class Sitting:
         settings = self.card.settings
         recipe = parts.longest_recipe(settings, self.device)
         said = toggles.longest(toggles.Target(find_shape(recipe.model), self.device), recipe)
-        words = parts.words_of(recipe)
+        words = cases.words(recipe, toggles.switched_on(recipe))
 
         def runs(tokens: int) -> bool:
             name = f"tokens-{tokens}"

@@ -132,8 +132,8 @@ def _no_safetensors(path: Path) -> str:
 def _asks_for(path: Path) -> str:
     """Describe why a config is refused: it asks for code, or for a file outside its folder. Empty if it is safe.
 
-    A config that is not valid JSON is left to the library that reads it. One that is nested more deeply than this
-    function can follow is refused, because the library's reader may follow further.
+    A config that is not valid JSON is left to the library, which refuses it itself. A config that is nested too deeply
+    for this function is refused here, because the library might still read it.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -70,10 +70,11 @@ def citation_accuracy(row: QARow, reply: Reply) -> Score:
     Definition: a label is right if document n was retrieved, and the answer's ``sources`` list it by its title or URL.
     (If no JSON could be read, it is enough that document n was retrieved.) Precision is the share of right labels. A
     label covers its own statement, those before it in the paragraph, and the list below its line. A statement needs a
-    label if it is about the subject, and contains a number, a year, a name or a quote, or if any label covers it, right
-    or wrong, because whoever cites a sentence takes it for a fact. Recall is the share of statements that a right label
-    covers, among those that need one. If no statement needs a label, but documents were retrieved, the answer as a
-    whole needs one; else a vague answer would get 1 for citing nothing. A refusal needs none, if refusing is right.
+    label if it is about the subject, and contains a number, a year, a name or a quote. It also needs one if a label
+    covers it, right or wrong: a statement with a source is meant as a fact. Recall is the share of statements that a
+    right label covers, among those that need one. If no statement needs a label, but documents were retrieved, the
+    answer as a whole needs one; else a vague answer would get 1 for citing nothing. A refusal needs none, if refusing
+    is right.
     Range: 0 to 1; 1 if no label is needed and none is wrong, 0 for an empty text.
     Blind to: whether the cited document says what the statement says. A fact without a name, number or quote needs no
     label here, and neither does a sentence with I or you. One label at the end of a paragraph covers all of it.

@@ -31,7 +31,7 @@ from cria_tricks.tricks import compile, keep_attention
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
 STARTS = "start_at_rounding_error"
-"""The edit that overwrites new trained weights; a checkpoint's weights would be lost under it."""
+"""The edit that overwrites new trained weights. A resumed run leaves it out."""
 
 
 @dataclass
@@ -62,13 +62,8 @@ def load_tokenizer(weights: Weights) -> Any:
     return tokenizer
 
 
-def load(plan: Plan, weights: Weights, *, resumed: bool = False) -> Loaded:
+def load(plan: Plan, weights: Weights) -> Loaded:
     """Load the weights, quantised or not, and edit the model as the plan says.
-
-    Args:
-        plan: what will run.
-        weights: where the model is.
-        resumed: whether the trained weights will be those of a checkpoint, so that they need no start.
 
     Raises:
         BadInput: if the model cannot be loaded, or does not fit the plan.
@@ -87,8 +82,7 @@ def load(plan: Plan, weights: Weights, *, resumed: bool = False) -> Loaded:
     model.config.use_cache = False  # no KV cache, because training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
-        if edit != STARTS or not resumed:
-            model = EDITS[edit](model, plan)
+        model = EDITS[edit](model, plan)
     return Loaded(model, weights)
 
 

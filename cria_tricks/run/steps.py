@@ -20,7 +20,7 @@ from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
 from cria_tricks.kwanzaa import augment
-from cria_tricks.load.model import count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
+from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.measure.monitor import Monitor
 from cria_tricks.measure.profiler import Profile
@@ -139,7 +139,8 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     progress = ShowProgress(job.console, eval_batches, expected, lambda: monitor.newest)
     with _memory_in_one_line(job, longest, shape):
         with meter.phase("load"), doing(f"loading {of.weights.name}"):
-            loaded = load(plan, of.weights, resumed=folders.start is not None)
+            # A checkpoint's weights take the place of the adapter's start, which takes seconds to compute.
+            loaded = load(plan.without(STARTS) if folders.start else plan, of.weights)
             meter.track(every_tensor(loaded.model))
         parameters = count_parameters(loaded.model)
         known_loss = results.kept_before(job).get("eval_loss", math.inf) if recipe.train.keep_best else math.inf

@@ -105,8 +105,8 @@ def start_of(error: torch.Tensor, r: int, scale: float) -> tuple[torch.Tensor, t
         A (k, D_in) and B (D_out, k), where k is r, or the shorter side of W if that is less.
     """
     wide = error if error.shape[0] <= error.shape[1] else error.T
-    # The best approximation is the error's projection on its main directions. They are the eigenvectors of E E^T,
-    # which is smaller and so decomposed faster than E itself. eigh sorts them upwards.
+    # The best approximation is the error's projection on its main directions. They are the eigenvectors of E E^T, which
+    # is small, so this is faster than a singular value decomposition. eigh sorts them upwards.
     directions = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -r:]
     projected = directions.T @ wide
     # Each row is as long as its singular value. As in the paper both factors get the root of it, and here also of s.
