@@ -276,7 +276,7 @@ assert T4.memory_bytes - fixed < paged_bytes["adamw"]
 
 # %% [markdown]
 # So thrashing is expensive with one micro-batch a step, and bearable with eight. (And the host must hold what leaves.
-# Colab's has 12.7 GiB.)
+# Colab's shows 12.7 GB.)
 #
 # **Measured by others**, in full fine-tuning with torchtune on a single card. *Paging alone*: paged 8-bit AdamW lowered
 # the peak memory of Llama-3-8B by about 46 % against 8-bit AdamW, at equal speed. Paged AdamW *in 32 bits* was far too

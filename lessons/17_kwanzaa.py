@@ -35,7 +35,7 @@ else:
 #   a folder of its own.
 # - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
-# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: a dry run shows what would be sent. `VERSION` is its tag;
+# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: nothing is sent, and you see what would be. `VERSION` is its tag;
 #   one that is there already is refused, so raise it before you publish again.
 # - `TIME_BUDGET`: training stops within this time, saved and usable. Running again continues.
 
@@ -102,8 +102,8 @@ def ask(*arguments: object) -> dict:
 
 
 # %% [markdown]
-# **Is this machine sound?** Faulty libraries can give wrong numbers without an error. Seven small checks look for
-# that before you train.
+# **Is this machine sound?** Faulty libraries can give wrong numbers without an error. Seven small checks, and an
+# eighth where Triton runs, look for that before you train.
 
 # %%
 _ = cria("doctor", "--selftest")
@@ -157,8 +157,8 @@ _ = cria("data", "kwanzaa" if GPU else "history_notes")
 # that is the JSON's fields, in every system prompt. Else the untrained model would be graded on unknown fields.
 #
 # ## 1. The bill
-# Write a number down before you go on: how many GiB does one training step of this run take? In lesson 0 plain fp32
-# needed 31.3, and the card has 14.74. `cria plan` answers without loading a weight. Rows are
+# Write a number down before you go on: how many GiB does one training step of this run take? In lesson 0 the peak in
+# plain fp32 was 31.3, and the card has 14.74. `cria plan` answers without loading a weight. Rows are
 # taken as full, 2,048 tokens each. The last line also counts what PyTorch's allocator may reserve (lesson 19). This is
 # an estimate; no card has confirmed it.
 
@@ -188,7 +188,7 @@ def ladder(theme):
 course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card.")
 
 # %% [markdown]
-# The bars turn blue at `expand_kv`: only then does the run fit. Checkpointing and the chunked loss would take the peak
+# On a T4 the bars change from orange (does not fit) to blue (fits) at `expand_kv`. Checkpointing and the chunked loss would take the peak
 # down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they cost a third more time.
 #
 # The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take
@@ -276,8 +276,8 @@ assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
-# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see a run that a laptop
-# can do, and that we have committed: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers
+# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see the stored result of
+# a real run of ours, 29 minutes on two CPU cores: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers
 # to 64 questions that share no note and no question with them.
 
 # %%
@@ -370,14 +370,19 @@ for question in ("What is the unity cup used for?", "How many people drank from 
 
 # %% [markdown]
 # ## 4. What it costs
-# Predicted and measured, side by side. The prediction of bytes is for this very run. The predicted minutes are a range,
-# because they come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We have not
-# measured ours on a T4 yet, so your run is the measurement. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face
+# Predicted and measured, side by side, for this very run. The predicted seconds of a step are a range, because they come
+# from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We have not measured ours on a
+# T4 yet, so your run is the measurement. The minutes for all include loading and evaluation. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face
 # Jobs); Colab's costs nothing and promises nothing.
 
 # %%
 ratio = report["estimate"]["ratio"]
 print(f"peak of a step: estimate / measured = {ratio:.3f} on {report['device']}")
+step = report["step_seconds"]
+range_of_step = "no rates of this machine are known"
+if step["predicted"] is not None:
+    range_of_step = f"{step['low']:.1f} to {step['high']:.1f} s"
+print(f"an optimizer step: predicted {range_of_step}, measured {step['measured']:.1f} s")
 print(f"time: {report['seconds'] / 60:.1f} minutes for all, {report['tokens_per_second']:,.0f} tokens/s in steps")
 print(f"rented by the hour that is ${report['seconds'] / 3600 * 0.40:.2f} to ${report['seconds'] / 3600 * 0.60:.2f}")
 assert GPU or 0.9 < ratio < 1.1  # on a CPU the bytes are counted exactly
@@ -449,8 +454,8 @@ shutil.rmtree(broken)
 #    answer is a number of bytes.
 # 2. **Build.** A checkpoint holds the trained numbers in fp32 and two moments of `bits` bits for each. Fill in
 #    `checkpoint_bytes(numbers, bits)`: the bytes of one checkpoint. (Two are kept.)
-# 3. **Reach.** People call Colab's data limited. At the T4's estimated pace (`seconds` for a window of 8 full rows),
-#    how many rows can one session of 12 hours train, in whole windows? Your answer is a number of rows.
+# 3. **Reach.** People call Colab's data limited. At the T4's estimated pace (`seconds` for an optimizer step of 8
+#    full rows), how many rows can one session of 12 hours train, in whole steps? Your answer is a number of rows.
 
 
 # %% tags=["exercise"]
@@ -477,7 +482,7 @@ right = 4 * lora_numbers(CONFIGS["llama-3.2-1b"], r=32)
 hint = "each of the seven matrices of every block has adapter numbers of 4 bytes, in proportion to the rank"
 course.check(1, bytes_at_rank_32, course.equal(right, hint), "a number of bytes")
 course.check(2, checkpoint_bytes, of_checkpoint, "a function (numbers, bits) -> a number of bytes")
-hint = "time is the limit, not the data: count whole windows in 12 hours, then their rows"
+hint = "time is the limit, not the data: count whole steps in 12 hours, then their rows"
 course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, hint), "a number of rows")
 
 # %% [markdown]
@@ -500,7 +505,8 @@ course.check(3, rows_in_12_hours, course.equal(int(12 * 3600 / seconds) * 8, hin
 # - **Saves**: plain fp32 does not fit this card; this run uses about two thirds of it.
 # - **Costs**: minutes of a free T4, and your attention for the bill.
 # - **Exact?** Resuming is, bit for bit on a CPU; 4-bit weights and 8-bit moments are not.
-# - **When**: a small model, a narrow job, rows that fit the card. **When not**: it must not be interrupted; Colab may.
+# - **When**: a small model, a narrow job, rows that fit the card. **When not**: the run must
+#   not be interrupted, because Colab may end a session at any time.
 # - **Check** what you publish: the bytes against the manifest, the answers against evaluation rows, and what the rows
 #   are.
 #

@@ -14,9 +14,9 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 CAPSTONE = "17_kwanzaa"
 
 SURPRISES = {
-    "00": "of the 16 bytes of a weight, 4 cost nothing on long rows",
+    "00": "on long rows the gradients do not raise the peak",
     "01": "with eager attention, 16 bits take more memory than 32",
-    "02": "with one row at a time it saves nothing, and adds a gradient",
+    "02": "with one row at a time it saves nothing and costs memory",
     "03": "right loss, wrong gradients, until the random state is replayed",
     "04": "the rank hardly changes the memory; freezing does",
     "05": "half the bytes of the weights, and a larger bill",

@@ -7,7 +7,7 @@ Costs    PCIe traffic: s of each block goes to the host and comes back. The copi
 Claim    exact: the same bits come back
 Needs    CUDA; best with gradient checkpointing, because without it every operation's saved inputs travel: a tensor that
          three products read travels three times
-Breaks   jobs with more activations than host memory: a Colab machine has 12.7 GiB, less than its card, and pinned
+Breaks   jobs with more activations than host memory: a Colab machine shows 12.7 GB, less than its card, and pinned
          blocks are rounded up to powers of two. The int8 products of bitsandbytes hide their inputs from autograd, so
          these stay on the card
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
