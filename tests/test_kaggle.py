@@ -56,8 +56,8 @@ def card(name: str = "t4", **changed: str):
 class Kaggle:
     """Answers in the place of the command line; the clock moves only while somebody waits."""
 
-    def __init__(self, statuses: list[str], result=None, push: str = PUSHED):
-        self.answers = {"push": iter([push]), "status": iter(statuses), "output": iter(["Kernel log downloaded\n"])}
+    def __init__(self, statuses: list[str], result=None, push: str = PUSHED, output: str = "Kernel log downloaded\n"):
+        self.answers = {"push": iter([push]), "status": iter(statuses), "output": iter([output])}
         self.result = result
         self.asked: list[tuple[str, ...]] = []
         self.seconds = 0.0
@@ -198,6 +198,11 @@ def test_a_refused_push_is_found_though_the_command_line_ends_well(on_kaggle):
 )
 def test_a_result_that_is_not_a_good_one_is_refused(on_kaggle, result, why):
     assert why in refusal(on_kaggle, Kaggle([says("COMPLETE")], result()))
+
+
+def test_a_download_that_broke_off_is_no_result(on_kaggle):
+    answers = Kaggle([says("COMPLETE")], card(), output=NO_NETWORK)
+    assert refusal(on_kaggle, answers) == f"{KERNEL}: its files could not be downloaded: {NO_NETWORK.strip()}"
 
 
 @pytest.mark.parametrize("name", ["KAGGLE_USERNAME", "KAGGLE_KEY"])
