@@ -1,5 +1,6 @@
 """What GitHub runs is what a contributor runs: workflows, issue forms and hooks hold together with the Makefile."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -12,8 +13,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from cria_tricks.bench import sitting
+from cria_tricks.bench.measured_card import NAME
+from cria_tricks.cli.bench import bench
 from tests.site.conftest import missing
-from tools import pins, release, workflow
+from tools import kaggle, pins, release, workflow
 from tools.address import ROOT, project
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -63,6 +67,61 @@ def test_actionlint_finds_nothing_but_a_planted_error(tmp_path):
     done = actionlint(planted)
     assert done.returncode == 1
     assert 'unexpected key "timeout-minuts" for "job" section' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("was", "planted", "said"),
+    [("[self-hosted, gpu]", "[self-hosted, gpus]", 'label "gpus"'), ("vars.", "varz.", 'undefined variable "varz"')],
+)
+def test_actionlint_is_told_of_our_runner_and_of_variables_only(tmp_path, was, planted, said):
+    workflow = ROOT / ".github/workflows/gpu.yml"
+    file = tmp_path / workflow.name
+    file.write_text(workflow.read_text(encoding="utf-8").replace(was, planted))
+    done = actionlint(file)
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+MEASURING = {"gpu": "MEASURE_ON_GPU", "kaggle": "MEASURE_ON_KAGGLE"}
+"""The workflows that are off, and the variables that switch them on."""
+
+
+def test_secrets_and_our_own_machine_are_out_of_reach_for_a_pull_request():
+    reaching = {}
+    for path in WORKFLOWS:
+        if re.search(r"secrets\b|self-hosted", path.read_text(encoding="utf-8")):
+            reaching[path.stem] = read(path)
+    assert reaching.keys() == MEASURING.keys()
+    for about in reaching.values():
+        assert about[True].keys() == {"schedule", "workflow_dispatch"}
+
+
+def test_a_measuring_workflow_is_off_until_its_variable_is_set_as_contributing_says():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for name, variable in MEASURING.items():
+        (job,) = jobs(ROOT / f".github/workflows/{name}.yml").values()
+        assert job["if"] == f"github.event_name == 'workflow_dispatch' || vars.{variable} == 'on'"
+        assert f"set the variable `{variable}` to `on`" in page
+
+
+def test_only_the_step_that_calls_kaggle_has_the_secrets():
+    about = read(ROOT / ".github/workflows/kaggle.yml")
+    with_secrets = [step for step in about["jobs"]["measure"]["steps"] if "secrets" in str(step)]
+    assert str(about).count("secrets.") == 2
+    assert [step["run"] for step in with_secrets] == ["make kaggle"]
+    assert with_secrets[0]["env"].keys() == {"KAGGLE_USERNAME", "KAGGLE_KEY"}
+
+
+def test_what_a_measuring_workflow_keeps_is_what_its_commands_write():
+    (on_gpu,) = jobs(ROOT / ".github/workflows/gpu.yml").values()
+    kept = on_gpu["steps"][-1]["with"]["path"].split()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    folder = inspect.signature(bench).parameters["out"].default
+    assert set(kept) == {"build/test-gpu.txt", f"{folder}/{NAME}", f"{folder}/{sitting.ZIP}"}
+    assert f"> {kept[0]}" in makefile
+    assert f"--check {folder}/{NAME}" in makefile
+    (on_kaggle,) = jobs(ROOT / ".github/workflows/kaggle.yml").values()
+    assert ROOT / on_kaggle["steps"][-1]["with"]["path"] == kaggle.FOLDER / "result"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
