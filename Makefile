@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 READY := $(VENV)/.ready
 
-.PHONY: address colab dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
+.PHONY: address colab colab-measure dist pins release-check workflows train test test-processors test-gpu site serve check check-all lint types drill drill-dump drill-signals fuzz faults faults-unguarded bench figures bench-by-dry-run bench-frontier bench-curated bench-card bench-fused bench-overhead bench-packing bench-step-profile bench-streaming bench-estimate bench-dry-run bench-seconds bench-monitor bench-quality mutants results notebooks clean
 
 train: $(READY)
 	$(VENV)/bin/cria train smoke
@@ -198,6 +198,11 @@ release-check: $(READY)
 # Install the wheel as a notebook does, beside Colab's torch and transformers: none of them may be replaced.
 colab: dist
 	.ci/colab dist/*.whl
+
+# The same, and the notebook "Measure your card" there: its kernel is killed in the middle, it runs again, and once more as
+# a script; nothing may be measured twice. Up to 20 minutes on two cores, and nothing else should run.
+colab-measure: dist
+	.ci/colab dist/*.whl --measure
 
 # Find the versions of .ci/floor.txt and .ci/colab.txt anew. Run it when a lower bound of pyproject.toml changes.
 pins: $(READY)

@@ -50,7 +50,6 @@ TIME_BUDGET = "80m"  # @param {type:"string"}
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -59,6 +58,7 @@ from pathlib import Path
 
 from cria_tricks import course
 from cria_tricks.bench import results
+from cria_tricks.course.commands import ask, cria
 from cria_tricks.data import sources
 from cria_tricks.data.kwanzaa_lengths import row_lengths
 from cria_tricks.kwanzaa.prompt import QARow, read_rows
@@ -69,37 +69,10 @@ from cria_tricks.models.catalogue import CONFIGS
 COLAB = "google.colab" in sys.modules
 RUN = Path(f"/content/{RECIPE}" if COLAB else "kwanzaa-run").absolute()
 ADAPTER = RUN / "adapter"
-CRIA = [sys.executable, "-m", "cria_tricks"]
-PLAIN = os.environ | {"FORCE_COLOR": ""}  # a notebook is no terminal: lines, and no bar that is drawn over and over
 if COLAB and MIRROR.startswith("/content/drive"):
     from google.colab import drive
 
     drive.mount("/content/drive")
-
-
-def cria(*arguments: object, right: int = 0) -> str:
-    """Run a `cria` command and show what it says, as it comes. Another exit code than the right one stops here."""
-    words = [str(argument) for argument in arguments]
-    print("$ cria", shlex.join(words))
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "env": PLAIN}
-    process, said = subprocess.Popen([*CRIA, *words], **pipe), ""
-    try:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            said += line
-    except KeyboardInterrupt:  # the stop button; cria heard it too, and saves before it ends
-        process.wait()
-        raise
-    if process.wait() != right:
-        raise RuntimeError(f"cria {words[0]} ended with exit code {process.returncode}; its last line says why")
-    return said
-
-
-def ask(*arguments: object) -> dict:
-    """Run a `cria` command for its answer as data."""
-    done = subprocess.run([*CRIA, *map(str, arguments), "--json"], stdout=subprocess.PIPE, env=PLAIN, check=True)
-    return json.loads(done.stdout)
-
 
 # %% [markdown]
 # **Is this machine sound?** Faulty libraries can give wrong numbers without an error. Seven small checks, and an

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import rows, tiny_model  # noqa: F401 (tests ask for them by name)
 from tests.leftovers import Leftovers
 from tools import processors
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
-# What was measured on this machine must not change what a test says. A file cannot be below a file, so there is none.
-os.environ["CRIA_CALIBRATION"] = str(Path(__file__) / "none.json")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -78,27 +76,6 @@ def every_processor_is_slow_in_fp16():
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A folder with a two-layer Llama: wide enough that bitsandbytes quantises its optimizer states."""
-    from tests.helpers import tiny_llama
-
-    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-
-
-@pytest.fixture(scope="session")
-def rows() -> list[dict[str, list[int]]]:
-    """Five rows of ragged lengths with masked prompts; five does not divide by two, three or four."""
-    import torch
-
-    draw = torch.Generator().manual_seed(1)
-    made = []
-    for length, prompt in ((24, 6), (17, 3), (9, 2), (30, 20), (13, 1)):
-        ids = torch.randint(3, 512, (length,), generator=draw).tolist()
-        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return made
-
-
-@pytest.fixture(scope="session")
 def tokenizer():
     """SmolLM2's tokenizer, whose padding token is its end token."""
     from cria_tricks import models
@@ -113,9 +90,9 @@ def trained(tmp_path_factory) -> Path:
     from cria_tricks.recipe import Recipe, with_settings
     from cria_tricks.run.run import train
 
-    rows = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
+    ours = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
-    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    few.write_text("".join(ours.read_text().splitlines(keepends=True)[:3]))
     settings = [
         "model=random:tiny", "train.max_steps=2", "train.learning_rate=0.01", "tricks.peft=lora", "lora.r=2",
         "data.max_length=320", f"data.train={few}", f"data.eval={few}",

@@ -1,10 +1,11 @@
-"""Run a recipe on the tiny model in one call."""
+"""Run a recipe on the tiny model in one call, and stop it where a test wants."""
 
+import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from cria_tricks.load.model import Loaded, load
 from cria_tricks.models import Weights
@@ -71,3 +72,26 @@ def is_frozen(kind: type) -> bool:
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The difference's length, over the expected one's."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+class At(TrainerCallback):
+    """Does something before the optimizer takes a step."""
+
+    def __init__(self, step: int, act):
+        self.step, self.act = step, act
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.act()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL inside one process: nobody catches it, and nothing is saved any more."""
+
+
+def kill():
+    raise Killed
+
+
+def send(number: int):
+    return lambda: os.kill(os.getpid(), number)

@@ -25,24 +25,13 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.trainer.fit import fit
 from cria_tricks.trainer.resumable import ResumableTrainer
-from tests.helpers import prepare, train, trained_weights
+from tests.helpers import At, Killed, kill, prepare, send, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
 
 
 EVERY = os.environ.get("CRIA_ALL") == "1"
 """Whether sweeps are whole, as in ``make check-all``; else a sample of them is drawn, one of each kind."""
-
-
-class At(TrainerCallback):
-    """Does something before the optimizer takes a step."""
-
-    def __init__(self, step: int, act):
-        self.step, self.act = step, act
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.step:
-            self.act()
 
 
 class DuringEvaluation(TrainerCallback):
@@ -54,23 +43,11 @@ class DuringEvaluation(TrainerCallback):
             self.act()
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL inside one process: nobody catches it, and nothing is saved any more."""
-
-
-def kill():
-    raise Killed
-
-
 def raising(error: BaseException):
     def act():
         raise error
 
     return act
-
-
-def send(number: int):
-    return lambda: os.kill(os.getpid(), number)
 
 
 def curves(run):

@@ -63,6 +63,16 @@ def test_a_missing_notebook_and_one_without_a_lesson_are_out_of_date(course):
     assert [path.name for path in (course / "notebooks").iterdir()] == ["01_one.ipynb"]
 
 
+def test_a_script_beside_the_notebooks_is_made_into_one_too(course):
+    script = course / "notebooks" / "a_tool.py"
+    script.write_text(LESSON)
+    assert notebooks.stale() == ["a_tool.ipynb"]
+    notebooks.write()
+    assert notebooks.stale() == []
+    script.unlink()
+    assert notebooks.stale() == ["a_tool.ipynb"]
+
+
 def test_check_changes_nothing_and_ends_with_one(course, monkeypatch):
     (course / "lessons" / "01_one.py").write_text(LESSON + "\nprint('more')\n")
     before = (course / "notebooks" / "01_one.ipynb").read_bytes()
@@ -80,11 +90,11 @@ def test_the_install_cell_comes_after_what_needs_no_install(course):
     assert install == notebooks.INSTALL
 
 
-@pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)
-def test_a_notebook_is_clean_and_opens_in_colab(lesson):
-    book = nbformat.reads(notebooks.make(lesson), as_version=4)
+@pytest.mark.parametrize("script", notebooks.scripts(), ids=lambda path: path.stem)
+def test_a_notebook_is_clean_and_opens_in_colab(script):
+    book = nbformat.reads(notebooks.make(script), as_version=4)
     nbformat.validate(book)
-    path = f"/blob/v{notebooks.PROJECT['version']}/notebooks/{lesson.stem}.ipynb"
+    path = f"/blob/v{notebooks.PROJECT['version']}/notebooks/{script.stem}.ipynb"
     repository = notebooks.REPOSITORY.removeprefix("https://github.com/")
     assert f"(https://colab.research.google.com/github/{repository}{path})" in book.cells[0].source
     assert len({cell.id for cell in book.cells}) == len(book.cells)
@@ -93,8 +103,9 @@ def test_a_notebook_is_clean_and_opens_in_colab(lesson):
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
-def test_the_capstone_asks_colab_for_a_t4():
-    book = nbformat.reads((notebooks.NOTEBOOKS / "17_kwanzaa.ipynb").read_text(), as_version=4)
+@pytest.mark.parametrize("name", ["17_kwanzaa", "measure_your_card"])
+def test_a_notebook_for_a_card_asks_colab_for_a_t4(name):
+    book = nbformat.reads((notebooks.NOTEBOOKS / f"{name}.ipynb").read_text(), as_version=4)
     assert book.metadata.accelerator == "GPU"
     assert book.metadata.colab.gpuType == "T4"
 
@@ -185,5 +196,5 @@ def test_what_pip_cannot_install_stops_the_notebook(pip):
 
 
 def test_every_notebook_says_that_the_repository_is_not_public_yet():
-    for lesson in notebooks.lessons():
-        assert notebooks.make(lesson).count("The repository is not public yet.") == 1, lesson
+    for script in notebooks.scripts():
+        assert notebooks.make(script).count("The repository is not public yet.") == 1, script

@@ -26,7 +26,8 @@ from cria_tricks.store import adaptations
 from cria_tricks.store.adaptations import Adaptation
 from cria_tricks.trainer.callbacks import StepMeter
 from cria_tricks.trainer.shared import SharedTrainer
-from tests.test_checkpoints import Killed, some_of
+from tests.helpers import Killed
+from tests.test_checkpoints import some_of
 from tests.tolerances import ADAPTED_RUN
 
 CPU = Device("cpu", "a CPU", (0, 0), real_bf16=False, memory_bytes=24 * 10**9)

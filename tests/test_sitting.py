@@ -14,7 +14,8 @@ from cria_tricks.bench import accept, longest, measured_card, parts, provenance,
 from cria_tricks.bench.case import Setup, bytes_by_dry_run, measure, prepared
 from cria_tricks.bench.cases import ToMeasure
 from cria_tricks.common.errors import BadInput
-from cria_tricks.doctor import calibrate
+from cria_tricks.common.units import duration
+from cria_tricks.doctor import calibrate, gpu_tests
 from cria_tricks.hardware import T4, calibration, this_device
 from cria_tricks.hardware.device import pretend
 from cria_tricks.hardware.gpus import GPUS, by_datasheet
@@ -80,6 +81,29 @@ def test_the_command_measures_packs_and_says_where(quick, tmp_path, run_cria):
     assert "ladder: is in" in stderr
     again = measured_card.MeasuredCard.model_validate(json.loads(stdout))
     assert again.cases == card.cases
+
+
+def test_minutes_are_said_without_measuring(quick, tmp_path, run_cria):
+    out = tmp_path / "mine"
+    code, stdout, _ = run_cria("bench", "--short", "--minutes", "--out", out)
+    assert code == 0
+    assert not out.exists()
+    said = dict(line.split(maxsplit=1) for line in stdout.splitlines())
+    assert list(said) == [*measured_card.PARTS, "in"]
+    assert said["gpu-tests"] == "skipped, because there is no CUDA card"
+    assert said["selftest"] == f"about {duration(parts.FIXED['selftest'][0])}"
+    assert said["ladder"] == "some minutes, which are not known before", "nobody has calibrated this machine"
+    code, _, stderr = run_cria("bench", "--short", "--part", "machine", "--part", "calibrate", "--out", out)
+    assert code == 0, stderr
+    _, stdout, _ = run_cria("bench", "--short", "--minutes", "--out", out)
+    said = dict(line.split(maxsplit=1) for line in stdout.splitlines())
+    assert said["machine"] == f"is in {out / measured_card.NAME} already"
+    seconds = begun(out)._seconds("ladder")
+    assert said["ladder"] == f"about {duration(seconds)}"
+    rates = begun(out)._best_rates()
+    left = [part for part in measured_card.PARTS if part not in ("machine", "calibrate")]
+    minutes = parts.minutes(left, begun(out).card.settings, this_device(), rates)
+    assert said["in"] == f"all     about {duration(60 * minutes)}, predicted"
 
 
 def test_a_killed_process_loses_one_case_at_most(tmp_path):
@@ -227,9 +251,9 @@ def test_the_longest_row_is_found_from_either_side(room):
 
 def test_pytests_outcome_is_read_off_its_last_line():
     text = "......\n== 3 failed, 20 passed, 4 skipped in 1.2s ==\n"
-    found = sitting.outcome(text)
+    found = gpu_tests.outcome(text)
     assert (found.passed, found.failed, found.skipped) == (20, 3, 4)
-    assert sitting.outcome("ERROR: no module\n1 error in 0.1s").failed == 1
+    assert gpu_tests.outcome("ERROR: no module\n1 error in 0.1s").failed == 1
 
 
 class FakeNVML:

@@ -32,6 +32,7 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.plan_screen import BACKED
 from cria_tricks.predict.toggles import Target
+from tools import notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -56,8 +57,15 @@ The second table has the measured cards. The page is made from the files in `ben
 
 ## Your card
 
+[Open the notebook in Colab]({colab})
+
+It needs a browser and some patience: it installs, measures, and shows the result, in Kaggle too. The repository is not
+public yet, so the link opens nothing: upload `notebooks/measure_your_card.ipynb` and, beside it, the wheel
+(`make dist`). The same in a terminal:
+
 ```
 pip install PATH/TO/THE.whl   # not public yet
+cria bench --short --minutes  # how long each part should take
 cria bench --short            # ten minutes on a T4, by our own estimate; without --short an hour
 cria bench --check cria-bench/measured_card.json
 cria report cria-bench/measured_card.json
@@ -67,6 +75,12 @@ Each part first says its predicted time, where that is known. If the session end
 loses one case at most. The result is one JSON file, with its tables in a zip beside it. `--check` accepts the file or
 says in one line what is wrong with it, and CI does the same with every file of this page. The format is published as a
 [JSON Schema](assets/measured_card.schema.json).
+
+## Give your result
+
+Open an issue with the form *I measured it on my card*, and drag `measured_card.zip` into it. The file names the card,
+its driver, the versions and the command, and holds no data of yours; send it also if `--check` refuses it, with the
+line that it says.
 
 `--check` changes nothing here. When we add your file to a release, `cria plan` uses its times for this card only, if at
 least {least} cases with 16-bit products were timed. Their spread is the range.
@@ -179,7 +193,9 @@ def _measured(cards: Sequence[MeasuredCard]) -> tuple[str, str]:
 def page(cards: Sequence[MeasuredCard]) -> str:
     """The whole page."""
     columns = ("name", "card", "bytes", "a step", "measured bytes", "measured step, real rows")
-    parts = [HEAD.format(least=LEAST_CASES), "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
+    colab = notebooks.colab_address("measure_your_card")
+    head = HEAD.format(least=LEAST_CASES, colab=colab)
+    parts = [head, "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
     parts += [card_tables.summary(cards) + "\n" if cards else NONE]
     for card in cards:
         parts += [f"\n## {card.device.name}, {card.provenance.began[:10]}\n\n", card_tables.page(card), "\n"]

@@ -3,7 +3,8 @@
 A notebook is its lesson with a badge on top and, before the first code, a cell that installs what is missing. It has
 no outputs, and nothing in it depends on when or where it was made, so the same lesson gives the same bytes. It is
 never edited: what is changed there is lost. A lesson says in its header what it needs: ``accelerator: GPU``, and
-``extra: data`` for the libraries of an extra.
+``extra: data`` for the libraries of an extra. A notebook that is no lesson is made in the same way, of the script
+beside it: ``notebooks/NAME.py``.
 """
 
 import argparse
@@ -94,17 +95,22 @@ def lessons() -> list[Path]:
     return sorted(LESSONS.glob("[0-9][0-9]_*.py"))
 
 
+def scripts() -> list[Path]:
+    """What notebooks are made of: the lessons, and the scripts that are no lesson."""
+    return [*lessons(), *sorted(NOTEBOOKS.glob("*.py"))]
+
+
 def colab_address(name: str) -> str:
     """Where Colab opens a notebook of the last release."""
     owner_and_name = REPOSITORY.partition("github.com/")[2]
     return f"https://colab.research.google.com/github/{owner_and_name}/blob/{TAG}/notebooks/{name}.ipynb"
 
 
-def make(lesson: Path) -> str:
-    """The text of a lesson's notebook."""
-    book = jupytext.read(lesson, fmt="py:percent")
+def make(script: Path) -> str:
+    """The text of a script's notebook."""
+    book = jupytext.read(script, fmt="py:percent")
     cells = book.cells
-    badge = nbformat.v4.new_markdown_cell(f"[![Open in Colab]({BADGE})]({colab_address(lesson.stem)})")
+    badge = nbformat.v4.new_markdown_cell(f"[![Open in Colab]({BADGE})]({colab_address(script.stem)})")
     install = nbformat.v4.new_code_cell(install_cell(book.metadata.get("extra", "")))
     place = next(i for i, cell in enumerate(cells) if cell.cell_type == "code" and not _early(cell))
     book.cells = [badge, *cells[:place], install, *cells[place:]]
@@ -115,7 +121,7 @@ def make(lesson: Path) -> str:
             cell.source = FOLDED + cell.source
             cell.metadata |= {"cellView": "form", "jupyter": {"source_hidden": True}}
     for number, cell in enumerate(book.cells):  # jupytext's and nbformat's own are random
-        cell["id"] = f"{lesson.stem.replace('_', '-')[:50]}-{number:03d}"
+        cell["id"] = f"{script.stem.replace('_', '-')[:50]}-{number:03d}"
     needs = {key: book.metadata[key] for key in ("accelerator",) if key in book.metadata}
     book.metadata = nbformat.from_dict(
         {
@@ -131,19 +137,20 @@ def make(lesson: Path) -> str:
 
 
 def stale() -> list[str]:
-    """Notebooks that are missing, differ from their lesson, or have none."""
-    wanted = {f"{lesson.stem}.ipynb": make(lesson) for lesson in lessons()}
+    """Notebooks that are missing, differ from their script, or have none."""
+    wanted = {f"{script.stem}.ipynb": make(script) for script in scripts()}
     there = {path.name: path.read_text(encoding="utf-8") for path in NOTEBOOKS.glob("*.ipynb")}
     return sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
 
 
 def write() -> None:
-    """Write every notebook, and remove those without a lesson."""
+    """Write every notebook, and remove those without a script."""
     NOTEBOOKS.mkdir(exist_ok=True)
-    for lesson in lessons():
-        (NOTEBOOKS / f"{lesson.stem}.ipynb").write_text(make(lesson), encoding="utf-8")
+    wanted = {f"{script.stem}.ipynb": make(script) for script in scripts()}
+    for name, text in wanted.items():
+        (NOTEBOOKS / name).write_text(text, encoding="utf-8")
     for path in NOTEBOOKS.glob("*.ipynb"):
-        if not (LESSONS / f"{path.stem}.py").exists():
+        if path.name not in wanted:
             path.unlink()
 
 

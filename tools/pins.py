@@ -1,8 +1,8 @@
 """Write the sets of versions that CI tests beside constraints.txt: ``make pins``.
 
 ``.ci/floor.txt`` has the lowest version of every library that pyproject.toml allows, so a lower bound that is wrong
-fails a test. ``.ci/colab.txt`` has the versions that Colab brings (``.ci/colab.in``), and the newest of all else. uv
-finds both; the tools that only test and lint keep the versions of constraints.txt.
+fails a test. ``.ci/colab.txt`` has the libraries of ``pyproject.toml`` as Colab brings them (``.ci/colab.in``), and the
+newest of all else. uv finds both; the tools that only test and lint keep the versions of constraints.txt.
 """
 
 import re
@@ -12,11 +12,14 @@ from datetime import date
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools.address import ROOT, project
 
 COLAB = ROOT / ".ci" / "colab.in"
-FLOOR_PYTHON, COLAB_PYTHON = "3.11", "3.12"
+FLOOR_PYTHON, COLAB_PYTHON = "3.11", "3.13"
+RAISED_BY_TOOLS = {"rich": "import-linter", "huggingface-hub": "trackio"}
+"""What a set may have above the lowest version, or Colab's, and the tool for tests that needs it."""
 
 
 def read(path: Path) -> dict[str, str]:
@@ -38,12 +41,19 @@ def compile_(out: str, held: dict[str, str], head: str, *options: str) -> None:
 def main() -> None:
     """Write both files."""
     tools = {Requirement(line).name for line in project()["optional-dependencies"]["dev"]}
+    tools -= {"triton"}  # each torch names its own
     locked = {name: version for name, version in read(ROOT / "constraints.txt").items() if name in tools}
     lowest = ("--resolution=lowest-direct", f"--python-version={FLOOR_PYTHON}")
     compile_("floor.txt", locked, f"The lowest versions that pyproject.toml allows (Python {FLOOR_PYTHON}).", *lowest)
     newest = f"--python-version={COLAB_PYTHON}"
     head = f"What Colab brings (Python {COLAB_PYTHON}; since when, says colab.in), the rest newest on {date.today()}."
-    compile_("colab.txt", locked | read(COLAB), head, newest)
+    compile_("colab.txt", locked | brought(), head, newest)
+
+
+def brought() -> dict[str, str]:
+    """Read the versions of our own libraries that Colab brings, but for those that a tool needs newer."""
+    ours = {canonicalize_name(Requirement(line).name) for line in project()["dependencies"]} - RAISED_BY_TOOLS.keys()
+    return {name: version for name, version in read(COLAB).items() if canonicalize_name(name) in ours}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Measure a card part by part, and keep what was measured: a sitting that was stopped goes on where it was."""
 
 import dataclasses
-import itertools
 import statistics
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable
@@ -32,7 +29,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import duration, human
 from cria_tricks.common.version import versions
 from cria_tricks.common.waiting import doing
-from cria_tricks.doctor import calibrate, machine, selftest
+from cria_tricks.doctor import calibrate, gpu_tests, machine, selftest
 from cria_tricks.hardware import calibration, this_device
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.gpus import by_datasheet
@@ -45,7 +42,6 @@ ZIP = "measured_card.zip"
 """What to hand on: the file of the card, with tables and figures."""
 REPORT = "report"
 """The folder of tables and figures."""
-GPU_TESTS = provenance.PACKAGE.parent / "tests" / "gpu"
 
 
 class Sitting:
@@ -84,14 +80,30 @@ class Sitting:
     def run(self, wanted: Iterable[PartName]) -> None:
         """Measure these parts, but for what is in the file already; it is written again after each case."""
         chosen = list(wanted)
-        rates = self._best_rates()
-        total = duration(60 * parts.minutes(chosen, self.card.settings, self.device, rates))
-        told = f"about {total}"
-        if rates is None:
-            told = f"{total} for those that need no rates; the calibration tells the others"
-        self.say(f"{self.device.name}: {', '.join(chosen)}: {told}")
+        self.say(f"{self.device.name}: {', '.join(chosen)}: {self.total(chosen)}")
         for part in chosen:
             self._part(part)
+
+    def total(self, wanted: Iterable[PartName]) -> str:
+        """Say how long these parts should take together, without those that are in the file."""
+        left = [part for part in wanted if not self._done(part)]
+        rates = self._best_rates()
+        total = duration(60 * parts.minutes(left, self.card.settings, self.device, rates))
+        if rates is None:
+            return f"{total} for those that need no rates; the calibration tells the others"
+        return f"about {total}"
+
+    def foretold(self, part: PartName) -> str:
+        """Say how long a part should take, or why it takes no time."""
+        why = self._skipped(part)
+        if why:
+            return f"skipped, because {why}"
+        if self._done(part):
+            return f"is in {self.file} already"
+        seconds = self._seconds(part)
+        if seconds is None:
+            return "some minutes, which are not known before"
+        return f"about {duration(seconds)}"
 
     def pack(self) -> Path:
         """Write the tables and figures, and a zip of all; return the zip."""
@@ -105,22 +117,28 @@ class Sitting:
                 archive.write(path, f"{REPORT}/{path.name}")
         return packed
 
+    def _skipped(self, part: PartName) -> str:
+        why = parts.skipped(part, self.card.settings, self.device)
+        if not why and part == "gpu-tests":
+            why = gpu_tests.missing()
+        return why
+
+    def _done(self, part: PartName) -> bool:
+        return part in self.card.parts and self.card.parts[part].status == "done"
+
+    def _seconds(self, part: PartName) -> float | None:
+        return parts.seconds_of(part, self.card.settings, self.device, self._best_rates())
+
     def _part(self, part: PartName) -> None:
         """Measure one part."""
-        why = parts.skipped(part, self.card.settings, self.device) or self._no_tests(part)
+        why = self._skipped(part)
         if why:
-            self.say(f"{part}: skipped, because {why}")
             self._record(part, PartRecord(status="skipped", why=why))
+        self.say(f"{part}: {self.foretold(part)}")
+        if why or self._done(part):
             return
+        seconds = self._seconds(part)
         before = self.card.parts.get(part)
-        if before and before.status == "done":
-            self.say(f"{part}: is in {self.file} already")
-            return
-        seconds = parts.seconds_of(part, self.card.settings, self.device, self._best_rates())
-        told = "some minutes, which are not known before"
-        if seconds is not None:
-            told = f"about {duration(seconds)}"
-        self.say(f"{part}: {told}")
         so_far = before.seconds if before else 0.0
         began = time.perf_counter()
         record = PartRecord(status="open", predicted_seconds=seconds, seconds=so_far)
@@ -149,11 +167,6 @@ class Sitting:
             "errors": lambda: self._planned("errors"),
         }
 
-    def _no_tests(self, part: PartName) -> str:
-        if part == "gpu-tests" and not GPU_TESTS.is_dir():
-            return "the tests are in a checkout of the repository, not in the package"
-        return ""
-
     def _machine(self) -> None:
         found = machine.examine()
         self._keep(toggles=tuple(found["toggles"]), attention=found["attention"])
@@ -173,10 +186,9 @@ class Sitting:
 
     def _gpu_tests(self) -> None:
         free_memory()
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(GPU_TESTS)]
-        done = subprocess.run(command, cwd=GPU_TESTS.parents[1], capture_output=True, text=True, check=False)
-        self._keep(gpu_tests=outcome(done.stdout))
-        self.say(f"  {done.stdout.strip().splitlines()[-1:]}")
+        found = gpu_tests.run()
+        self._keep(gpu_tests=GpuTests(**found._asdict()))
+        self.say(f"  {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
 
     def _planned(self, part: PartName) -> None:
         """Measure the cases of a part that are not in the file."""
@@ -306,20 +318,6 @@ def unsteadiness(case: Case) -> float:
     if not case.seconds:
         return 1.0
     return statistics.median(case.seconds) / min(case.seconds)
-
-
-def outcome(text: str) -> GpuTests:
-    """Read the outcome of pytest off its output."""
-    lines = text.strip().splitlines()
-    words = " ".join(lines[-1:]).replace(",", "").split()
-    counts = {word: int(number) for number, word in itertools.pairwise(words) if number.isdigit()}
-    failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
-    return GpuTests(
-        passed=counts.get("passed", 0),
-        failed=failed,
-        skipped=counts.get("skipped", 0),
-        last_lines=tuple(lines[-5:]),
-    )
 
 
 def line(case: CardCase) -> str:

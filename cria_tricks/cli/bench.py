@@ -19,6 +19,7 @@ from cria_tricks.common.startup import importing
 
 if TYPE_CHECKING:
     from cria_tricks.bench.measured_card import PartName
+    from cria_tricks.bench.sitting import Sitting
 
 
 @app.command(rich_help_panel=MACHINE, epilog="Example: cria bench --short --out my-card")
@@ -34,6 +35,9 @@ def bench(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write, and to go on in.")] = Path("cria-bench"),
     profile: Annotated[str, typer.Option(metavar="t4", help="Hold a CUDA card to what this one can do.")] = "",
+    minutes: Annotated[
+        bool, typer.Option("--minutes", help="Measure nothing: say how long each part should take.")
+    ] = False,
     check: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measure nothing: accept a measured_card.json, or refuse it in one line."),
@@ -54,15 +58,19 @@ def bench(
         from cria_tricks.load.model import quiet_libraries
     _prepare()
     quiet_libraries()
-    out.mkdir(parents=True, exist_ok=True)
-    with (
-        only_writer(out),
-        held_to(profile) if profile else contextlib.nullcontext(),
-        contextlib.redirect_stdout(sys.stderr),
-    ):
+    held = held_to(profile) if profile else contextlib.nullcontext()
+
+    def begin() -> "Sitting":
         settings = parts.settings_for(this_device(), short=short, profile=profile)
-        command = " ".join(["cria", *sys.argv[1:]])
-        measuring = sitting.Sitting(out, settings, command, _say)
+        return sitting.Sitting(out, settings, " ".join(["cria", *sys.argv[1:]]), _say)
+
+    if minutes:
+        with held:
+            _foretell(begin(), wanted)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with only_writer(out), held, contextlib.redirect_stdout(sys.stderr):
+        measuring = begin()
         measuring.run(wanted)
         packed = measuring.pack()
     if as_json:
@@ -71,6 +79,13 @@ def bench(
     size = packed.stat().st_size / 1024
     screen.print(f"{len(measuring.card.cases)} cases of {measuring.device.name}: {measuring.file}", highlight=False)
     screen.print(f"To hand on: {packed} ({size:.0f} KiB)", highlight=False)
+
+
+def _foretell(measuring: "Sitting", wanted: list["PartName"]) -> None:
+    """Print how long each part should take."""
+    for part in wanted:
+        screen.print(f"{part:10} {measuring.foretold(part)}", highlight=False, markup=False)
+    screen.print(f"{'in all':10} {measuring.total(wanted)}, predicted", highlight=False, markup=False)
 
 
 def _say(line: str) -> None:

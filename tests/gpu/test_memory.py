@@ -12,7 +12,7 @@ from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from tests.helpers import train
 from tests.tolerances import COMPILED_MODEL
-from tests.tricks.test_keep_attention import Kernels
+from tests.tricks.attention import Kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

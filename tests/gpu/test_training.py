@@ -12,7 +12,7 @@ from cria_tricks.hardware import this_device
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS
-from tests.helpers import train
+from tests.helpers import At, Killed, kill, send, train, trained_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -65,8 +65,6 @@ def test_paged_states_are_in_managed_memory(tiny_model, rows, tmp_path):
 def test_resumed_on_a_card_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
     """Not to the bit: atomic sums in backward passes have no order on a GPU."""
     from cria_tricks.common.errors import Interrupted
-    from tests.helpers import trained_weights
-    from tests.test_checkpoints import At, send
 
     dumped = recipes.kwanzaa().tricks.model_dump()
     settings = [f"tricks.{name}={str(value).lower()}" for name, value in dumped.items()]
@@ -140,8 +138,6 @@ def test_a_full_card_goes_on_with_a_smaller_set(tmp_path, monkeypatch):
 
 def test_paged_states_are_paged_again_after_a_resume(tiny_model, rows, tmp_path):
     from transformers import TrainerCallback
-
-    from tests.test_checkpoints import At, Killed, kill
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args, state, control, optimizer=None, **kwargs):

@@ -1,7 +1,11 @@
 """What the tests of attention share: plain attention, random heads, a look at what is saved and what is called."""
 
+from collections import Counter
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from cria_tricks.hardware.attention_kernels import KERNELS
 
 
 def heads(b, h, k, t, s, d, dtype=torch.float32):
@@ -56,3 +60,20 @@ class Attended(TorchDispatchMode):
             masked = (kwargs or {}).get("attn_mask") is not None
             self.calls.append({"heads": query[1], "tokens": query[2], "kv_heads": key[1], "masked": masked})
         return func(*args, **(kwargs or {}))
+
+
+class Kernels(TorchDispatchMode):
+    """How often each fused attention kernel runs, and the bytes that its last run returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if KERNELS.get(name, "math") != "math":
+            self.runs[name] += 1
+            self.bytes = sum(x.nbytes for x in found if torch.is_tensor(x))
+        return found

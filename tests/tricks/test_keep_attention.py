@@ -1,19 +1,16 @@
 """Kept attention: the same bits, B T (H D a + 4 H) bytes more a block, and one run of the kernel in place of two."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cria_tricks.bill.block import kept, points
 from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
-from cria_tricks.hardware.attention_kernels import KERNELS
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.measure.counting import SavedBytes, flops, peak_bytes
@@ -23,6 +20,7 @@ from cria_tricks.resolve import resolve
 from cria_tricks.tricks import folds, gradient_checkpointing, keep_attention
 from cria_tricks.tricks.keep_attention import _Attend, keeping_attention
 from tests.helpers import prepare, train
+from tests.tricks.attention import Kernels
 from tests.tricks.test_gradient_checkpointing import BLOCKS, four_blocks, learnt  # noqa: F401 (a fixture)
 
 B, H, T, D, L = 2, 2, 16, 8, 3  # batch, heads, tokens, width of a head, blocks
@@ -132,23 +130,6 @@ def test_mechanism_flops():
     once = L * (2 * N * H * D * 4 * H * D + two)
     assert found["checkpointed"] - found["plain"] == once
     assert found["checkpointed"] - found["kept"] == L * two
-
-
-class Kernels(TorchDispatchMode):
-    """How often each fused attention kernel runs, and the bytes that its last run returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.runs: Counter[str] = Counter()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if KERNELS.get(name, "math") != "math":
-            self.runs[name] += 1
-            self.bytes = sum(x.nbytes for x in found if torch.is_tensor(x))
-        return found
 
 
 def test_mechanism_is_what_the_kernel_returns(four_blocks, rows):  # noqa: F811

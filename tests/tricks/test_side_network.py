@@ -86,7 +86,7 @@ def test_switch(quantization, tiny_model, tokenizer, rows, tmp_path):
 
 
 def test_resumed_it_is_the_uninterrupted_run(tiny_model, rows, tmp_path):
-    from tests.test_checkpoints import At, Killed, kill
+    from tests.helpers import At, Killed, kill
 
     settings = [*SIDE, "train.max_steps=4", "train.save_steps=1"]
     _, whole = train(tiny_model, rows, tmp_path / "whole", *settings)

@@ -1,0 +1,143 @@
+# ---
+# jupyter:
+#   accelerator: GPU
+#   jupytext:
+#     cell_metadata_filter: tags,-all
+#     text_representation: {extension: .py, format_name: percent}
+# ---
+
+# %% [markdown]
+# # Measure your card
+# Our plans predict bytes and seconds. This notebook measures them on the card of this machine, and puts both side by
+# side. You get one file. If you give it to us, plans for your card can use your times. Nothing is sent anywhere
+# by itself.
+#
+# *Run all* does all of it: it installs, looks at the machine, says how long each part should take, measures, and shows
+# the result. If the session ends, run all cells again: what is measured is not measured again.
+
+# %% tags=["before-install"]
+import torch
+
+GPU = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+if GPU:
+    print(f"{GPU}: {torch.cuda.get_device_properties(0).total_memory / 2**30:.2f} GiB")
+else:
+    print("No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. In Kaggle: Settings -> Accelerator.")
+    print("Without one it goes on, and measures a small model on the CPU.")
+
+# %% [markdown]
+# What you may set:
+#
+# - `VERSION`: on a T4 we predict ten minutes for `short` and an hour for `full`. The full version takes longer rows. It
+#   adds the GPU tests, a search for the longest row that fits, and a table of prediction errors.
+# - `DRIVE`: with a tick the result is on your Google Drive. Without it the result is on this machine's own disk,
+#   which Colab deletes with the machine, so a new machine begins anew.
+# - `FOLDER`: the folder of the result. Name a new one to measure again.
+
+# %% tags=["before-install"]
+VERSION = "short"  # @param ["short", "full"]
+DRIVE = False  # @param {type:"boolean"}
+FOLDER = "cria-bench"  # @param {type:"string"}
+
+# %% tags=["hide-input"]
+import re
+import sys
+from pathlib import Path
+
+from IPython.display import Markdown, display
+
+from cria_tricks import course
+from cria_tricks.bench import card_tables, figures, measured_card, sitting, style
+from cria_tricks.course.commands import cria
+
+COLAB = "google.colab" in sys.modules
+WHERE = Path.cwd()
+if COLAB and DRIVE:
+    from google.colab import drive
+
+    drive.mount("/content/drive")
+    WHERE = Path("/content/drive/MyDrive")
+CARD = re.sub("[^a-z0-9]+", "-", (GPU or "cpu").lower())  # tomorrow Colab may give you another card
+OUT = WHERE / FOLDER / f"{CARD}-{VERSION}"
+FILE, ZIP = OUT / measured_card.NAME, OUT / sitting.ZIP
+BENCH = ["bench", "--out", OUT]
+if VERSION == "short":
+    BENCH.append("--short")
+
+# %% [markdown]
+# ## 1. Look at the machine
+# **What is it?** `cria doctor` names the card, and says which techniques work on it.
+
+# %%
+_ = cria("doctor")
+
+# %% [markdown]
+# **Does it compute right?** Seven checks look for wrong numbers that raise no error. If one fails, the notebook stops
+# here, because times of a faulty machine are worth nothing.
+
+# %%
+_ = cria("doctor", "--selftest")
+
+# %% [markdown]
+# **How fast is it?** `--calibrate` times single operations, such as matrix products and copies. The predictions below
+# use these times.
+
+# %%
+_ = cria("doctor", "--calibrate")
+
+# %% [markdown]
+# **How long will it take?** Here is each part with its time. All of these times are predictions. The table in section 3
+# shows the measured ones beside them.
+
+# %%
+_ = cria(*BENCH, "--minutes")
+
+# %% [markdown]
+# ## 2. Measure
+# **The GPU tests.** They check kernels, bytes and training on a real card. They need a CUDA card and the `full`
+# version. Otherwise one line says why they are skipped.
+
+# %%
+_ = cria(*BENCH, "--part", "gpu-tests")
+
+# %% [markdown]
+# **All other parts.** The cell prints one line for each case: the measured peak, the predicted one, the one that a dry
+# run counted, and the time of a step. Each case is saved when it is done. So you lose at most one case if you stop the
+# cell or the session ends. Run nothing else on this machine meanwhile, because that changes the times.
+
+# %%
+_ = cria(*BENCH)
+
+# %% [markdown]
+# ## 3. Look at the result
+# The figures show what each switch saves and costs, and how far the predicted bytes are from the measured ones. The
+# tables show both, case by case.
+
+# %%
+card = measured_card.read(FILE)
+for name, drawing in figures.of_cases(card.cases, {}).items():
+    course.show(drawing, style.SAYS[name])
+display(Markdown(card_tables.page(card)))
+
+# %% [markdown]
+# ## 4. Keep it, and give it
+# The JSON file is the result. The zip holds this file and its report (`cria report`), which draws your card beside the
+# others that we have. In Colab your browser downloads the zip. Elsewhere, take it from the folder that is printed here.
+
+# %%
+print(f"{FILE}\n{ZIP}: {ZIP.stat().st_size / 1024:.0f} KiB")
+if COLAB:
+    from google.colab import files
+
+    files.download(str(ZIP))
+
+# %% [markdown]
+# **Can it be used?** `cria bench --check` accepts the file, or says in one line what is wrong with it. For example,
+# times that vary too much mean that something else used the machine.
+
+# %%
+_ = cria("bench", "--check", FILE)
+
+# %% [markdown]
+# If you want to give it, open an issue with the form *I measured it on my card*, and drag the zip into it. We check
+# it again, and it appears on the page [Measured cards](../docs/measured_cards.md#give-your-result).

@@ -1,0 +1,60 @@
+"""The notebook "Measure your card": each cell in this process, with two rungs. In a kernel: ``make colab-measure``."""
+
+import jupytext
+import pytest
+
+from cria_tricks import course
+from cria_tricks.bench import accept, measured_card, style
+from cria_tricks.course import commands
+from tests.test_sitting import OF_TIME, quick  # noqa: F401 (a fixture)
+from tools import notebooks
+
+SCRIPT = notebooks.NOTEBOOKS / "measure_your_card.py"
+FEW = ("machine", "calibrate", "ladder")
+
+
+@pytest.fixture
+def asked(monkeypatch, run_cria):
+    """What the cells call: a command runs in this process, and only a few parts of a sitting."""
+    found = []
+
+    def cria(*arguments):
+        words = [str(argument) for argument in arguments]
+        found.append([word for word in words if not word.startswith("/")])
+        if words[0] == "doctor":
+            words.append("--help")  # is tested elsewhere; here, whether there is such an option
+        elif not {"--part", "--check", "--minutes"} & set(words):
+            words += [word for part in FEW for word in ("--part", part)]
+        code, stdout, stderr = run_cria(*words)
+        assert code == 0 or "--check" in words, stderr
+        return stdout + stderr
+
+    monkeypatch.setattr(commands, "cria", cria)
+    return found
+
+
+def test_every_cell_runs_and_goes_on_in_one_folder(quick, asked, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    names, drawn = {}, []
+    monkeypatch.setattr(course, "show", lambda drawing, says: drawn.append(says))
+    for cell in jupytext.read(SCRIPT, fmt="py:percent").cells:
+        if cell.cell_type == "code":
+            exec(cell.source, names)
+    bench = ["bench", "--out", "--short"]
+    assert asked == [
+        ["doctor"],
+        ["doctor", "--selftest"],
+        ["doctor", "--calibrate"],
+        [*bench, "--minutes"],
+        [*bench, "--part", "gpu-tests"],
+        bench,
+        ["bench", "--check"],
+    ]
+    card = measured_card.read(names["FILE"])
+    assert card.parts["gpu-tests"].why == "there is no CUDA card"
+    assert [case.name for case in card.cases] == ["off", "ladder_peft"]
+    wrong = [where for where, _ in accept.problems(card, names["FILE"])]
+    assert [where for where in wrong if not any(word in where for word in ("selftest", *OF_TIME))] == []
+    assert names["ZIP"].is_file()
+    assert names["FILE"].is_relative_to(tmp_path / "cria-bench")
+    assert drawn == [style.SAYS["errors"]], "the other figure needs the switches alone"
