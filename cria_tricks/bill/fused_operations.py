@@ -135,8 +135,9 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
 
 def norm_bytes(elements: int, x: int) -> NormBytes:
     """Bill a fused norm with inputs of x bytes an element: it saves the input itself; casts come on the way back."""
-    # The gradients of the result and of the residual stream, that of the result times the weight, and two fp32 tensors.
-    return NormBytes(elements * x, elements * x, elements * (3 * x + 2 * FP32), copies=False)
+    # The gradients of the result and of the residual stream, and two fp32 tensors: the former times the weight, and
+    # that times the input.
+    return NormBytes(elements * x, elements * x, elements * (2 * x + 2 * FP32), copies=False, apart=0)
 
 
 def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
