@@ -114,8 +114,8 @@ def test_a_tiny_twin_of_every_family_trains(kind, switches, twins, tmp_path, mon
 
 
 def test_every_family_trains_with_most_toggles():
-    """What a family refuses: its blocks fused where they compute something else, experts in tiles, the chunked loss where
-    the head does more, torch's attention where scores are capped."""
+    """What a family refuses: its blocks fused where they compute something else, experts in tiles, the chunked loss
+    where the head does more, torch's attention where scores are capped."""
     alone = {kind: {one[1][0] for one in WORKING if one[0] == kind and len(one[1]) == 1} for kind in KINDS}
     usual = alone["llama"]
     missing = {kind: usual - found for kind, found in alone.items()}

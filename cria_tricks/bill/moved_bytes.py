@@ -10,6 +10,7 @@ The constants are bytes for one element. They are sums over all operations of tr
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cria_tricks.bill.products import Blocks, passes_of_a_token
 from cria_tricks.bill.work import Work
@@ -289,12 +290,15 @@ def with_tiles(work: Work, before: Count) -> tuple[int, int]:
     forward += 3 * wide * work.shape.width
     backward += 3 * work.hidden_itemsize * work.shape.width
     # Each tile casts A and B anew, and casts and adds up their gradients in fp32.
-    thin = work.rank * sum(sum(work.shape.linears[name]) for name in work.mlp if name in work.adapted) / work.mlp_tile
+    adapted = tuple(name for name in work.mlp if name in work.adapted)
+    thin = work.rank * sum(sum(work.shape.linears[name]) for name in adapted) / work.mlp_tile
     casts = (4 + wide) * (wide < 4)
     forward += round(casts * thin)
     backward += round((2 * casts + 3 * 4) * thin)
     # Blocks that nothing else repeats run their MLP again in the backward pass.
     inner = _BETWEEN[work.hidden_itemsize, wide][1][0] * work.shape.inner
+    if not work.fused_adapters:
+        inner += _around_lora(replace(work, adapted=adapted))[0]
     repeated = work.repeated_blocks / work.shape.layers
     again = 1.0 if work.shape.ends_with_norm else 1 - repeated
     return forward, backward + round(again * inner)

@@ -32,13 +32,6 @@ MODES = {
     "16 bits, lean, blocks": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", *BLOCKS],
     "16 bits, lean, all fused": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", *FUSED],
     "16 bits, lean, tiled": [*LORA, "tricks.precision=bf16", "tricks.lean_preparation=true", TILED],
-    "16 bits, lean, tiled and checkpointed": [
-        *LORA,
-        "tricks.precision=bf16",
-        "tricks.lean_preparation=true",
-        TILED,
-        "tricks.gradient_checkpointing=true",
-    ],
     "fp32, all fused, tiled": [*LORA, *FUSED, TILED],
     "fp32": LORA,
     "fp32, all fused": [*LORA, *FUSED],
@@ -82,7 +75,7 @@ def test_what_lies_between_products_moves_so_many_bytes(settings, way, monkeypat
     # Frozen fp32 norms have no gradient of their own; the constants are those of trained ones.
     near = 0.07 if settings in (MODES["fp32"], MODES["fp32, fused"]) else 0.01
     if TILED in settings:
-        near = 0.05  # tiles of 16 tokens: what is done once a tile is much for each of them
+        near = 0.03  # tiles of 16 tokens: what is done once a tile is much for each of them
     assert {"forward": forward, "backward": backward}[way] == pytest.approx(counted, rel=near)
 
 
