@@ -16,7 +16,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.field_errors import in_one_line, line_of
 from cria_tricks.common.fields import find_field, names_of, unknown_field
 from cria_tricks.common.names import same
-from cria_tricks.common.values import AllOrNumber, Duration, Trackers, parts
+from cria_tricks.common.values import AllOrNumber, AutoOrTokens, Duration, Trackers, parts
 from cria_tricks.models.catalogue import short_name
 
 
@@ -91,6 +91,11 @@ class Tricks(_Frozen):
         description="norms, gated activation and rotary positions that save the least; triton: each as one kernel",
         examples=["true"],
     )
+    tiled_mlp: AutoOrTokens = Field(
+        False,
+        description="the MLP takes so many tokens at a time, forward and backward; true or auto: as many as D",
+        examples=[4096],
+    )
     activation_offload: bool = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
@@ -100,7 +105,8 @@ class Tricks(_Frozen):
         if alike is not True:
             return alike
         assert isinstance(other, Tricks)
-        return type(self.gradient_checkpointing) is type(other.gradient_checkpointing)
+        both = ("gradient_checkpointing", "tiled_mlp")
+        return all(type(getattr(self, field)) is type(getattr(other, field)) for field in both)
 
 
 class Lora(_Frozen):

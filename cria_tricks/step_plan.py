@@ -26,6 +26,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "fuse_adapters",
         "fuse_blocks",
         "fuse_blocks_by_triton",
+        "tile_mlps",
         "checkpoint_blocks",
         "compile_blocks",
     ),
@@ -60,7 +61,8 @@ class Plan:
             empty for full fine-tuning.
         collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
         checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
-            ``keep_attention``, and then whether several rows have a mask (``masked``); empty if none is.
+            ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
+            (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
         training: arguments of ``TrainingArguments``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.

@@ -73,6 +73,7 @@ chunked_loss = false
 lean_preparation = false
 fused_lora = false
 fused_blocks = false
+tiled_mlp = false
 activation_offload = false
 compile = false
 [lora]

@@ -320,6 +320,7 @@ def test_what_is_still_off_and_would_work():
         "tricks.lean_preparation=true",
         "tricks.fused_lora=true",
         "tricks.fused_blocks=true or triton",
+        "tricks.tiled_mlp=true",
         "tricks.attention=sdpa",
         "tricks.gradient_checkpointing=true",
         "tricks.activation_offload=true",

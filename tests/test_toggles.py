@@ -20,6 +20,7 @@ from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
+SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # tiles as long as the model is wide would never be full
 SWITCHES.append("gradient_checkpointing=1")  # the first of two blocks
 STEPS = 4
 
@@ -142,6 +143,7 @@ def test_only_what_cannot_work_is_refused():
             {"packing=true", "peft=prompt_tuning"} <= set(switches),
             {"gradient_checkpointing=1", "peft=side_network"} <= set(switches),
             "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
+            {"compile=true", "tiled_mlp=8"} <= set(switches),
             {"attention=flash_attention_2", "fused_blocks=triton"} & set(switches),  # no CUDA card here
         )
         assert any(reasons), switches

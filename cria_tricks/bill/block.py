@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
-from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP, Operation
+from cria_tricks.bill.operation import ATTENDED, LOG_SUM_EXP, TILED, Operation
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,14 @@ def below_adapters(memory: StepFacts, operations: Sequence[Operation]) -> int:
     autograd does not save what only the gradients below the first adapted matrix would need.
     """
     names = [operation.name for operation in operations]
-    first = next(number for number, name in enumerate(names) if name in memory.adapted)
+    adapted = set(memory.adapted)
+    if adapted & set(memory.mlp):
+        adapted.add(TILED)
+    first = next(number for number, name in enumerate(names) if name in adapted)
     # An int8 product pins its input only if the input needs a gradient.
-    alike = next(group for group in memory.shape.input_groups if names[first] in group)  # they share an input
+    alike: tuple[str, ...] = ()
+    if names[first] != TILED:
+        alike = next(group for group in memory.shape.input_groups if names[first] in group)  # they share an input
     learning = [replace(one, pins={}) if one.name in alike else one for one in operations[first:]]
     if memory.offloaded:
         return pinned_bytes(operations) - pinned_bytes(learning)
@@ -142,14 +147,16 @@ def _beside(memory: StepFacts, operations: Sequence[Operation]) -> _Beside:
     last = not memory.shape.ends_with_norm
     frozen_down = any(operation.name == "down_proj" and not operation.learns for operation in operations)
     late = memory.checkpointed and memory.quantised and frozen_down and last
-    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted and last
+    magnitudes = memory.checkpointed and memory.dora and "down_proj" in memory.adapted and last and not memory.mlp_tile
+    # The tiles of an MLP begin their backward pass with the gradient of the block's result itself.
+    tiles = bool(memory.mlp_tile) and last and memory.product_itemsize == memory.hidden_itemsize
     # How many tensors as large as the hidden states are alive beside an operation.
     if again:
         # The residual stream after attention (if norms save it as it is, and no copy, it is counted already), the
         # gradient of the block's result, and the same gradient once more on its way through the last operation. If
         # down_proj's backward pass runs before the repetition, what is added to `found` below stands for the last one.
         # Granite multiplies what a block adds, so there the gradient on its way is another tensor in any case.
-        many = memory.norms_copy + 2 - ((late or magnitudes) and not memory.shape.scales_hidden)
+        many = memory.norms_copy + 2 - ((late or magnitudes or tiles) and not memory.shape.scales_hidden)
     elif memory.norms_copy or memory.keeps_nothing:
         many = 3  # the embedding's result, the block's input, and the residual stream after attention
     else:
@@ -218,9 +225,13 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if memory.keeps_nothing and operation.fetched is not None:
             # Beside the pinned tensors only those are on the device that come back from the host for this operation.
             alive = sum(pinned.values()) + operation.fetched
+        backward = operation.backward
+        if memory.mlp_tile and memory.checkpointed and memory.offloaded and memory.norms_copy:
+            # The block's input, which another line of the bill counts, came from the host for the repetition only.
+            backward -= hidden
         made = operation.learns * memory.accumulates  # a new gradient, before it is added to an earlier one
         # `beside` is not added: the variables of the forward pass are gone, and `backward` has the waiting gradients.
-        found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
+        found.append(Point(f"backward pass of {operation.name}", alive, backward + made, learnt, True))
         if learns:
             learnt -= operation.learns  # at the next operation this gradient does not exist yet
     return found

@@ -80,7 +80,8 @@ def _attend(memory: StepFacts, residual: int) -> list[Operation]:
     uncast = rotated * (memory.widest_itemsize != a)
     uncast += n * shape.kv_width * memory.product_itemsize * (memory.product_itemsize != a)
     attended = JOINED_DOCUMENTS if memory.joins_documents else ATTENDED
-    o_proj = linear(memory, "o_proj", attended, a, residual)
+    # Its input is in the compute dtype, and so is its result, also where a quantised product's has its input's dtype.
+    o_proj = linear(replace(memory, product_itemsize=a), "o_proj", attended, a, residual)
     return [
         Operation("rotary positions", forward=2 * rotated, backward=residual + 3 * rotated),
         *attention(memory, residual),
@@ -152,17 +153,15 @@ def _norm(memory: StepFacts, name: str) -> Operation:
     keeps = {f"{name}'s input": needs.saved, f"{name}'s root": memory.all_tokens * FP32}
     if memory.trains_all:  # for the gradient of its weight
         keeps[f"{name}'s normalised"] = elements * x
-    return Operation(name, keeps=keeps, forward=needs.forward, backward=needs.backward)
+    # A gradient of an input that was cast is added to that of the residual stream only when it is whole.
+    apart = needs.apart * needs.copies
+    return Operation(name, keeps=keeps, forward=needs.forward, backward=needs.backward + apart)
 
 
 def _norm_behind(memory: StepFacts, name: str) -> Operation:
-    """Bill a norm at the end of attention or of the MLP.
-
-    There all five fp32 tensors of its backward pass count: the gradient of its input has two parts, and the gradient of
-    the mean, the input, and their product are alive beside them. Of a norm in front the input may be counted already.
-    """
-    found = _norm(memory, name)
-    return replace(found, backward=found.backward + memory.all_tokens * memory.shape.width * FP32)
+    """Bill a norm at the end of attention or of the MLP, whose input is not the residual stream."""
+    needs = memory.norm_bytes(memory.all_tokens * memory.shape.width, memory.hidden_itemsize)
+    return replace(_norm(memory, name), backward=needs.backward + needs.apart)
 
 
 def _query_and_key_norms(memory: StepFacts) -> list[Operation]:

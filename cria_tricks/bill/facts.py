@@ -56,6 +56,7 @@ class StepFacts:
         learning_blocks: number of blocks through which the gradient flows, counted from the last one.
         learns_beside: whether each of these is a frozen block with a trained copy beside it (side network).
         trains_head: whether the head trains.
+        mlp_tile: tokens of a tile, if the MLP takes fewer tokens at a time than a micro-batch has; else 0.
         kernel: the attention's kernel: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
         repeats_keys: whether keys and values are repeated for every query head before the kernel gets them.
         maskless: whether attention runs without a mask.
@@ -101,6 +102,7 @@ class StepFacts:
     learning_blocks: int = 0
     learns_beside: bool = False
     trains_head: bool = True
+    mlp_tile: int = 0
     kernel: str = "eager"
     repeats_keys: bool = True
     maskless: bool = False
@@ -142,6 +144,12 @@ class StepFacts:
     def all_tokens(self) -> int:
         """n, the number of tokens of a micro-batch."""
         return self.batch * self.tokens
+
+    @property
+    def mlp(self) -> tuple[str, ...]:
+        """The names of the matrices of the MLP, in their order."""
+        _, _, into, out_of = self.shape.input_groups
+        return (*into, *out_of)
 
     @property
     def trained(self) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""Bill a block with hand-written backward passes (``tricks/fused_lora.py``, ``tricks/fused_blocks.py``) [bytes].
+"""Bill a block with hand-written backward passes (fused_lora, fused_blocks and tiled_mlp in ``tricks/``) [bytes].
 
 Short names as in ``product_operations.py``: n tokens, and one element takes a bytes in the compute dtype, x bytes in a
 product's input, and o bytes in its result.
@@ -7,10 +7,11 @@ product's input, and o bytes in its result.
 from collections.abc import Callable
 from dataclasses import replace
 
+from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.formula import largest
-from cria_tricks.bill.operation import GATED, NormBytes, Operation
+from cria_tricks.bill.operation import GATED, TILED, NormBytes, Operation
 from cria_tricks.bill.product_operations import product_of
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
@@ -135,8 +136,9 @@ def _mlp_together(memory: StepFacts, found: list[Operation]) -> list[Operation]:
 
 def norm_bytes(elements: int, x: int) -> NormBytes:
     """Bill a fused norm with inputs of x bytes an element: it saves the input itself; casts come on the way back."""
-    # The gradients of the result and of the residual stream, that of the result times the weight, and two fp32 tensors.
-    return NormBytes(elements * x, elements * x, elements * (3 * x + 2 * FP32), copies=False)
+    # The gradients of the result and of the residual stream, and two fp32 tensors: the former times the weight, and
+    # that times the input.
+    return NormBytes(elements * x, elements * x, elements * (2 * x + 2 * FP32), copies=False, apart=0)
 
 
 def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
@@ -165,3 +167,66 @@ def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:
         ),
     }
     return [changed.get(one.name, one) for one in found]
+
+
+def tiled(memory: StepFacts, rule: Rule = walk) -> list[Operation]:
+    """List the operations of a block whose MLP takes a tile of tokens at a time, as one operation.
+
+    Args:
+        memory: the facts of the step; its ``mlp_tile`` may be 0, and then nothing changes.
+        rule: the operations of the block without tiles.
+    """
+    found = rule(memory)
+    if not memory.mlp_tile:
+        return found
+    names = [one.name for one in found]
+    first = names.index(memory.mlp[0])
+    last = names.index(memory.mlp[-1])
+    # The same MLP for the tokens of one tile: recorded by autograd, as its backward pass has it, and not recorded.
+    inside = replace(
+        memory, batch=1, tokens=memory.mlp_tile, checkpointed=False, offloaded=False, waiting_gradient_bytes=0
+    )
+    recorded = rule(inside)[first : last + 1]
+    passing = rule(replace(inside, learning_blocks=0))[first : last + 1]
+    n = memory.all_tokens
+    width = memory.shape.width
+    x = memory.hidden_itemsize
+    o = memory.product_itemsize
+    residual = n * width * x
+    # The gradient of the result is that of the block's result, unless an operation or a cast lies between the two.
+    own_gradient = n * width * o * (o != x or memory.shape.ends_with_norm or memory.shape.scales_hidden)
+    norm = "attention's sum" if memory.shape.norms_behind else "second norm's output"
+    whole = Operation(
+        TILED,
+        keeps={norm: residual},
+        forward=n * width * o + max(sum({**one.reads, **one.keeps}.values()) + one.forward for one in passing),
+        # The gradients of the residual stream and of the MLP's input, beside what is alive in a tile.
+        backward=2 * residual + own_gradient + _through_a_tile(inside, recorded),
+        learns=sum(one.learns for one in recorded),
+    )
+    return [*found[:first], whole, *found[last + 1 :]]
+
+
+def _through_a_tile(inside: StepFacts, operations: list[Operation]) -> int:
+    """Return the most bytes that are alive while one tile runs forward again and backward.
+
+    Args:
+        inside: the facts of the tile.
+        operations: of the MLP, for the tokens of a tile.
+    """
+    result = inside.all_tokens * inside.shape.width * inside.product_itemsize
+    # The rules count a gradient of the residual stream for the tokens of a tile; there is none of that size.
+    residual = inside.all_tokens * inside.shape.width * inside.hidden_itemsize
+    learnt = sum(one.learns for one in operations)
+    pinned: dict[str, int] = {}
+    for one in operations:
+        pinned |= one.pins
+    tensors: dict[str, int] = {}
+    most = 0
+    for one in operations:
+        tensors |= one.keeps
+        forward = sum((pinned | tensors).values()) + one.forward
+        backward = sum((pinned | tensors).values()) + one.backward - residual + result + learnt
+        most = max(most, forward, backward)
+        learnt -= one.learns
+    return most

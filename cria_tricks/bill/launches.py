@@ -35,6 +35,9 @@ CHUNK = 20
 """Each chunk of the chunked loss."""
 NORM_CASTS = 4
 """A block's two norms, each computed in fp32: cast there and back."""
+TILE = 6, 8
+"""Of an MLP's tile, forward and backward, beside what its adapters and unpacking take: three products, the activation,
+the product with up, and the copy of the result or of the gradient into its place."""
 CACHE = 2
 """For each block of a model that answers: a new token's keys and values are written into the cache."""
 MASKED = 3
@@ -64,7 +67,31 @@ def of_blocks(work: Work, blocks: Blocks) -> int:
         backward = matrices + 4 * learning + COMPILED
     runs = blocks.passes
     again = unpack * work.backward_unpacks
-    return (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + again)
+    whole = (runs["forward"] + runs["again"]) * (forward + unpack) + runs["backward"] * (backward + again)
+    return whole + _of_tiles(work, blocks, of_adapter)
+
+
+def _of_tiles(work: Work, blocks: Blocks, of_adapter: int) -> int:
+    """Count what MLPs in tiles launch more than whole ones: the same operations once for each tile, some of them again.
+
+    Args:
+        work: the step.
+        blocks: how many blocks run each pass.
+        of_adapter: the launches of an adapter in the forward pass.
+    """
+    if not work.mlp_tile:
+        return 0
+    adapted = len(set(work.adapted) & set(work.mlp))
+    casts = 2 * adapted * (work.compute_itemsize < 4)  # of A and B
+    around = of_adapter * adapted + casts + UNPACK * len(work.mlp) * (work.stored_itemsize < 2)
+    forward, backward = (each + around for each in TILE)
+    backward += 4 * adapted  # the gradients of A and B, and their sums over the tiles
+    if work.fused_adapters:
+        backward += AGAIN * adapted + casts
+    runs = blocks.passes
+    more = work.tiles - 1
+    again = (runs["again"] * more + blocks.mlp_again * work.tiles) * forward
+    return runs["forward"] * more * forward + again + runs["backward"] * more * backward
 
 
 def _casts(work: Work, matrices: int, adapted: int) -> int:

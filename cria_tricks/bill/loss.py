@@ -22,7 +22,12 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
         kept: whether to count them here; false if the bytes that the blocks save include them already.
     """
     copied = memory.trained_weights * memory.casts_adapters
-    matrices = sum(d_in * d_out for d_in, d_out in memory.shape.packable.values())
+    widths = {name: memory.shape.packable[name] for name in memory.shape.packable}
+    if memory.mlp_tile:  # the copies of an MLP's weights live as long as a tile does
+        inside = [sum(memory.shape.linears[name]) for name in memory.mlp if name in memory.adapted]
+        copied -= memory.shape.layers * memory.rank * sum(inside) * memory.casts_adapters
+        widths = {name: widths[name] for name in widths if name not in memory.mlp}
+    matrices = sum(d_in * d_out for d_in, d_out in widths.values())
     if memory.trains_all:
         copied = memory.shape.layers * matrices
     elif memory.learns_beside:

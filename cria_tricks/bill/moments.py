@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cria_tricks.bill import block
-from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.lines import Line, Moment
 from cria_tricks.bill.loss import cast_copies, head_gradient
 from cria_tricks.bill.waiting import Waiting, block_input, last_blocks, waiting_at
@@ -68,7 +68,7 @@ def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> 
     found: list[Moment] = []
     if memory.learns_beside:  # in the blocks below the copies there is no gradient, and no copy has run yet
         below = replace(memory, checkpointed=False, learning_blocks=0)
-        points = [point for point in block.points(below, walk(below)) if not point.backward]
+        points = [point for point in block.points(below, tiled(below)) if not point.backward]
         found += [Moment("forward", (*fixed, before, *_inside(point))) for point in pick(points)]
     # In its first forward pass a checkpointed block saves as little on the device as an offloaded one.
     last = last_blocks(memory)
@@ -149,7 +149,7 @@ def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...]
     activations still wait; then only its own copy has gradients.
     """
     waits = block_input(memory)  # the gradient of the input, which the copy has given already
-    frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in walk(memory)]
+    frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in tiled(memory)]
     blocks = memory.learning_blocks
     learnt = 1
     if memory.checkpointed or memory.accumulates:

@@ -10,6 +10,7 @@ The constants are bytes for one element. They are sums over all operations of tr
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from cria_tricks.bill.products import Blocks, passes_of_a_token
 from cria_tricks.bill.work import Work
@@ -82,13 +83,25 @@ def weights(work: Work, blocks: Blocks) -> tuple[int, int, int]:
         Bytes of the forward pass, of the forward pass that checkpointing repeats, and of the backward pass.
     """
     wide = work.compute_itemsize
-    in_a_block = work.shape.block_linear_weights
+    in_a_block = _read_in_a_pass(work)
+    again = blocks.passes["again"] * in_a_block + blocks.mlp_again * work.tiles * _mlp_weights(work)
     backward = wide + work.trains_blocks * wide  # the product writes the weight's gradient
     return (
         round(wide * (blocks.passes["forward"] * in_a_block)),
-        round(wide * (blocks.passes["again"] * in_a_block)),
+        round(wide * again),
         round(backward * (blocks.passes["backward"] * in_a_block)),
     )
+
+
+def _mlp_weights(work: Work) -> int:
+    """Count the weights of the MLP's matrices."""
+    sizes = [d_in * d_out for d_in, d_out in (work.shape.linears[name] for name in work.mlp)]
+    return sum(sizes)
+
+
+def _read_in_a_pass(work: Work) -> int:
+    """Count the weights that one pass of a block reads: its matrices, those of the MLP once for each tile."""
+    return work.shape.block_linear_weights + (work.tiles - 1) * _mlp_weights(work)
 
 
 def unpacking(work: Work, blocks: Blocks) -> tuple[int, int]:
@@ -102,10 +115,11 @@ def unpacking(work: Work, blocks: Blocks) -> tuple[int, int]:
         Bytes of unpacking 4-bit and int8 weights, and bytes of casts.
     """
     wide = work.compute_itemsize
-    in_a_block = work.shape.block_linear_weights
+    in_a_block = _read_in_a_pass(work)
     runs = blocks.passes
     passes = runs["forward"] + runs["again"] + work.backward_unpacks * runs["backward"]
-    stored = _cast(work.stored_itemsize, wide) * passes * in_a_block
+    unpacked = passes * in_a_block + blocks.mlp_again * work.tiles * _mlp_weights(work)
+    stored = _cast(work.stored_itemsize, wide) * unpacked
     casts = _cast(work.head_itemsize, wide) * work.shape.embedding_weights
     casts += work.trains_blocks * _cast(wide, 4) * runs["backward"] * in_a_block
     if work.stored_itemsize >= 2:
@@ -257,3 +271,45 @@ def saved_with_fused_blocks(work: Work, before: Callable[[Work], float]) -> floa
     if not (work.fused_adapters and fuses_mlp(work)):
         found -= work.compute_itemsize * work.shape.inner * work.shape.experts_per_token
     return found
+
+
+def with_tiles(work: Work, before: Count) -> tuple[int, int]:
+    """Count the traffic between the products of a block whose MLP runs in tiles.
+
+    Args:
+        work: the step.
+        before: counts it without that.
+
+    Returns:
+        Bytes for one position in one block, forward and backward.
+    """
+    wide = work.compute_itemsize
+    forward, backward = before(work)
+    # A tile's result is copied into the whole, and so is the gradient of its input: the counter takes the place of a
+    # copy as read, too.
+    forward += 3 * wide * work.shape.width
+    backward += 3 * work.hidden_itemsize * work.shape.width
+    # Each tile casts A and B anew, and casts and adds up their gradients in fp32.
+    adapted = tuple(name for name in work.mlp if name in work.adapted)
+    thin = work.rank * sum(sum(work.shape.linears[name]) for name in adapted) / work.mlp_tile
+    casts = (4 + wide) * (wide < 4)
+    forward += round(casts * thin)
+    backward += round((2 * casts + 3 * 4) * thin)
+    # Blocks that nothing else repeats run their MLP again in the backward pass.
+    inner = _BETWEEN[work.hidden_itemsize, wide][1][0] * work.shape.inner
+    if not work.fused_adapters:
+        inner += _around_lora(replace(work, adapted=adapted))[0]
+    repeated = work.repeated_blocks / work.shape.layers
+    again = 1.0 if work.shape.ends_with_norm else 1 - repeated
+    return forward, backward + round(again * inner)
+
+
+def saved_with_tiles(work: Work, before: Callable[[Work], float]) -> float:
+    """Count the bytes that autograd saves in such a block, whose MLP keeps its input only."""
+    wide = work.compute_itemsize
+    inner = _SAVED[work.hidden_itemsize, wide][1]
+    if work.fused_adapters and fuses_mlp(work):
+        inner -= 2 * wide
+    elif work.written_in_place:
+        inner -= wide
+    return before(work) - inner * work.shape.inner

@@ -14,6 +14,8 @@ ATTENTION = "attention"
 """The name of the operation of a fused attention kernel; the next two are what it returns."""
 ATTENDED = "attention's output"
 LOG_SUM_EXP = "log-sum-exp"
+TILED = "tiled MLP"
+"""The name of the operation of an MLP that takes a tile of tokens at a time."""
 JOINED_DOCUMENTS = "documents' outputs, joined"
 JOINED = ("join's input", "join in 16 bits")
 """What the joining matrix of a side network saves; it adds a trained copy's output to that of the frozen block."""
@@ -102,19 +104,26 @@ class NormBytes:
     Attributes:
         saved: its saved input. What it saves besides, a number for each row, is counted elsewhere.
         forward: temporary tensors, its result included.
-        backward: temporary tensors in its backward pass.
+        backward: temporary tensors in its backward pass, the gradient of the residual stream included.
         copies: whether ``saved`` is a copy of the input.
+        apart: the first part of the input's gradient, where it is not added to that of the residual stream at once.
     """
 
     saved: int
     forward: int
     backward: int
     copies: bool
+    apart: int
 
 
 def norm_in_fp32(elements: int, x: int) -> NormBytes:
-    """Bill transformers' norm: it casts its input, of x bytes an element, to fp32, and saves that."""
-    return NormBytes(elements * FP32, elements * (FP32 + x), elements * (4 * FP32 + x), copies=x < FP32)
+    """Bill transformers' norm: it casts its input, of x bytes an element, to fp32, and saves that.
+
+    Backward there are four fp32 tensors: the gradient of the mean of squares, the input, twice that, and the second
+    part of the input's gradient. The first part is one more.
+    """
+    backward = elements * (4 * FP32 + x)
+    return NormBytes(elements * FP32, elements * (FP32 + x), backward, copies=x < FP32, apart=elements * FP32)
 
 
 @dataclass(frozen=True)

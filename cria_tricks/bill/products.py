@@ -44,6 +44,7 @@ class Blocks:
         norms: operations of B A in DoRA's weight norm, in all passes. They are a total, not a count for one position,
             because they do not depend on the number of positions.
         passes: how many blocks run ``forward``, ``again`` (recomputation) and ``backward``.
+        mlp_again: how many MLPs run forward once more than that: those in tiles, in the backward pass.
         attended: how many times a block runs the forward pass of its attention.
         attention_grads: how many products compute gradients in attention, if it keeps the T x T matrix of attention
             weights: four in each block, fewer in a first block that does not adapt all of q, k and v.
@@ -57,6 +58,7 @@ class Blocks:
     adapter: Products = field(default_factory=Products)
     norms: int = 0
     passes: dict[str, int] = field(default_factory=lambda: {"forward": 0, "again": 0, "backward": 0})
+    mlp_again: int = 0
     attended: int = 0
     attention_grads: int = 0
     attended_back: int = 0
@@ -126,8 +128,7 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
                     # What is added in place is also read: y once, and the gradient of x for W and for A.
                     own.elements += d_out * times
                     found.adapter.elements += (2 if place else 1) * d_in * times * input_learns
-                # peft computes B A by sending an identity matrix of D_in rows through A and B.
-                norms += 2 * r * d_in * (d_in + d_out) * times * work.dora
+                norms += _norm(work, name) * times
                 learns = True
     forward_passes = 1 + (learns and again)
     found.passes["forward"] += 1
@@ -138,10 +139,38 @@ def _block(found: Blocks, work: Work, learns: bool, adapts: Iterable[str], *, tr
     _add(found.adapter, thin)
     found.norms += norms * forward_passes
     if forward_passes > 1:
-        _skip_last(own, thin, work, "down_proj" in adapts)
+        if not work.mlp_tile:  # tiles repeat the whole MLP
+            _skip_last(own, thin, work, "down_proj" in adapts)
         _add(found.again, own)
         _add(found.adapter, thin)
+    # The norm behind an MLP needs its result, so a checkpointed block with one repeats the MLP for it, and the tiles
+    # repeat it once more.
+    if work.mlp_tile and learns and (work.shape.ends_with_norm or forward_passes == 1):
+        _mlp_again(found, work, adapts)
     return learns
+
+
+def _norm(work: Work, name: str) -> int:
+    """Count the operations of B A in DoRA's weight norm of one matrix, in one pass; 0 without DoRA.
+
+    peft computes B A by sending an identity matrix of D_in rows through A and B, in an MLP once for each tile.
+    """
+    d_in, d_out = work.shape.linears[name]
+    tiles = work.tiles if name in work.mlp else 1
+    return 2 * work.rank * d_in * (d_in + d_out) * tiles * work.dora
+
+
+def _mlp_again(found: Blocks, work: Work, adapts: Iterable[str]) -> None:
+    """Add the products of one MLP that runs forward once more in its backward pass, in tiles."""
+    found.mlp_again += 1
+    for name in work.mlp:
+        d_in, d_out = work.shape.linears[name]
+        found.again.add(d_in, d_out)
+        if name in adapts:
+            found.adapter.add(d_in, work.rank)
+            found.adapter.add(work.rank, d_out)
+            found.again.elements += d_out * work.fused_adapters  # y, to which the adapter is added in place
+            found.norms += _norm(work, name)
 
 
 def _attention_grads(found: Blocks, asked: list[bool]) -> None:

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cria_tricks.bill import block
-from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.lines import Line
 from cria_tricks.bill.operation import FIRST_NORM, INPUT, JOINED, BlockTensors, WaitingBytes
 
@@ -149,7 +149,7 @@ def _frozen_beside(memory: StepFacts) -> _Frozen:
     """Compute what frozen blocks save. The gradient goes only through those that have something to train below."""
     if not memory.learns_beside:
         return _Frozen()
-    operations = walk(memory)
+    operations = tiled(memory)
     pinned = block.pinned_bytes(operations)
     if memory.checkpointed:
         # Checkpointing asks for the gradient of the embedding's result, so it goes down through all frozen blocks.

@@ -47,6 +47,7 @@ class Work:
         written_in_place: whether norms, rotary positions and activations make few tensors on the way (fused blocks).
         adapter_casts: whether adapters cast their inputs to fp32 and back.
         copied_blocks: how many of the last blocks run beside a trained copy (side network).
+        mlp_tile: tokens of a tile, if the MLP takes fewer tokens at a time than a micro-batch has; else 0.
         repeated_blocks: how many of the first blocks checkpointing runs forward a second time.
         keeps_attention: whether their attention runs once all the same.
         kernel: attention's kernel: ``eager``, ``math``, ``memory-efficient`` or ``flash``.
@@ -93,6 +94,7 @@ class Work:
     adapter_casts: bool = True
     fused_adapters: bool = False
     written_in_place: bool = False
+    mlp_tile: int = 0
     copied_blocks: int = 0
     repeated_blocks: int = 0
     keeps_attention: bool = False
@@ -113,3 +115,14 @@ class Work:
     def positions(self) -> int:
         """All positions of a micro-batch, n in formulas."""
         return self.batch * self.row_positions
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the MLP takes a micro-batch in; 1 if it takes it whole."""
+        return -(-self.positions // self.mlp_tile) if self.mlp_tile else 1
+
+    @property
+    def mlp(self) -> tuple[str, ...]:
+        """The names of the matrices of the MLP."""
+        _, _, into, out_of = self.shape.input_groups
+        return (*into, *out_of)

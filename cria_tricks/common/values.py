@@ -46,7 +46,7 @@ Trackers = Annotated[tuple[Literal["tensorboard", "trackio"], ...], BeforeValida
 """The trackers that get the history during the run: ``"none"``, one name, or a list of names."""
 
 
-def _all_or_number(value: Any, info: ValidationInfo) -> Any:
+def _switch_or_number(value: Any, info: ValidationInfo, number_of: str) -> Any:
     """Convert ``"true"``, ``"false"`` or ``"8"``, as ``--set`` gives them, and 0 to False; take no other value."""
     found = value
     if isinstance(value, str) and info.mode == "python":  # in a file, which has types, a text is wrong
@@ -59,8 +59,21 @@ def _all_or_number(value: Any, info: ValidationInfo) -> Any:
         return found or False
     if type(found) is bool:
         return found
-    raise ValueError("must be true, false, or the number of blocks, 0 or more")
+    raise ValueError(f"must be true, false, or the number of {number_of}, 0 or more")
+
+
+def _all_or_number(value: Any, info: ValidationInfo) -> Any:
+    return _switch_or_number(value, info, "blocks")
+
+
+def _auto_or_tokens(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return True
+    return _switch_or_number(value, info, "tokens of a tile")
 
 
 AllOrNumber = Annotated[bool | int, BeforeValidator(_all_or_number)]
 """true for all, false for none, or a number of blocks. 1 is one block and not true; 0 is read as false."""
+
+AutoOrTokens = Annotated[bool | int, BeforeValidator(_auto_or_tokens)]
+"""true (or auto) for tiles as long as the model is wide, false for none, or a number of tokens; 0 is read as false."""

@@ -1,4 +1,4 @@
-"""Run parts of a loaded model by the functions of ``tricks/fused_lora.py`` and ``tricks/fused_blocks.py``.
+"""Run parts of a loaded model by the functions of ``tricks/``: fused_lora, fused_blocks and tiled_mlp.
 
 The modules stay those of transformers and peft, and so do their names, their weights and the adapter's file. Only their
 ``forward`` is replaced. That of a matrix calls peft's own wherever peft would not compute W x + s B A x, e.g. while the
@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from cria_tricks.hardware.device import Device
 from cria_tricks.tricks.fused_blocks import gated, rms_norm, rotate
 from cria_tricks.tricks.fused_lora import Matrix, gated_mlp, products
+from cria_tricks.tricks.tiled_mlp import tiled
 
 TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Matrices of attention that multiply the same input."""
@@ -97,6 +98,29 @@ def fuse_blocks(model: torch.nn.Module, parts: Parts = PLAIN) -> torch.nn.Module
         elif hasattr(module, "q_proj") and hasattr(module, "head_dim"):
             module.forward = _with_global(module.forward, apply_rotary_pos_emb=parts.rotate)
     return model
+
+
+def tile_mlps(model: torch.nn.Module, tile: int) -> torch.nn.Module:
+    """Replace the forward passes of all blocks' MLPs in place, after the functions above: they run a tile at a time.
+
+    Args:
+        model: a transformers model, whose blocks name their MLP ``mlp``.
+        tile: tokens of a tile.
+    """
+    for path, module in model.named_modules():
+        if path.endswith(".mlp"):
+            module.forward = _in_tiles(module, tile)
+    return model
+
+
+def _in_tiles(module: Any, tile: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    plain = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        # The parameters are looked up at each pass, because FSDP puts other tensors into the modules.
+        return tiled(plain, x, tile, [weight for weight in module.parameters() if weight.requires_grad])
+
+    return forward
 
 
 def _norm(module: Any, parts: Parts) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -20,13 +20,13 @@ from cria_tricks.common.errors import BadInput, first_line
 from cria_tricks.load import loftq, quiet
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
-from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks
+from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
 from cria_tricks.load.refusals import Facts, refuse
 from cria_tricks.models import Weights, network, pretrained
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import compile, keep_attention
+from cria_tricks.tricks import compile, keep_attention, tiled_mlp
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
@@ -254,6 +254,11 @@ def _fuse_blocks_by_triton(model: Any, plan: Plan) -> Any:
     return fuse_blocks(model, by_triton(plan.device))
 
 
+def _tile_mlps(model: Any, plan: Plan) -> Any:
+    width = model.config.get_text_config().hidden_size
+    return tile_mlps(model, tiled_mlp.tokens_of(plan.checkpointing["mlp_tile"], width))
+
+
 def _checkpoint_blocks(model: Any, plan: Plan) -> Any:
     # The Trainer could be asked for all blocks or for every n-th, but not for the first k. So the model is told here,
     # by the same method that the Trainer would call. It takes the arguments of torch's checkpoint.
@@ -296,6 +301,7 @@ EDITS: dict[str, Callable[[Any, Plan], Any]] = {
     "fuse_adapters": _fuse_adapters,
     "fuse_blocks": _fuse_blocks,
     "fuse_blocks_by_triton": _fuse_blocks_by_triton,
+    "tile_mlps": _tile_mlps,
     "checkpoint_blocks": _checkpoint_blocks,
     "compile_blocks": _compile_blocks,
 }

@@ -16,7 +16,7 @@ from cria_tricks.hardware.attention_kernels import kernel_for
 from cria_tricks.load.stages import find_blocks
 from cria_tricks.models.shape import Shape, refuse_undivided
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import fused_blocks, gradient_checkpointing
+from cria_tricks.tricks import fused_blocks, gradient_checkpointing, tiled_mlp
 from cria_tricks.tricks.lora import ALL_LINEAR
 
 
@@ -91,6 +91,8 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
         raise gradient_checkpointing.too_many(wanted, name, facts.blocks or 0)
     if {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load):
         fused_blocks.refuse_kind(facts.kind, name)
+    if "tile_mlps" in plan.after_load:
+        tiled_mlp.refuse_kind(facts.kind, name)
     if plan.checkpointing.get("keep_attention"):
         _refuse_without_kernel(plan, facts)
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):

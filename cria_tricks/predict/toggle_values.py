@@ -8,17 +8,23 @@ from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
 
 
-def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
+def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, ...]]:
     """List the values to try for toggles that change how a step is computed.
 
     ``peft`` is left out, because it changes which weights train; ``packing`` and ``gradient_accumulation`` are, because
     they change how many tokens a step learns from. ``compile`` is left out, because the estimate knows its faster
     steps, but neither the time to compile nor the bytes that it saves. The values ``fp4``, whose estimate equals that
     of ``nf4``, and ``flash_attention_2``, which needs another package and a newer GPU, are left out, too.
+
+    Args:
+        recipe: what would be trained.
+        device: the machine.
+        width: D, the width of the model. A micro-batch of no more tokens is no longer than one tile of its MLP.
     """
     quantizations: tuple[str, ...] = ("none",)
     if recipe.tricks.peft != "none":  # only frozen weights can be quantised
         quantizations = ("none", "int8", "nf4")
+    longer = recipe.train.batch_size * recipe.data.max_length > width
     return {
         "precision": ("fp32", device.half_precision),
         "attention": ("eager", "sdpa"),
@@ -27,6 +33,7 @@ def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
         "double_quantization": (False, True),
         "lean_preparation": (False, True),
         "gradient_checkpointing": (False, True),
+        "tiled_mlp": (False, True) if longer else (False,),
         "activation_offload": (False, True),
         "chunked_loss": (False, True),
         "optimizer": ("adamw", "adamw_8bit"),
@@ -34,12 +41,12 @@ def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def all_sets(recipe: Recipe, device: Device) -> Iterator[dict[str, Any]]:
+def all_sets(recipe: Recipe, device: Device, width: int) -> Iterator[dict[str, Any]]:
     """Yield all combinations of these values, but three kinds in which a toggle has no effect on any device.
 
     Some of the others have no effect on this device, or are refused; the caller checks that.
     """
-    fields = choices(recipe, device)
+    fields = choices(recipe, device, width)
     for values in itertools.product(*fields.values()):
         tricks = dict(zip(fields, values, strict=True))
         if tricks["expand_kv"] and tricks["attention"] != "sdpa":

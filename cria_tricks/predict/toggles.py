@@ -43,6 +43,7 @@ LADDER = (
     "lean_preparation",
     "fused_lora",
     "fused_blocks",
+    "tiled_mlp",
     "compile",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
@@ -153,8 +154,7 @@ class Target:
         """Estimate the bytes only, for rows of ``tokens`` tokens, or of ``data.max_length`` when left out."""
         if self.processes == 1:
             return estimate(recipe, self.shape, self.device, tokens)
-        strategy = recipe.parallel.strategy
-        return per_process(recipe, self.shape, self.device, strategy, self.processes, tokens=tokens)
+        return per_process(recipe, self.shape, self.device, recipe.parallel.strategy, self.processes, tokens=tokens)
 
     def _seconds_per_token(self, recipe: Recipe, card: Card) -> float:
         """Estimate the time of a step, divided by all its tokens [s]."""
@@ -269,7 +269,7 @@ def suggestions(target: Target, recipe: Recipe) -> list[Change]:
 
 def _single_changes(target: Target, recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Change one toggle at a time, and yield its field and the changed recipe if that is not refused."""
-    for field, values in choices(recipe, target.device).items():
+    for field, values in choices(recipe, target.device, target.shape.width).items():
         for value in values:
             changed = with_toggles(recipe, {field: value})
             if named(changed, field) != named(recipe, field) and target.works(changed):
@@ -300,7 +300,7 @@ def front(target: Target, recipe: Recipe) -> list[Setting]:
     """
     # Many sets cost exactly the same. Of these, only the one with the fewest changes is kept.
     shortest: dict[tuple[float, int], Setting] = {}
-    for tricks in all_sets(recipe, target.device):
+    for tricks in all_sets(recipe, target.device, target.shape.width):
         changed = with_toggles(recipe, tricks)
         if not target.works(changed):
             continue

@@ -32,6 +32,9 @@ AIMS = ("fastest", "smallest", "longest")
 EXACT = ("expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer")
 """Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
+LONG = (*EXACT, "tiled_mlp")
+"""The same for rows longer than a tile. No GPU has run it, so a run that goes on with less memory does not try it."""
+
 FREE = ("fused_lora", "fused_blocks")
 """Toggles of the same kind that cost nothing by the estimate, so they are switched on wherever they have an effect. A
 run that goes on with less memory does not switch them on by itself, because no GPU has run them yet."""
@@ -110,7 +113,8 @@ def search(target: Target, recipe: Recipe, aim: str, lengths: Lengths, may_chang
     """
     may_change = tuple(may_change)
     _refuse_unknown(target, aim, may_change)
-    candidates = [_with_free(target, one) for one in _candidates(target, recipe, may_change)]
+    exact = LONG if aim == "longest" or recipe.data.max_length > target.shape.width else EXACT
+    candidates = [_with_free(target, one) for one in _candidates(target, recipe, exact, may_change)]
     wanted = Wanted(target, recipe, aim, lengths, (1 - MARGIN) * target.device.memory_bytes)
     found = wanted.choices(candidates)
     if not found:
@@ -141,7 +145,7 @@ def smaller(
     """
     limit = min(limit, (1 - MARGIN) * target.device.memory_bytes)
     wanted = Wanted(target, recipe, "fastest" if target.card else NEAREST, lengths, limit)
-    return next(iter(wanted.choices(filter(allowed, _candidates(target, recipe, ())))), None)
+    return next(iter(wanted.choices(filter(allowed, _candidates(target, recipe, EXACT, ())))), None)
 
 
 def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> None:
@@ -156,12 +160,12 @@ def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> No
         )
 
 
-def _candidates(target: Target, recipe: Recipe, may_change: tuple[str, ...]) -> Iterator[Recipe]:
+def _candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str]) -> Iterator[Recipe]:
     """Yield the recipe with each set of toggles and each micro-batch that works here, with all blocks recomputed."""
-    fields: dict[str, tuple[Any, ...]] = dict.fromkeys(EXACT, (False, True))
+    fields: dict[str, tuple[Any, ...]] = dict.fromkeys(exact, (False, True))
     attention = recipe.tricks.attention
     fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
-    values = choices(recipe, target.device) | {"packing": (False, True), "compile": (False, True)}
+    values = choices(recipe, target.device, target.shape.width) | {"packing": (False, True), "compile": (False, True)}
     fields |= {name: values[name] for name in may_change}
     batches = [rows for rows in _divisors(recipe.rows_per_step) if rows <= MOST_SPLITS]
     warned = len(target.resolve(recipe).warnings)

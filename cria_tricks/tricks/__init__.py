@@ -33,6 +33,7 @@ from cria_tricks.tricks import (
     paged_optimizer,
     prompt_tuning,
     side_network,
+    tiled_mlp,
 )
 
 TRICKS: tuple[ModuleType, ...] = (
@@ -50,6 +51,8 @@ TRICKS: tuple[ModuleType, ...] = (
     # How a block's products and the operations between them run. This decides what the block saves.
     fused_lora,
     fused_blocks,
+    # How many tokens the MLP takes at a time, whichever way it runs.
+    tiled_mlp,
     # What a block saves for the backward pass: the attention first, then a variant of it. After that, which blocks
     # save it, and where.
     flash_attention,

@@ -174,8 +174,10 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
         Line("hidden states for the loss", picked, "of trained tokens, with gradients"),
         Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )
-    # In the backward pass of the last norm no logits are left. Its input and five more fp32 tensors are alive.
-    around_norm = Line("final norm", n * shape.width * 6 * FP32, "its input, its results and gradients")
+    # In the backward pass of the last norm no logits are left, and no residual stream is beside it.
+    needs = memory.norm_bytes(n * shape.width, memory.hidden_itemsize)
+    alone = needs.saved + needs.backward + needs.apart - normed
+    around_norm = Line("final norm", alone, "its input, its results and gradients")
     return {"loss": at_the_loss, "last norm": (around_norm,)}
 
 

@@ -50,11 +50,13 @@ def generators_of(x: torch.Tensor) -> list[torch.Generator]:
     return [torch.default_generator, *([torch.cuda.default_generators[x.get_device()]] if x.is_cuda else [])]
 
 
-def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
+def states_of(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    """Return the state of each generator."""
     return [generator.get_state() for generator in generators]
 
 
-def _restore(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+def restore(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    """Set each generator to its state, so that it draws the same numbers again."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
 
@@ -68,7 +70,7 @@ class _Recompute(torch.autograd.Function):
         ctx.block = block
         ctx.weights = weights
         ctx.generators = generators_of(x_BTD)
-        ctx.random_states = _states(ctx.generators)  # before the block draws its dropout mask
+        ctx.random_states = states_of(ctx.generators)  # before the block draws its dropout mask
         ctx.save_for_backward(x_BTD)  # the only activation that is kept
         return block(x_BTD)  # inside a Function nothing is recorded, so the block keeps nothing
 
@@ -76,11 +78,11 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, grad_BTD):
         (x_BTD,) = ctx.saved_tensors
         x_BTD = x_BTD.detach().requires_grad_(ctx.needs_input_grad[1])  # the same bytes, cut off from what made them
-        now = _states(ctx.generators)
-        _restore(ctx.generators, ctx.random_states)  # the same mask again
+        now = states_of(ctx.generators)
+        restore(ctx.generators, ctx.random_states)  # the same mask again
         with torch.enable_grad():
             y_BTD = ctx.block(x_BTD.view_as(x_BTD))  # a view, because FlopCounterMode cannot watch a leaf here
-        _restore(ctx.generators, now)  # so that later draws are the same as without checkpointing
+        restore(ctx.generators, now)  # so that later draws are the same as without checkpointing
         wanted = [tensor for tensor in (x_BTD, *ctx.weights) if tensor.requires_grad]
         found = iter(torch.autograd.grad(y_BTD, wanted, grad_BTD, allow_unused=True))
         return None, *(next(found) if tensor.requires_grad else None for tensor in (x_BTD, *ctx.weights))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.fused_operations import tiled
 from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
@@ -134,7 +134,7 @@ def copy_and_join(memory: StepFacts) -> list[Operation]:
     # The backward pass of the copy runs before that of the frozen block, so the gradient of their sum waits meanwhile.
     waits = memory.all_tokens * width * memory.hidden_itemsize
     copied = []
-    for operation in walk(beside):
+    for operation in tiled(beside):
         keeps = dict(operation.keeps)
         for name in keeps:
             if name.endswith("normalised"):  # a norm normalises in the dtype of its input

@@ -14,6 +14,7 @@ HALF = "tricks.precision=bf16"
 LEAN = "tricks.lean_preparation=true"
 BLOCKS = "tricks.fused_blocks=true"
 FUSED = "tricks.fused_lora=true"
+TILED = "tricks.tiled_mlp=5"
 SETS = {
     "full": ([], "sdpa"),
     "full, 16-bit products": ([HALF], "sdpa"),
@@ -30,6 +31,9 @@ SETS = {
     "lora on two, fused": ([LORA, HALF, LEAN, FUSED, "lora.target_modules=q_proj,v_proj"], "sdpa"),
     "lora, eager": ([LORA, HALF], "eager"),
     "lora, checkpointed": ([LORA, HALF, "tricks.gradient_checkpointing=true"], "sdpa"),
+    "lora, tiled": ([LORA, TILED], "sdpa"),
+    "lora, lean, tiled, checkpointed": ([LORA, HALF, LEAN, TILED, "tricks.gradient_checkpointing=true"], "sdpa"),
+    "lora, fused, tiled": ([LORA, FUSED, TILED], "sdpa"),
     "head": (["tricks.peft=head"], "sdpa"),
 }
 

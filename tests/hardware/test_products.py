@@ -16,6 +16,7 @@ from tests.hardware import models
 ROWS, TOKENS, MASKED = 2, 24, 6
 ALWAYS = ["lora.r=4", "prompt.tokens=5", "side.blocks=2"]
 BACK = "tricks.gradient_checkpointing=true"
+TILED = "tricks.tiled_mlp=10"
 
 RECIPES = {
     "full": [],
@@ -49,6 +50,21 @@ RECIPES = {
     ],
     "dora, one of three": ["tricks.peft=lora", "lora.dora=true", "tricks.gradient_checkpointing=1"],
     "prompt, two of three": ["tricks.peft=prompt_tuning", "tricks.gradient_checkpointing=2"],
+    "full, tiled": [TILED],
+    "lora, tiled": ["tricks.peft=lora", TILED],
+    "lora, tiled, checkpointed": ["tricks.peft=lora", TILED, BACK],
+    "q and v, tiled, one of three": [
+        "tricks.peft=lora",
+        "lora.target_modules=q_proj,v_proj",
+        TILED,
+        "tricks.gradient_checkpointing=1",
+    ],
+    "dora, tiled, checkpointed": ["tricks.peft=lora", "lora.dora=true", TILED, BACK],
+    "dora, tiled": ["tricks.peft=lora", "lora.dora=true", TILED],
+    "down, tiled": ["tricks.peft=lora", "lora.target_modules=down_proj", TILED],
+    "prompt, tiled": ["tricks.peft=prompt_tuning", TILED],
+    "side, tiled, checkpointed": ["tricks.peft=side_network", TILED, BACK],
+    "side, tiled": ["tricks.peft=side_network", TILED],
     "lora, bf16": ["tricks.peft=lora", "tricks.precision=bf16", BACK],
 }
 

@@ -41,6 +41,7 @@ SHORT = {
     "paged": "paged_optimizer=true",
     "fused": "fused_lora=true",
     "blocks": "fused_blocks=true",
+    "tile": "tiled_mlp=true",
     "compile": "compile=true",
 }
 EVERYTHING = "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged"

@@ -65,6 +65,9 @@ peft=lora activation_offload=true fused_lora=true
 peft=lora precision=bf16 lean_preparation=true fused_blocks=true
 peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true fused_blocks=true
 peft=lora activation_offload=true fused_blocks=true gradient_checkpointing=1
+tiled_mlp=8
+peft=lora tiled_mlp=8 precision=bf16 gradient_checkpointing=true
+peft=lora quantization=nf4 precision=bf16 tiled_mlp=8 fused_lora=true fused_blocks=true gradient_checkpointing=1
 gradient_accumulation=2
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16

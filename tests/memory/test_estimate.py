@@ -171,12 +171,34 @@ SAMPLE = [
     ("smollm2", 4, "side sdpa nf4 fp16 checkpoint keep chunked lean", 3, 2048, A100),
     ("smollm2", 4, "side sdpa nf4 fp16 checkpoint keep chunked lean accumulate", 3, 2048, A100),
     ("tinyllama-1.1b", 2, f"{ONE} lora fp16 sdpa packing keep chunked", 2, 1024, T4),
+    ("llama-3.2-1b", 2, "lora nf4 double fp16 lean sdpa expand chunked checkpoint tile", 1, 16_384, T4),
+    (
+        "llama-3.1-8b",
+        2,
+        "lora nf4 double fp16 lean sdpa expand chunked checkpoint offload fused blocks tile",
+        1,
+        9000,
+        T4,
+    ),
+    (
+        "qwen2.5-0.5b",
+        3,
+        "lora lora.target_modules=down_proj int8 bf16 sdpa chunked tricks.tiled_mlp=300",
+        3,
+        1024,
+        A100,
+    ),
+    ("olmo-2-1b", 2, f"{ONE} lora lora.dora=true bf16 sdpa chunked tricks.tiled_mlp=100", 2, 777, A100),
+    ("smollm2", 3, "sdpa fp16 accumulate tricks.tiled_mlp=500", 2, 2048, T4),
+    ("smollm2", 3, "side sdpa checkpoint tricks.tiled_mlp=500 chunked", 1, 2048, T4),
+    ("gemma-3-1b", 2, "prompt nf4 bf16 sdpa offload tricks.tiled_mlp=64", 1, 1500, A100),
+    ("llama-3.2-3b", 1, "head fp16 sdpa tricks.tiled_mlp=128", 2, 512, T4),
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "blocks", "toggles", "batch", "tokens", "device"),
-    sample(SAMPLE, 16),
+    sample(SAMPLE, 18),
     ids=lambda value: getattr(value, "name", None) or str(value) or "nothing",
 )
 def test_it_is_what_the_dry_run_counts(model, blocks, toggles, batch, tokens, device):

@@ -158,11 +158,11 @@ def costs(target: Target, start) -> set[tuple[int, float]]:
 
 def test_the_front_is_what_brute_force_leaves(monkeypatch):
     """64 sets: those of which no other is as small and as fast, and better in one of the two."""
-    monkeypatch.setattr(toggles, "choices", lambda recipe, device: dict(SMALL))
+    monkeypatch.setattr(toggles, "choices", lambda recipe, device, width: dict(SMALL))
     monkeypatch.setattr(
         toggles,
         "all_sets",
-        lambda recipe, device: (dict(zip(SMALL, v, strict=True)) for v in itertools.product(*SMALL.values())),
+        lambda recipe, device, width: (dict(zip(SMALL, v, strict=True)) for v in itertools.product(*SMALL.values())),
     )
     every = costs(TARGET, recipe("lora"))
     best = {

@@ -17,6 +17,7 @@ SETTINGS = [
     ("tricks.peft=none",),
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
     ("tricks.quantization=nf4", "lora.init=loftq"),
+    ("tricks.gradient_checkpointing=1", "tricks.tiled_mlp=5"),
 ]
 
 

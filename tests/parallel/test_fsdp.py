@@ -21,6 +21,8 @@ SETTINGS = [
     ("tricks.quantization=nf4", "tricks.double_quantization=true"),
     ("tricks.quantization=nf4", "lora.init=loftq"),
     ("tricks.quantization=nf4", "tricks.fused_lora=true"),
+    ("tricks.gradient_checkpointing=1", "tricks.tiled_mlp=5"),
+    ("tricks.peft=none", "tricks.tiled_mlp=5"),
 ]
 
 

@@ -196,6 +196,7 @@ SWITCHES = {
     "fused": (
         "tricks.fused_lora=true", "tricks.fused_blocks=true", "tricks.gradient_checkpointing=2", "lora.dropout=0",
     ),
+    "tiled": ("tricks.tiled_mlp=5", "tricks.gradient_checkpointing=2", "lora.dropout=0"),
     "three of four checkpointed": (
         "tricks.gradient_checkpointing=3", "tricks.attention=sdpa", "tricks.keep_attention=true", "lora.dropout=0",
     ),

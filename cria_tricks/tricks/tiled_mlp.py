@@ -1,0 +1,231 @@
+r"""Tiled MLP: a block's MLP takes a tile of tokens at a time, forward and backward, so only one tile's insides exist.
+
+Saves    activations: what an MLP has inside for n = B T tokens, it has for t only, the tokens of a tile. In 16 bits
+         that is 8 F n -> 8 F t bytes (four tensors of F numbers a token), and their gradients with them. With gradient
+         checkpointing this is once, in the block that is open; without it once a block, because a tiled MLP keeps
+         nothing but its input
+Costs    with gradient checkpointing the product with down a second time, where checkpointing would have left it out: no
+         adapter on down, or fused_lora. Without gradient checkpointing the whole MLP runs forward a second time. 4-bit
+         and int8 weights are unpacked for each tile and use, so small tiles cost time, and weights are read as often
+Claim    exact within rounding: a token's result is the same sum of products; the gradients of weights are summed over
+         tiles, so in another order. With dropout the tiles draw other masks than the whole would
+Needs    more tokens in a micro-batch than a tile has: a shorter one runs as it is. true (or auto) takes tiles of D
+         tokens, whose gate is as large as one weight of the MLP
+Breaks   compile, the tensor-parallel strategies and mixtures of experts: all are refused. It does not help where the
+         logits, attention or the block inputs are the peak
+Sources  Bekman et al. 2025, arXiv:2506.13996 (Arctic Long Sequence Training), sec. 3.1.1, "TiledMLP"; Liger and Unsloth
+         have it, too
+Ours     two autograd functions, which the switch itself runs. The first one keeps the input and comes before the tiles,
+         so a checkpointed block stops its repetition there, and no tile runs forward three times
+
+Shapes: x (B, T, D), n = B T tokens in tiles of t; gate and up (F, D), down (D, F).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cria_tricks.bill import fused_operations, moved_bytes
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+from cria_tricks.tricks.gradient_checkpointing import generators_of, restore, states_of
+
+SWITCHES = ("tiled_mlp=true",)
+CLAIM = "exact within rounding"
+LESSON = "03_gradient_checkpointing"
+REFERENCE = ("_Keep", "_Tiles", "tiled")
+PLAIN = """
+from transformers import AutoModelForCausalLM
+from cria_tricks.load.fused import tile_mlps  # neither peft nor transformers has it
+
+model = tile_mlps(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), 16)
+"""
+KINDS = (
+    *("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
+)
+"""Kinds of model whose blocks have a module ``mlp`` that maps each token by itself; a test reads their code."""
+
+Mlp = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Keep(torch.autograd.Function):
+    # Nothing but x is saved. This is a function of its own, because what a function saves is saved when it has run. The
+    # backward pass of the tiles reads x here, and checkpointing repeats a block only until its last saved tensor is
+    # there again: so it stops before the tiles.
+    @staticmethod
+    def forward(ctx, x_1ND, *trained):
+        ctx.save_for_backward(x_1ND)
+        ctx.set_materialize_grads(False)  # no zeros where nobody needs the gradient of x
+        return x_1ND.view_as(x_1ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx_1ND):
+        return dx_1ND, *(None for _ in ctx.needs_input_grad[1:])
+
+
+class _Tiles(torch.autograd.Function):
+    # It saves nothing. The weights are arguments, because autograd gives gradients only to a function's arguments. So
+    # each weight gets one gradient, the sum over all tiles, and hooks on it (DDP, FSDP) run once.
+    @staticmethod
+    def forward(ctx, kept_1ND, mlp, tile, input_learns, *weights):
+        ctx.kept_by, ctx.mlp, ctx.tile, ctx.weights = kept_1ND.grad_fn, mlp, tile, weights
+        ctx.input_learns = input_learns
+        ctx.autocast = _autocast_of(kept_1ND)
+        ctx.generators = generators_of(kept_1ND)
+        ctx.random_states = states_of(ctx.generators)  # before the first tile draws its dropout mask
+        y_1ND = None
+        with ctx.autocast():
+            for start, x_1tD in _tiles(kept_1ND, tile):
+                made = mlp(x_1tD)
+                if y_1ND is None:  # only now its dtype is known
+                    y_1ND = made.new_empty(*kept_1ND.shape[:-1], made.shape[-1])
+                y_1ND[:, start : start + tile] = made
+        return y_1ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_1ND):
+        (x_1ND,) = ctx.kept_by.saved_tensors
+        dx_1ND = torch.empty_like(x_1ND) if ctx.input_learns else None
+        totals = [None for _ in ctx.weights]
+        now = states_of(ctx.generators)
+        restore(ctx.generators, ctx.random_states)  # the same masks again
+        for start, x_1tD in _tiles(x_1ND, ctx.tile):
+            place = slice(start, start + ctx.tile)
+            dx_1tD = None if dx_1ND is None else dx_1ND[:, place]
+            _through_a_tile(ctx, x_1tD, dy_1ND[:, place], dx_1tD, totals)
+        restore(ctx.generators, now)
+        return dx_1ND, None, None, None, *totals
+
+
+def _through_a_tile(ctx, x_1tD, dy_1tD, dx_1tD, totals):
+    """Run the MLP on a tile again and go back through it: write dx, and add the weights' gradients to the totals."""
+    x_1tD.requires_grad_(ctx.input_learns)
+    with torch.enable_grad(), ctx.autocast():
+        y_1tD = ctx.mlp(x_1tD.view_as(x_1tD))  # a view, because FlopCounterMode cannot watch a leaf here
+    wanted = ctx.weights if dx_1tD is None else (x_1tD, *ctx.weights)
+    found = list(torch.autograd.grad(y_1tD, wanted, dy_1tD, allow_unused=True))
+    if dx_1tD is not None:
+        dx_1tD.copy_(found.pop(0))
+    for number, gradient in enumerate(found):
+        if totals[number] is None:
+            totals[number] = gradient
+        elif gradient is not None:
+            totals[number] += gradient
+
+
+def _tiles(x_1ND: torch.Tensor, tile: int) -> list[tuple[int, torch.Tensor]]:
+    """Cut x into tiles that autograd does not know; the last one may be shorter."""
+    return [(number * tile, piece) for number, piece in enumerate(x_1ND.detach().split(tile, dim=1))]
+
+
+def _autocast_of(x: torch.Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return what makes autocast as it is here, but without its cache of cast weights.
+
+    Inside a function autograd is off, so a weight cast there has no history. Without it, a later use of the same cast
+    weight would give no gradient.
+    """
+    kind = x.device.type
+    on = torch.is_autocast_enabled(kind)
+    return functools.partial(torch.autocast, kind, torch.get_autocast_dtype(kind), enabled=on, cache_enabled=False)
+
+
+def tiled(mlp: Mlp, x_BTD: torch.Tensor, tile: int, weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Compute ``mlp(x)`` in tiles of tokens, and keep nothing but ``x`` for the backward pass.
+
+    Args:
+        mlp: maps (1, t, D) to (1, t, D'), each token by itself.
+        x_BTD: its input, shape (B, T, D), any float dtype.
+        tile: tokens of a tile. If x has no more than these, ``mlp(x)`` runs as it is.
+        weights: all trained tensors that ``mlp`` uses.
+
+    Returns:
+        The result, shape (B, T, D').
+    """
+    tokens = x_BTD.shape[:-1]
+    if tokens.numel() <= tile:
+        return mlp(x_BTD)
+    learns = x_BTD.requires_grad
+    kept_1ND = _Keep.apply(x_BTD.reshape(1, tokens.numel(), -1), *weights[:1])
+    return _Tiles.apply(kept_1ND, mlp, tile, learns, *weights).view(*tokens, -1)
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Have the MLPs of all blocks run in tiles; ``load/refusals.py`` looks at the kind of model.
+
+    Raises:
+        BadInput: with compile, and with the tensor-parallel strategies.
+    """
+    tricks = recipe.tricks
+    tile = tricks.tiled_mlp
+    if not tile:
+        return plan
+    asked = f"tricks.tiled_mlp={str(tile).lower()}"
+    if tricks.compile:
+        raise BadInput(f"{asked}: a compiled block chooses itself what it keeps; set tricks.compile=false")
+    if recipe.parallel.strategy in ("tensor", "ddp_tensor"):
+        raise BadInput(
+            f"{asked}: tensor parallelism adds up the MLP's results between processes, and would do so "
+            "for each tile, forward and again; use parallel.strategy=ddp or fsdp"
+        )
+    most = recipe.train.batch_size * _row(recipe)
+    if tile is not True and most <= tile:
+        return plan.warn(
+            f"tiled_mlp has no effect: no micro-batch has more than {most:,} tokens, and a tile has {tile:,}"
+        )
+    return plan.with_("checkpointing", mlp_tile=tile).then("tile_mlps")
+
+
+def _row(recipe: Recipe) -> int:
+    """Return the most positions of a row: its tokens, and the learnt vectors in front of them."""
+    return recipe.data.max_length + recipe.prompt.tokens * (recipe.tricks.peft == "prompt_tuning")
+
+
+def tokens_of(wanted: bool | int, width: int) -> int:
+    """Return the tokens of a tile: as many as are wanted, D (the model's width) for True, and 0 for False."""
+    return width if wanted is True else wanted
+
+
+def refuse_kind(kind: str, name: str) -> None:
+    """Refuse a model whose blocks are built otherwise.
+
+    Raises:
+        BadInput: naming the model, its kind and the kinds that can be tiled.
+    """
+    if kind not in KINDS:
+        raise BadInput(
+            f"tricks.tiled_mlp: the MLP of {name}, a model of kind {kind}, is not one that can be tiled: it is for "
+            f"{', '.join(KINDS)}; set tricks.tiled_mlp=false"
+        )
+
+
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+    """Bill a tile's insides in place of all tokens', wherever a micro-batch has more tokens than a tile."""
+    tile = tokens_of(recipe.tricks.tiled_mlp, shape.width)
+    if not tile or memory.all_tokens <= tile:
+        return memory
+    memory = replace(memory, mlp_tile=tile)
+    if memory.learns_beside:  # a side network's rule tiles the frozen block and its copy by itself
+        return memory
+    rule = functools.partial(fused_operations.tiled, rule=memory.learning_operations)
+    return replace(memory, learning_operations=rule)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Run the MLP forward again in the backward pass, and read and unpack its weights once a tile."""
+    tile = tokens_of(recipe.tricks.tiled_mlp, shape.width)
+    if not tile or work.positions <= tile:
+        return work
+    between = functools.partial(moved_bytes.with_tiles, before=work.between)
+    saved = functools.partial(moved_bytes.saved_with_tiles, before=work.saved)
+    return replace(work, mlp_tile=tile, between=between, saved=saved)
