@@ -152,7 +152,7 @@ class Train(_Frozen):
         "cosine", description="how the learning rate goes on after the warmup: down to 0 at the last step, or constant"
     )
     weight_decay: float = Field(0.0, ge=0, le=100, description="AdamW's weight decay", examples=[0.01])
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are shortened to this norm", examples=[0.3])
+    max_grad_norm: float = Field(1.0, ge=0, description="longest norm of the gradients; 0: no limit", examples=[0.3])
     eval_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch", examples=[10]
     )

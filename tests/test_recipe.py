@@ -146,7 +146,7 @@ BOUNDS = {  # the lowest and the highest value that are allowed, and the nearest
     "train.learning_rate": (1e-9, 0, 1, 1.01),
     "train.warmup_ratio": (0, -0.01, 0.99, 1),
     "train.weight_decay": (0, -0.01, 100, 100.1),
-    "train.max_grad_norm": (0.01, 0, "", ""),
+    "train.max_grad_norm": (0, -0.01, "", ""),
     "train.eval_steps": (0, -1, 1_000_000_000, 1_000_000_001),
     "train.save_steps": (0, -1, 1_000_000_000, 1_000_000_001),
     "train.save_minutes": (0, -0.01, 1_000_000, 1_000_000.1),

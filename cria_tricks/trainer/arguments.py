@@ -83,7 +83,7 @@ def training_arguments(
         lr_scheduler_type=SCHEDULES[settings.schedule],
         warmup_steps=int(total * settings.warmup_ratio),
         weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
+        max_grad_norm=settings.max_grad_norm or math.inf,
         save_strategy="steps",
         save_steps=settings.save_steps or epoch,
         logging_strategy="steps",

@@ -83,7 +83,7 @@ def train(
             loss = loss_sum(model, batch, plan) / tokens
             scaler.scale(loss).backward()  # adds to the gradients of the window's earlier micro-batches
             window_loss += loss.detach()  # detached, because loss itself would keep the activations in memory
-        updated = update(model, optimizer, scheduler, scaler, settings.max_grad_norm)
+        updated = update(model, optimizer, scheduler, scaler, arguments.max_grad_norm)
         entry = {"step": len(history) + 1, "loss": window_loss.item(), "trained_tokens": tokens}
         history.append(entry | updated)
         if after_step:
