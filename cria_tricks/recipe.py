@@ -77,6 +77,9 @@ class Tricks(_Frozen):
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field("adamw", description="32-bit or 8-bit optimizer states")
     paged_optimizer: bool = Field(False, description="optimizer states may move to host memory")
+    optimizer_in_backward: bool | Literal["clip"] = Field(
+        False, description="a weight steps when its gradient arrives; clip: with a limit of its own", examples=["clip"]
+    )
     attention: Literal["eager", "sdpa", "flash_attention_2"] = Field("eager", description="which attention runs")
     expand_kv: bool = Field(
         False, description="repeat shared K/V heads: the memory-efficient kernel on a T4 for rows without a mask"

@@ -27,6 +27,7 @@ def test_no_toggle_is_on_by_default():
         peft="none",
         optimizer="adamw",
         paged_optimizer=False,
+        optimizer_in_backward=False,
         attention="eager",
         expand_kv=False,
         packing=False,
@@ -65,6 +66,7 @@ double_quantization = false
 peft = "none"
 optimizer = "adamw"
 paged_optimizer = false
+optimizer_in_backward = false
 attention = "eager"
 expand_kv = false
 keep_attention = false

@@ -218,7 +218,8 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if memory.keeps_nothing and operation.fetched is not None:
             # Beside the pinned tensors only those are on the device that come back from the host for this operation.
             alive = sum(pinned.values()) + operation.fetched
-        made = operation.learns * memory.accumulates  # a new gradient, before it is added to an earlier one
+        # A new gradient, before it is added to an earlier one, or before it is used and freed.
+        made = operation.learns * (not memory.gradients_wait)
         # `beside` is not added: the variables of the forward pass are gone, and `backward` has the waiting gradients.
         found.append(Point(f"backward pass of {operation.name}", alive, operation.backward + made, learnt, True))
         if learns:

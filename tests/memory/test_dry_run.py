@@ -66,6 +66,10 @@ peft=lora precision=bf16 lean_preparation=true fused_blocks=true
 peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true fused_blocks=true
 peft=lora activation_offload=true fused_blocks=true gradient_checkpointing=1
 gradient_accumulation=2
+optimizer_in_backward=clip
+precision=bf16 optimizer=adamw_8bit attention=sdpa gradient_checkpointing=true optimizer_in_backward=clip
+2 peft=lora precision=bf16 chunked_loss=true gradient_checkpointing=1 optimizer_in_backward=clip
+peft=side_network gradient_checkpointing=true optimizer_in_backward=clip
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16
 2 peft=lora packing=true attention=sdpa
