@@ -16,9 +16,12 @@ def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
     steps, but neither the time to compile nor the bytes that it saves. The values ``fp4``, whose estimate equals that
     of ``nf4``, and ``flash_attention_2``, which needs another package and a newer GPU, are left out, too.
     """
+    # If all weights train, none can be quantised, and their gradients are large.
     quantizations: tuple[str, ...] = ("none",)
-    if recipe.tricks.peft != "none":  # only frozen weights can be quantised
+    in_backward: tuple[bool | str, ...] = (False, "clip" if recipe.train.max_grad_norm else True)
+    if recipe.tricks.peft != "none":
         quantizations = ("none", "int8", "nf4")
+        in_backward = (False,)
     return {
         "precision": ("fp32", device.half_precision),
         "attention": ("eager", "sdpa"),
@@ -31,6 +34,7 @@ def choices(recipe: Recipe, device: Device) -> dict[str, tuple[Any, ...]]:
         "chunked_loss": (False, True),
         "optimizer": ("adamw", "adamw_8bit"),
         "paged_optimizer": (False, True),
+        "optimizer_in_backward": in_backward,
     }
 
 
