@@ -61,7 +61,7 @@ SAMPLE = {"T": 64, "k": 2}
 VALUES: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else (False, True)
     for name, field in Tricks.model_fields.items()
-    if name not in ("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks")
+    if name not in ("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks", "optimizer_in_backward")
 }
 """The switches of the page, and what each can be. Checkpointing is on or off here, never a number of blocks."""
 STORED = ("precision", "peft", "quantization", "lean_preparation")
