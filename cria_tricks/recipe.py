@@ -77,6 +77,9 @@ class Tricks(_Frozen):
     )
     optimizer: Literal["adamw", "adamw_8bit"] = Field("adamw", description="32-bit or 8-bit optimizer states")
     paged_optimizer: bool = Field(False, description="optimizer states may move to host memory")
+    optimizer_in_backward: bool | Literal["clip"] = Field(
+        False, description="a weight steps when its gradient arrives; clip: with a limit of its own", examples=["clip"]
+    )
     attention: Literal["eager", "sdpa", "flash_attention_2"] = Field("eager", description="which attention runs")
     expand_kv: bool = Field(
         False, description="repeat shared K/V heads: the memory-efficient kernel on a T4 for rows without a mask"
@@ -158,7 +161,7 @@ class Train(_Frozen):
         "cosine", description="how the learning rate goes on after the warmup: down to 0 at the last step, or constant"
     )
     weight_decay: float = Field(0.0, ge=0, le=100, description="AdamW's weight decay", examples=[0.01])
-    max_grad_norm: float = Field(1.0, gt=0, description="longer gradients are shortened to this norm", examples=[0.3])
+    max_grad_norm: float = Field(1.0, ge=0, description="longest norm of the gradients; 0: no limit", examples=[0.3])
     eval_steps: int = Field(
         0, ge=0, le=1_000_000_000, description="optimizer steps between evaluations; 0: every epoch", examples=[10]
     )

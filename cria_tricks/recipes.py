@@ -142,7 +142,7 @@ def kwanzaa_curated_small(device: Device | None = None) -> Recipe:
 
 
 def _fused(device: Device) -> list[str]:
-    """Fuse adapters and blocks on a CPU, where both are measured and equal to the plain path; no GPU has run them yet."""
+    """Fuse adapters and blocks on a CPU, where both are equal to the plain path; no GPU has run them yet."""
     fused = str(device.kind == "cpu")
     return [f"tricks.fused_lora={fused}", f"tricks.fused_blocks={fused}"]
 

@@ -41,6 +41,8 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     # Optimizers: trainer/arguments.py
     "optimizer.bits": (32, 8),
     "optimizer.paged": (False, True),
+    # Its steps as gradients arrive: tricks/optimizer_in_backward.py, made in trainer/arguments.py
+    "optimizer.in_backward": (True, "clip"),
     # How rows become batches: trainer/fit.py
     "collator": ("packed_length",),
 }
@@ -64,7 +66,8 @@ class Plan:
             ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
             (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
         training: arguments of ``TrainingArguments``.
-        optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``.
+        optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
+            steps ``in_backward``, if it does.
         loss: the ``kind`` of the loss (``"full"`` or ``"chunked"``) and its settings.
         after_load: the names of the edits of the loaded model, in order.
         parallel: the ``strategy`` by which processes share the run, and the number of shares of the rows (``data``).
@@ -148,6 +151,11 @@ class Plan:
     def compiled(self) -> bool:
         """Whether parts of the model are compiled; operations and memory inside compiled kernels cannot be observed."""
         return "compile_blocks" in self.after_load
+
+    @property
+    def steps_by_torch(self) -> bool:
+        """Whether the optimizer is torch's own AdamW, and not one of bitsandbytes."""
+        return self.optimizer["bits"] == 32 and not self.optimizer["paged"]
 
     def _asked_for(self, where: str) -> Iterable[Any]:
         """Return the names that the plan asks for in a slot, or in a field of a slot.

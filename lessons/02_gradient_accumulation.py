@@ -453,6 +453,19 @@ assert later.peak_bytes - alone.peak_bytes == 3154 * MIB < waits
 course.show(course.staircase("02_gradient_accumulation"), "Figure 4. The bill so far: a step up, to get down later.")
 
 # %% [markdown]
+# The opposite is a toggle, too. With `tricks.optimizer_in_backward=true` each weight takes its optimizer step as soon
+# as its gradient arrives, and the gradient is freed. So all gradients together never exist. The price is everything
+# that must see all of them before the first step: accumulation, and the clipping of their whole norm. Both are
+# refused, with what to set instead.
+
+# %%
+settings = ["tricks.gradient_accumulation=1", "train.max_grad_norm=0", "tricks.optimizer_in_backward=true"]
+stepping = course.bill(with_settings(course.so_far("03_gradient_checkpointing"), settings))
+kept, freed = (next(line.bytes for line in one.state if line.name == "gradients") for one in (alone, stepping))
+print(f"in the optimizer step: {kept / MIB:,.0f} MiB of gradients, or {freed / MIB:,.0f} MiB, those of the embedding")
+assert freed == 4 * 128_256 * 2048
+
+# %% [markdown]
 # ## 6. Where it breaks
 # **`As gradient_accumulation_steps increases, the loss also increases`.** Where the trainer hands over
 # `num_items_in_batch`, it no longer divides by $k$. A `compute_loss` of your own that ignores the count returns a

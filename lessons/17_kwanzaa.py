@@ -35,8 +35,8 @@ else:
 #   a folder of its own.
 # - `MIRROR`: a second folder that gets every checkpoint. Colab's own disk goes away with the machine; with
 #   `/content/drive/MyDrive/kwanzaa` here, running all cells again goes on where the run stopped.
-# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: nothing is sent, and you see what would be. `VERSION` is its tag;
-#   one that is there already is refused, so raise it before you publish again.
+# - `PUBLISH_AS`: `OWNER/NAME` on the Hugging Face hub. Empty: nothing is sent, and you see what would be. `VERSION`
+#   is its tag; one that is there already is refused, so raise it before you publish again.
 # - `TIME_BUDGET`: training stops within this time, saved and usable. Running again continues.
 
 # %% tags=["before-install"]
@@ -161,8 +161,9 @@ def ladder(theme):
 course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card.")
 
 # %% [markdown]
-# On a T4 the bars change from orange (does not fit) to blue (fits) at `expand_kv`. Checkpointing and the chunked loss would take the peak
-# down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they cost a third more time.
+# On a T4 the bars change from orange (does not fit) to blue (fits) at `expand_kv`. Checkpointing and the chunked loss
+# would take the peak down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they cost a third
+# more time.
 #
 # The bill has a second message: what a toggle is worth on this card. A T4's fast attention kernel does not take
 # grouped keys and values, so torch would fall back to one that holds all scores. `expand_kv` repeats them
@@ -249,9 +250,9 @@ assert report["steps"] == steps or "time_budget" in " ".join(report["warnings"])
 assert report["eval_loss_after"] < report["eval_loss_before"]
 
 # %% [markdown]
-# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see the stored result of
-# a real run of ours, 29 minutes on two CPU cores: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and its answers
-# to 64 questions that share no note and no question with them.
+# Two steps lower the toy's loss a little, but its answers stay noise. So without a GPU you see the stored result of a
+# real run of ours, 29 minutes on two CPU cores: `cria train kwanzaa_curated_small`, SmolLM2-135M on our 357 rows, and
+# its answers to 64 questions that share no note and no question with them.
 
 # %%
 study = results.study("kwanzaa_curated_small")
@@ -342,11 +343,10 @@ for question in ("What is the unity cup used for?", "How many people drank from 
     _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, "--max-new-tokens", 300 if GPU else 8)
 
 # %% [markdown]
-# ## 4. What it costs
-# Predicted and measured, side by side, for this very run. The predicted seconds of a step are a range, because they come
-# from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We have not measured ours on a
-# T4 yet, so your run is the measurement. The minutes for all include loading and evaluation. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face
-# Jobs); Colab's costs nothing and promises nothing.
+# ## 4. What it costs Predicted and measured, side by side, for this very run. The predicted seconds of a step are a
+# range, because they come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We
+# have not measured ours on a T4 yet, so your run is the measurement. The minutes for all include loading and
+# evaluation. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
 
 # %%
 ratio = report["estimate"]["ratio"]

@@ -72,8 +72,8 @@ if VERSION == "short":
 _ = cria("doctor")
 
 # %% [markdown]
-# **Does it compute right?** Seven checks, and an eighth where Triton runs, look for wrong numbers that raise no error. If
-# one fails, the notebook stops here, because times of a faulty machine are worth nothing.
+# **Does it compute right?** Seven checks, and an eighth where Triton runs, look for wrong numbers that raise no error.
+# If one fails, the notebook stops here, because times of a faulty machine are worth nothing.
 
 # %%
 _ = cria("doctor", "--selftest")

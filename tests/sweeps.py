@@ -9,6 +9,13 @@ Case = TypeVar("Case")
 ALL = bool(os.environ.get("CRIA_ALL"))
 
 
+def toggle(switch: str) -> list[str]:
+    """Return the settings of a trick's switch, with what it would be refused without."""
+    if switch == "optimizer_in_backward=true":  # it cannot limit the norm of all gradients
+        return [f"tricks.{switch}", "train.max_grad_norm=0"]
+    return [f"tricks.{switch}"]
+
+
 def sample(cases: Iterable[Case], many: int, seed: int = 30) -> list[Case]:
     """Return so many of the cases in their own order, or all of them.
 

@@ -74,6 +74,7 @@ def test_five_rows_with_nothing_set(asked):
         ([], {"evaluates": False}, {"eval_strategy": "no", "eval_on_start": False}),
         (["train.learning_rate=0.5", "train.weight_decay=0.25", "train.max_grad_norm=7", "train.seed=3"], {},
          {"learning_rate": 0.5, "weight_decay": 0.25, "max_grad_norm": 7.0, "seed": 3, "data_seed": 3}),
+        (["train.max_grad_norm=0"], {}, {"max_grad_norm": float("inf")}),
         (["tricks.optimizer=adamw_8bit"], {}, {"optim": "adamw_8bit"}),
         (["tricks.precision=fp16"], {}, {"fp16": True}),
         (["tricks.paged_optimizer=true"], {"device": T4},

@@ -22,6 +22,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS, compile, fused_blocks
 from tests.helpers import train
+from tests.sweeps import toggle
 
 SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -48,7 +49,7 @@ def config_of(kind: str) -> dict:
 def settings_of(kind: str, switches: tuple[str, ...]) -> list[str]:
     """The settings of some switches, with what quantization and the family need; empty if they are refused."""
     shape = shape_of(config_of(kind), kind)
-    sets = [f"tricks.{switch}" for switch in switches]
+    sets = [setting for switch in switches for setting in toggle(switch)]
     if not any(switch.startswith("peft=") for switch in switches):
         sets.append("tricks.peft=lora")
     recipe = with_settings(Recipe(), sets)

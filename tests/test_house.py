@@ -148,7 +148,7 @@ TOGGLES_ARE_READ = {
     # The strategy is chosen where processes start.
     "launch/torchrun.py": (3, "it starts as many processes as the strategy needs"),
     "run/search.py": (3, "it tries toggles"),
-    "run/recovery.py": (2, "a run in the middle cannot change all of them"),
+    "run/recovery.py": (3, "a run in the middle cannot change all of them"),
     "run/api.py": (1, "several processes without a strategy are ddp"),
     "run/steps.py": (1, "it estimates one of several processes"),
 }

@@ -4,6 +4,7 @@ import itertools
 import types
 
 import pytest
+import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cria_tricks import resolve, tricks
@@ -17,6 +18,8 @@ from cria_tricks.step_plan import NAMES, Plan
 from cria_tricks.trainer import arguments, shared
 
 CPU = Device("cpu", "some CPU", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
+MODEL = torch.nn.Linear(2, 2)
+ADAMW = torch.optim.AdamW(MODEL.parameters())
 WRONG = [
     (lambda plan: plan.then("prepare_for_kbit_trainin"), "after_load=prepare_for_kbit_trainin", "after_load"),
     (lambda plan: plan.without("prepare_for_kbit"), "after_load=prepare_for_kbit", "after_load"),
@@ -27,6 +30,7 @@ WRONG = [
      "model.attn_implementation"),
     (lambda plan: plan.with_("optimizer", bits=16), "optimizer.bits=16", "optimizer.bits"),
     (lambda plan: plan.with_("optimizer", paged="no"), "optimizer.paged=no", "optimizer.paged"),
+    (lambda plan: plan.with_("optimizer", in_backward="cut"), "optimizer.in_backward=cut", "optimizer.in_backward"),
     (lambda plan: plan.with_("collator", packed_lenght=8), "collator=packed_lenght", "collator"),
 ]  # fmt: skip
 CHANGES = pytest.mark.parametrize(("change", "asked", "where"), WRONG, ids=[asked for _, asked, _ in WRONG])
@@ -68,6 +72,8 @@ def test_each_name_is_carried_out_and_nothing_else_is():
     assert set(shared.CONTEXTS) == set(NAMES["step_context"])
     assert set(losses.LOSSES) == set(NAMES["loss.kind"])
     assert set(adapters.ADAPTERS) == set(NAMES["peft.kind"])
+    for wanted in NAMES["optimizer.in_backward"]:
+        assert arguments.steps_in_backward(Plan(CPU, optimizer={"in_backward": wanted}), MODEL, ADAMW, 1.0, None)
     assert set(arguments.OPTIMIZERS) == set(itertools.product(NAMES["optimizer.bits"], NAMES["optimizer.paged"]))
     libraries = {"eager", "sdpa", "flash_attention_2"}
     assert {*attention.ATTENTION, *libraries} == set(NAMES["model.attn_implementation"])

@@ -27,6 +27,7 @@ def test_no_toggle_is_on_by_default():
         peft="none",
         optimizer="adamw",
         paged_optimizer=False,
+        optimizer_in_backward=False,
         attention="eager",
         expand_kv=False,
         packing=False,
@@ -65,6 +66,7 @@ double_quantization = false
 peft = "none"
 optimizer = "adamw"
 paged_optimizer = false
+optimizer_in_backward = false
 attention = "eager"
 expand_kv = false
 keep_attention = false
@@ -147,7 +149,7 @@ BOUNDS = {  # the lowest and the highest value that are allowed, and the nearest
     "train.learning_rate": (1e-9, 0, 1, 1.01),
     "train.warmup_ratio": (0, -0.01, 0.99, 1),
     "train.weight_decay": (0, -0.01, 100, 100.1),
-    "train.max_grad_norm": (0.01, 0, "", ""),
+    "train.max_grad_norm": (0, -0.01, "", ""),
     "train.eval_steps": (0, -1, 1_000_000_000, 1_000_000_001),
     "train.save_steps": (0, -1, 1_000_000_000, 1_000_000_001),
     "train.save_minutes": (0, -0.01, 1_000_000, 1_000_000.1),

@@ -87,8 +87,23 @@ def test_only_toggles_that_claim_to_be_exact_are_free():
     for trick in TRICKS:
         claims |= {switch.partition("=")[0]: trick.CLAIM for switch in getattr(trick, "SWITCHES", ())}
     for name in (*search.LONG, *search.FREE, "gradient_checkpointing", "gradient_accumulation", "attention"):
-        assert claims[name] in ("exact", "exact within rounding"), name
+        assert claims[name] in ("exact", "exact within rounding", "exact without clipping"), name
     assert all(claims[name] not in ("exact",) for name in search.ALLOWED)
+
+
+def test_steps_in_the_backward_pass_are_tried_where_no_norm_is_limited():
+    """With them a step is one micro-batch, so the rows of a step are not divided."""
+    all_weights = ["model=llama-3.2-1b", "tricks.precision=fp16", "tricks.optimizer=adamw_8bit", "train.batch_size=2"]
+    limited = with_settings(Recipe(), [*all_weights, "data.max_length=256"])
+    free = with_settings(limited, ["train.max_grad_norm=0"])
+    target = Target(find_shape(free.model), T4)
+    for recipe, rows in ((limited, {False: {1, 2}}), (free, {False: {1, 2}, True: {2}})):
+        tried: dict[bool, set[int]] = {}
+        for one in search._candidates(target, recipe, ()):
+            tried.setdefault(one.tricks.optimizer_in_backward, set()).add(one.train.batch_size)
+            assert target.works(one) or not one.tricks.optimizer_in_backward
+        assert tried == rows
+        assert found(recipe, "smallest").chosen.recipe.tricks.optimizer_in_backward is (True in rows)
 
 
 def test_the_smallest_needs_least_and_the_longest_has_the_longest_rows_that_fit():

@@ -182,6 +182,7 @@ PLANS = [
     (T4, "chunked_loss=true peft=lora", ADAPTER | {"loss": {"kind": "chunked", "tokens_per_chunk": 256}}),
     (T4, "optimizer=adamw_8bit", {"optimizer": {"bits": 8, "paged": False}}),
     (T4, "optimizer=adamw_8bit paged_optimizer=true", {"optimizer": {"bits": 8, "paged": True}}),
+    (T4, "optimizer_in_backward=clip", {"optimizer": {"bits": 32, "paged": False, "in_backward": "clip"}}),
     (CPU, "paged_optimizer=true", {"warnings": (
         "paged_optimizer has no effect without CUDA: the states are in host memory already",)}),
 ]  # fmt: skip
@@ -231,6 +232,13 @@ def test_the_whole_plan_of_some_toggles(device, settings, differs):
         (CPU, "quantization=fp4",
          "tricks.quantization=fp4 with tricks.peft=none: quantised weights are frozen, so "
          "nothing would train; set tricks.peft=lora (or head)"),
+        (T4, "optimizer_in_backward=true",
+         "tricks.optimizer_in_backward=true with train.max_grad_norm=1: the norm of all gradients is known only when "
+         "every weight has taken its step, so it cannot limit the step; set train.max_grad_norm=0 for no limit, or "
+         "tricks.optimizer_in_backward=clip, which limits the gradient of each weight by itself"),
+        (CPU, "optimizer_in_backward=clip gradient_accumulation=2",
+         "tricks.optimizer_in_backward=clip with tricks.gradient_accumulation=2: a gradient must stay until the "
+         "last micro-batch of its window, and here it is freed at once; set tricks.gradient_accumulation=1"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_this_line(device, settings, said):
@@ -329,6 +337,7 @@ def test_what_is_still_off_and_would_work():
         "tricks.chunked_loss=true",
         "tricks.optimizer=adamw_8bit",
         "tricks.paged_optimizer=true",
+        "tricks.optimizer_in_backward=clip",
     ]
     several = still_off(
         with_settings(Recipe(), ["tricks.peft=lora", "tricks.precision=fp16", "train.batch_size=2"]), T4

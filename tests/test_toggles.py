@@ -18,6 +18,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
+from tests.sweeps import toggle
 
 SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.SWITCHES]
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # tiles as long as the model is wide would never be full
@@ -29,7 +30,7 @@ PAIRS = [pair for pair in itertools.combinations(SWITCHES, 2) if pair[0].split("
 
 
 def sets(switches: tuple[str, ...]) -> list[str]:
-    return [f"tricks.{switch}" for switch in switches]
+    return [setting for switch in switches for setting in toggle(switch)]
 
 
 def refusal(switches: tuple[str, ...]) -> str:
@@ -142,6 +143,7 @@ def test_only_what_cannot_work_is_refused():
             "chunked_loss=true" in switches and not frozen_head,
             {"packing=true", "peft=prompt_tuning"} <= set(switches),
             {"gradient_checkpointing=1", "peft=side_network"} <= set(switches),
+            "gradient_accumulation=2" in switches and any(field(one) == "optimizer_in_backward" for one in switches),
             "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
             {"compile=true", "tiled_mlp=8"} <= set(switches),
             {"attention=flash_attention_2", "fused_blocks=triton"} & set(switches),  # no CUDA card here

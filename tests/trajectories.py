@@ -18,6 +18,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS
 from tests.helpers import tiny_llama, train
+from tests.sweeps import toggle
 
 STEPS = 20
 LORA = ["tricks.peft=lora", "lora.r=8", "train.learning_rate=1e-2", "train.save_steps=1000", "data.max_length=64"]
@@ -30,7 +31,7 @@ def exact_toggles() -> dict[str, list[str]]:
     found = {}
     for trick in TRICKS:
         for switch in trick.SWITCHES if trick.CLAIM.startswith("exact") else ():
-            settings = [f"tricks.{switch}"]
+            settings = toggle(switch)
             if switch == "expand_kv=true":
                 settings.append("tricks.attention=sdpa")  # what it acts on
             if switch == "tiled_mlp=true":
@@ -72,7 +73,9 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
     """
     plain = losses([ALL_AT_ONCE], model, folder / "plain")
     alone = exact_toggles()
-    together = [setting for settings in alone.values() for setting in settings if "accumulation" not in setting]
+    # Accumulation is another window, and steps in the backward pass know no window.
+    apart = ("gradient_accumulation", "optimizer_in_backward")
+    together = [setting for switch, settings in alone.items() if not switch.startswith(apart) for setting in settings]
     runs = {switch: [ALL_AT_ONCE, *settings] for switch, settings in alone.items()}
     runs["gradient_accumulation=8"][0] = IN_WINDOWS
     for left_out in (("fused", "tiled"), ("compile",)):  # torch.compile changes blocks itself and refuses ours

@@ -58,10 +58,14 @@ LEAST = {"B": 1, "T": 8}
 SAMPLE = {"T": 64, "k": 2}
 """Tokens and micro-batches for which comparisons are answered."""
 
+LEFT_OUT = {
+    *("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks", "tiled_mlp", "optimizer_in_backward")
+}
+"""Techniques that the page has no switch for; accumulation is a number of its own."""
 VALUES: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else (False, True)
     for name, field in Tricks.model_fields.items()
-    if name not in ("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks", "tiled_mlp")
+    if name not in LEFT_OUT
 }
 """The switches of the page, and what each can be. Checkpointing is on or off here, never a number of blocks."""
 STORED = ("precision", "peft", "quantization", "lean_preparation")

@@ -85,8 +85,9 @@ def _values(field: FieldInfo) -> str:
         return "`true` or `false`"
     if annotation == (bool | int):
         return "`true`, `false` or whole number from 0"
-    if annotation == bool | typing.Literal["triton"]:
-        return "`true`, `false` or `triton`"
+    match typing.get_args(annotation):
+        case (kind, words) if kind is bool:  # bool | Literal["triton"]
+            return f"`true`, `false` or `{typing.get_args(words)[0]}`"
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:

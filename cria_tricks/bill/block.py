@@ -229,7 +229,8 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if memory.mlp_tile and memory.checkpointed and memory.offloaded and memory.norms_copy:
             # The block's input, which another line of the bill counts, came from the host for the repetition only.
             backward -= hidden
-        made = operation.learns * memory.accumulates  # a new gradient, before it is added to an earlier one
+        # A new gradient, before it is added to an earlier one, or before it is used and freed.
+        made = operation.learns * (not memory.gradients_wait)
         # `beside` is not added: the variables of the forward pass are gone, and `backward` has the waiting gradients.
         found.append(Point(f"backward pass of {operation.name}", alive, backward + made, learnt, True))
         if learns:

@@ -66,6 +66,7 @@ class StepFacts:
         keeps_attention: whether checkpointed blocks also keep what attention's kernel returned.
         offloaded: whether the saved activations of the blocks wait in the host's memory.
         waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which are alive in the whole step.
+        steps_in_backward: whether each weight takes its step when its gradient arrives, so that no gradient waits.
         optimizer_state_bits: bits of one number of the optimizer's two states.
         expandable_segments: whether torch's allocator may grow its segments.
     """
@@ -112,6 +113,7 @@ class StepFacts:
     keeps_attention: bool = False
     offloaded: bool = False
     waiting_gradient_bytes: int = 0
+    steps_in_backward: bool = False
     optimizer_state_bits: int = 32
     expandable_segments: bool = False
 
@@ -124,6 +126,11 @@ class StepFacts:
     def accumulates(self) -> bool:
         """Whether a new gradient is added to one of an earlier micro-batch."""
         return self.waiting_gradient_bytes > 0
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether the gradients of this micro-batch stay until its backward pass ends, with none from before."""
+        return not self.accumulates and not self.steps_in_backward
 
     @property
     def keeps_nothing(self) -> bool:

@@ -58,7 +58,10 @@ def moments(memory: StepFacts, *, every_point: bool = False) -> list[Moment]:
     if memory.learns_beside and (memory.checkpointed or memory.learning_blocks > 1):
         found += _frozen_backward(memory, waiting, over, pick)
     if memory.trains_all:
-        found.append(Moment("embedding", (*over, gradients, _embedding_gradient(memory))))
+        found.append(Moment("embedding", (*over, _gradients_at_the_embedding(memory), _embedding_gradient(memory))))
+    if memory.steps_in_backward:
+        largest = max(elements for _, elements in memory.trained)
+        gradients = replace(gradients, bytes=largest * FP32, why="fp32: of the largest tensor alone")
     return [*found, Moment("optimizer step", (*over, gradients))]  # all optimizers update in place
 
 
@@ -119,7 +122,7 @@ def _of_blocks(
         until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
     """
     operations = memory.operations
-    points = block.points(memory, operations, learns=not memory.accumulates)
+    points = block.points(memory, operations, learns=memory.gradients_wait)
     if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
     of_a_block = sum(operation.learns for operation in operations)
@@ -159,6 +162,8 @@ def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...]
     gradients = _gradients(memory)
     of_copies = replace(gradients, bytes=gradients.bytes * learnt // blocks)
     of_one = of_copies if memory.accumulates else replace(gradients, bytes=gradients.bytes // blocks)
+    if memory.steps_in_backward:
+        of_copies = of_one = replace(gradients, bytes=0)
     found = []
     for point in pick(block.points(memory, frozen)):
         found.append(Moment("frozen block", (*over, of_copies, waiting.frozen, *_inside(point))))
@@ -189,6 +194,9 @@ def _gradients_behind(memory: StepFacts, point: block.Point, done: int) -> Line:
     if memory.accumulates:
         # If the embedding is also the head, its new gradient has two parts. The head's comes first, and waits here.
         return replace(gradients, bytes=gradients.bytes + embedding * memory.shape.tied)
+    if memory.steps_in_backward:
+        # The same holds here. All other gradients are freed, but the one that is made at this point.
+        return replace(gradients, bytes=embedding * memory.shape.tied, why="fp32: the head's, if it is the embedding")
     return replace(gradients, bytes=embedding + done + point.learnt, why="fp32: the head, the last block so far")
 
 
@@ -200,7 +208,7 @@ def _gradients_before(memory: StepFacts, point: block.Point, of_a_block: int) ->
         point: a point of the block.
         of_a_block: bytes of the gradients of all weights of a block.
     """
-    if memory.accumulates:
+    if not memory.gradients_wait:
         return _gradients_behind(memory, point, 0)
     gradients = _gradients(memory)
     embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
@@ -245,6 +253,13 @@ def _inside(point: block.Point) -> tuple[Line, Line]:
 
 def _gradients(memory: StepFacts) -> Line:
     return Line("gradients", memory.trained_weights * FP32, "fp32, one number for each trained weight")
+
+
+def _gradients_at_the_embedding(memory: StepFacts) -> Line:
+    """Return the line of gradients when the embedding gets its own: all of them, or, if none waits, this one."""
+    if memory.steps_in_backward:
+        return replace(_gradients(memory), bytes=memory.shape.embedding_weights * FP32, why="fp32: the embedding's")
+    return _gradients(memory)
 
 
 def _embedding_gradient(memory: StepFacts) -> Line:

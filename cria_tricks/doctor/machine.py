@@ -38,6 +38,7 @@ _OVER = {
     "attention": "{half}",
     "expand_kv": "{half} attention=sdpa",
     "keep_attention": "gradient_checkpointing=true attention=sdpa",
+    "optimizer_in_backward": "train.max_grad_norm=0",
 }
 
 
@@ -121,7 +122,8 @@ def _try(trick: str, switch: str, device: Device) -> dict[str, str]:
     """Try one toggle, and return its entry for :func:`toggles`."""
     field = switch.partition("=")[0]
     over = _OVER.get(field, "").format(half=f"precision={device.half_precision}")
-    settings = [f"tricks.{setting}" for setting in ("peft=lora", *over.split(), switch)]
+    words = ("peft=lora", *over.split(), switch)
+    settings = [word if "." in word.partition("=")[0] else f"tricks.{word}" for word in words]
     entry = {"trick": trick, "set": settings[-1]}
     try:
         plan = resolve(with_settings(Recipe(), settings), device)

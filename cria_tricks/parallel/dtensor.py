@@ -97,7 +97,9 @@ def group_apart(optimizer: torch.optim.Optimizer) -> None:
             optimizer.add_param_group({**group, "params": pieces})
 
 
-def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, world: World) -> None:
+def put_back(
+    saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, world: World, *, some_without: bool = False
+) -> None:
     """Load optimizer states that :func:`states` returned, and divide them as the parameters are divided here.
 
     Args:
@@ -105,6 +107,7 @@ def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, w
         optimizer: the optimizer that gets them.
         model: the model with its parameters; some may be in pieces.
         world: the processes.
+        some_without: whether some parameters may have no states yet, because they have not taken a step.
 
     Raises:
         ValueError: if the states belong to other parameters.
@@ -113,6 +116,8 @@ def put_back(saved: Mapping[str, Any], optimizer: Any, model: torch.nn.Module, w
     names = _names(optimizer, model)
     # A stage needs only a part of the saved states. Otherwise both must have the same names.
     strange = set(names) - saved["state"].keys() if world.stages > 1 else set(names) ^ saved["state"].keys()
+    if some_without:
+        strange = saved["state"].keys() - set(names)
     if saved["state"] and strange:
         raise ValueError("its optimizer has states of other weights than these")
     for group in own["param_groups"]:

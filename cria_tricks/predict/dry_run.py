@@ -29,6 +29,7 @@ from cria_tricks.predict.fake_model import fake_model
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks import packing
+from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,9 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
         kernels_of(plan.device),
         _known_values(plan),
     ):
+        if plan.optimizer.get("in_backward"):
+            # A fake gradient has no value that could be finite or not. A limit would change no bytes.
+            StepInBackward(model, optimizer, finite=lambda norm: True)
         yield FakeTraining(plan, model, optimizer, _loss(plan, model), live)
 
 
@@ -301,7 +305,7 @@ def _optimizer(plan: Plan, model: Any) -> Iterator[torch.optim.Optimizer]:
         else:
             without_decay.append(weight)
     groups: list[dict[str, Any]] = [{"params": with_decay}, {"params": without_decay}]
-    if plan.optimizer == {"bits": 32, "paged": False}:
+    if plan.steps_by_torch:
         yield torch.optim.AdamW(groups, fused=True)
         return
     # bitsandbytes has one manager for the whole process. A dry run must leave no overrides there, so it uses its own.

@@ -21,9 +21,12 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
         device: the machine.
         width: D, the width of the model. A micro-batch of no more tokens is no longer than one tile of its MLP.
     """
+    # If all weights train, none can be quantised, and their gradients are large.
     quantizations: tuple[str, ...] = ("none",)
-    if recipe.tricks.peft != "none":  # only frozen weights can be quantised
+    in_backward: tuple[bool | str, ...] = (False, "clip" if recipe.train.max_grad_norm else True)
+    if recipe.tricks.peft != "none":
         quantizations = ("none", "int8", "nf4")
+        in_backward = (False,)
     longer = recipe.train.batch_size * recipe.data.max_length > width
     return {
         "precision": ("fp32", device.half_precision),
@@ -38,6 +41,7 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
         "chunked_loss": (False, True),
         "optimizer": ("adamw", "adamw_8bit"),
         "paged_optimizer": (False, True),
+        "optimizer_in_backward": in_backward,
     }
 
 

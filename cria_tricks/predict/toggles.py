@@ -35,6 +35,7 @@ LADDER = (
     "double_quantization",
     "optimizer",
     "paged_optimizer",
+    "optimizer_in_backward",
     "attention",
     "expand_kv",
     "keep_attention",
@@ -54,9 +55,7 @@ NEEDS = {
     "quantization": ("peft",),
     "double_quantization": ("peft", "quantization"),
     "lean_preparation": ("peft", "precision", "quantization"),
-    "chunked_loss": ("peft",),
-    "fused_lora": ("peft",),
-    "fused_blocks": ("peft",),
+    **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
 }
 """Toggle -> the toggles that it needs: without them it has nothing to act on, or is refused. ``keep_attention`` needs
 ``expand_kv`` only where the fused kernel takes no shared heads, as on a T4."""

@@ -5,10 +5,11 @@ half-updated weights, the newest checkpoint), the same optimizer steps, and the 
 the run equals a run that had the smaller set from the start, beyond rounding.
 
 The set is chosen by ``run/search.py``, which changes no result. A run in the middle is more narrowly bound than a new
-one, so three kinds of sets are left out:
+one, so four kinds of sets are left out:
 
 - Another division of a step's rows into micro-batches keeps the windows and the order of rows. But dropout would draw
   other masks, and each micro-batch of a stream has rows of its own. There the micro-batch stays as it is.
+- Steps in the backward pass in fp16: a step that overflows is another one there (``tricks/optimizer_in_backward.py``).
 - Other optimizer states: with 32-bit states, paging takes bitsandbytes' AdamW instead of torch's, which cannot load
   the states of the checkpoint. So paging may change only with ``adamw_8bit``.
 - After an evaluation ran out: sets that save memory only for the backward pass, which an evaluation does not have.
@@ -169,6 +170,8 @@ def _allowed(recipe: Recipe, known: Known, *, in_evaluation: bool) -> Callable[[
         kept.add("tricks.attention")
     if recipe.tricks.optimizer != "adamw_8bit":
         kept.add("tricks.paged_optimizer")
+    if recipe.tricks.precision == "fp16":
+        kept.add("tricks.optimizer_in_backward")
 
     def allowed(changed: Recipe) -> bool:
         was, now = adaptations.differing(recipe, changed)
@@ -195,7 +198,7 @@ def _lengths(recipe: Recipe, known: Known) -> Lengths:
 
 def _free(plan: Plan) -> None:
     """Give back the memory of a model and a trainer that nothing refers to any more."""
-    if plan.optimizer != {"bits": 32, "paged": False}:
+    if not plan.steps_by_torch:
         GlobalOptimManager.get_instance().initialize()  # it remembers the embedding of each model
     if plan.compiled:
         torch.compiler.reset()

@@ -29,7 +29,9 @@ from cria_tricks.recipe import Recipe
 AIMS = ("fastest", "smallest", "longest")
 """What can be wanted: the least time, the fewest bytes, or the longest rows."""
 
-EXACT = ("expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer")
+EXACT = (
+    "expand_kv", "chunked_loss", "activation_offload", "keep_attention", "paged_optimizer", "optimizer_in_backward",
+)  # fmt: skip
 """Toggles that are on or off and change no result beyond rounding. Checkpointing and micro-batches are tried, too."""
 
 LONG = (*EXACT, "tiled_mlp")
@@ -178,7 +180,8 @@ def _candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change
             continue
         if len(plan.warnings) > warned:
             continue  # one of the toggles would have no effect
-        for rows in batches:
+        whole = [recipe.train.batch_size]  # with steps in the backward pass a step is one micro-batch
+        for rows in whole if plan.optimizer.get("in_backward") else batches:
             yield _changed(one, {"gradient_accumulation": recipe.rows_per_step // rows}, rows)
 
 

@@ -29,6 +29,7 @@ FIELDS = frozenset(
                 "activation_offload",
                 "keep_attention",
                 "paged_optimizer",
+                "optimizer_in_backward",
             )
         ),
     }

@@ -12,6 +12,7 @@ from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint
 from cria_tricks.trainer.resumable import loading
+from cria_tricks.tricks.optimizer_in_backward import Scaler, StepInBackward
 
 OPTIMIZERS = {
     (32, False): "adamw_torch_fused",
@@ -36,6 +37,27 @@ def leave_skipping_to_the_scaler(optimizer: torch.optim.Optimizer) -> None:
     counts no skipped step.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def loss_scaler(plan: Plan, *, enabled: bool = True) -> torch.amp.GradScaler:
+    """Make fp16's loss scaler for the plan's device; if it is not enabled, each of its calls does nothing."""
+    if plan.optimizer.get("in_backward"):
+        return Scaler(plan.device.kind, enabled=enabled)
+    return torch.amp.GradScaler(plan.device.kind, enabled=enabled)
+
+
+def steps_in_backward(
+    plan: Plan,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+    scaler: torch.amp.GradScaler | None,
+) -> StepInBackward | None:
+    """Make the optimizer take its steps in the backward pass, if the plan asks for it; else return ``None``."""
+    wanted = plan.optimizer.get("in_backward")
+    if not wanted:
+        return None
+    return StepInBackward(model, optimizer, max_grad_norm if wanted == "clip" else math.inf, scaler)
 
 
 def evaluated(state: TrainerState) -> bool:
@@ -83,7 +105,7 @@ def training_arguments(
         lr_scheduler_type=SCHEDULES[settings.schedule],
         warmup_steps=int(total * settings.warmup_ratio),
         weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
+        max_grad_norm=settings.max_grad_norm or math.inf,
         save_strategy="steps",
         save_steps=settings.save_steps or epoch,
         logging_strategy="steps",

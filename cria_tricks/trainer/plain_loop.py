@@ -24,8 +24,14 @@ from cria_tricks.load import losses
 from cria_tricks.load.model import Loaded
 from cria_tricks.recipe import Train
 from cria_tricks.step_plan import Plan
-from cria_tricks.trainer.arguments import leave_skipping_to_the_scaler, training_arguments
+from cria_tricks.trainer.arguments import (
+    leave_skipping_to_the_scaler,
+    loss_scaler,
+    steps_in_backward,
+    training_arguments,
+)
 from cria_tricks.trainer.shared import CONTEXTS
+from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 from cria_tricks.tricks.packing import pack
 
 Rows = Sequence[dict[str, list[int]]]
@@ -67,7 +73,8 @@ def train(
     scheduler = make_scheduler(optimizer, arguments)
     # Small gradients would round to 0 in fp16, so the loss is multiplied by a large factor before the backward pass. In
     # other precisions the scaler is not enabled, and each of its calls does nothing.
-    scaler = torch.amp.GradScaler(plan.device.kind, enabled=arguments.fp16)
+    scaler = loss_scaler(plan, enabled=arguments.fp16)
+    in_backward = steps_in_backward(plan, model, optimizer, arguments.max_grad_norm, scaler)  # usually None
     torch.manual_seed(settings.seed)  # dropout draws from this generator
     model.train()
 
@@ -83,7 +90,7 @@ def train(
             loss = loss_sum(model, batch, plan) / tokens
             scaler.scale(loss).backward()  # adds to the gradients of the window's earlier micro-batches
             window_loss += loss.detach()  # detached, because loss itself would keep the activations in memory
-        updated = update(model, optimizer, scheduler, scaler, settings.max_grad_norm)
+        updated = update(model, optimizer, scheduler, scaler, arguments.max_grad_norm, in_backward)
         entry = {"step": len(history) + 1, "loss": window_loss.item(), "trained_tokens": tokens}
         history.append(entry | updated)
         if after_step:
@@ -110,8 +117,9 @@ def update(
     scheduler: LRScheduler,
     scaler: torch.amp.GradScaler,
     max_grad_norm: float,
+    in_backward: StepInBackward | None = None,
 ) -> dict[str, Any]:
-    """Take one optimizer step with the gradients of a window.
+    """Take one optimizer step with the gradients of a window; if it was taken ``in_backward``, only end it.
 
     Returns:
         ``grad_norm`` (length of the gradient before it was clipped), ``learning_rate`` of this step, and ``skipped``
@@ -119,6 +127,8 @@ def update(
     """
     scaler.unscale_(optimizer)  # before clipping, because the limit is meant for the true gradients
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if in_backward:  # each gradient was used and freed when it arrived, so there was none to clip
+        grad_norm = in_backward.norm()
     learning_rate = scheduler.get_last_lr()[0]
     scale = scaler.get_scale()
     scaler.step(optimizer)  # calls optimizer.step(), unless a gradient overflowed

@@ -23,6 +23,7 @@ from cria_tricks.parallel import dtensor
 from cria_tricks.processes.world import World
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer import random_state, what_ran
+from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 POSITION = "stream.json"
 """File with the position of each lane of a stream (``data/stream.py``), if training rows are streamed."""
@@ -44,7 +45,11 @@ class ResumableTrainer(Trainer):
         moment: what the trainer is doing now, for the error about memory; the subclass sets it.
         random_state: the random state after the last whole step of this process.
         position: the stream's position after that step.
+        in_backward: what lets weights take their steps in the backward pass, if the plan asks for it. It is made with
+            the optimizer.
     """
+
+    in_backward: StepInBackward | None = None
 
     def __init__(
         self,
@@ -119,9 +124,10 @@ class ResumableTrainer(Trainer):
     def _saved_after_all(self) -> str:
         """Save the state after the last whole step, if the weights have not changed since, and say what is saved."""
         step = self.state.global_step
+        touched = self.moment == "optimizer step" or (self.in_backward and self.in_backward.steps)
         # With several processes, perhaps only this one has run out of memory. A checkpoint takes all of them, so it
         # would wait for ever.
-        if self.moment != "optimizer step" and self.random_state and self.world.size == 1:
+        if not touched and self.random_state and self.world.size == 1:
             random_state.put_back(self.random_state)
             try:
                 self._save_checkpoint(self.model, None)
@@ -144,7 +150,9 @@ class ResumableTrainer(Trainer):
         saved = {name: Path(checkpoint) / f"{name}.pt" for name in ("optimizer", "scheduler")}
         with loading(checkpoint):
             found = {name: torch.load(path, map_location="cpu", weights_only=True) for name, path in saved.items()}
-            dtensor.put_back(found["optimizer"], self.optimizer, self.model, self.world)
+            # With steps in the backward pass, fp16's first overflow may come before the first step of some weights.
+            some_without = self.in_backward is not None and self.accelerator.scaler is not None
+            dtensor.put_back(found["optimizer"], self.optimizer, self.model, self.world, some_without=some_without)
             # With another number of processes the run may have had other groups of parameters. What the scheduler knows
             # of a group follows from the settings, so this run's own is right. The rest comes from the checkpoint.
             by_group = {name: self.lr_scheduler.state_dict()[name] for name in ("base_lrs", "lr_lambdas", "_last_lr")}

@@ -34,8 +34,10 @@ from cria_tricks.parallel import dtensor
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.arguments import (
     leave_skipping_to_the_scaler,
+    loss_scaler,
     micro_batches_at_once,
     micro_batches_of_a_step,
+    steps_in_backward,
 )
 from cria_tricks.trainer.callbacks import StepMeter, StopOnSignal, sizes
 from cria_tricks.trainer.headroom import LargestActivation, too_little_room
@@ -86,11 +88,11 @@ class SharedTrainer(ResumableTrainer):
             raise
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Enable autocast and the loss scaler for fp16 on a CPU, where accelerate accepts fp16 but does neither."""
+        """Enable autocast and the loss scaler for fp16: on a CPU accelerate accepts fp16 but does neither."""
         super().create_accelerator_and_postprocess()
-        if self.args.fp16 and self.plan.device.kind == "cpu":
+        if self.args.fp16:
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            self.accelerator.scaler = loss_scaler(self.plan)
 
     def create_optimizer(self, *arguments: Any) -> torch.optim.Optimizer:
         """Make the optimizer, without what bitsandbytes remembers of an earlier run in this process.
@@ -100,7 +102,7 @@ class SharedTrainer(ResumableTrainer):
         next run would get 32 bits too. It would also keep the embedding of the earlier model in memory.
         """
         manager: Any = None
-        if self.plan.optimizer != {"bits": 32, "paged": False}:
+        if not self.plan.steps_by_torch:
             # Imported here, because only bitsandbytes' own optimizers need it.
             from bitsandbytes.optim import GlobalOptimManager
 
@@ -115,6 +117,8 @@ class SharedTrainer(ResumableTrainer):
             ]
         dtensor.group_apart(optimizer)
         leave_skipping_to_the_scaler(optimizer)
+        scaler = self.accelerator.scaler
+        self.in_backward = steps_in_backward(self.plan, self.model, optimizer, self.args.max_grad_norm, scaler)
         return optimizer
 
     def get_train_dataloader(self) -> DataLoader:
@@ -160,6 +164,8 @@ class SharedTrainer(ResumableTrainer):
             total = self.loss_sum if self.attention_kernel else self._first_loss_sum
             # Data-parallel strategies average gradients over the ranks. We need their sum, so multiply by their number.
             loss = total(model, inputs) / num_items_in_batch * self.world.data
+        if self.in_backward:  # the backward pass updates weights, so a look after it would come too late
+            self._refuse_infinite(loss)
         self.moment = "backward pass"
         return loss
 
@@ -180,14 +186,18 @@ class SharedTrainer(ResumableTrainer):
         self._look_at_the_first_batch(inputs)
         with self.step.watching(inputs), self.spread.window(last=self.accelerator.sync_gradients):
             loss = self.forward_and_backward(model, inputs, num_items_in_batch)
+        self._refuse_infinite(loss)
+        self.step.count(inputs)
+        self.moment = "optimizer step"
+        return loss
+
+    def _refuse_infinite(self, loss: torch.Tensor) -> None:
+        """Stop the run at a loss that is not finite."""
         if not torch.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}; stopped before the optimizer "
                 "touched any weight. Try a lower train.learning_rate" + (", or bf16" if self.args.fp16 else "")
             )
-        self.step.count(inputs)
-        self.moment = "optimizer step"
-        return loss
 
     def forward_and_backward(self, model, inputs, num_items_in_batch):
         """Compute a micro-batch's loss and its gradients, as transformers does; a pipeline does it in another way."""
@@ -279,17 +289,22 @@ class SharedTrainer(ResumableTrainer):
     def _clip_grad_norm(self, model):
         """Clip the gradients, and stop the run if their norm, which clipping needs anyway, is not finite.
 
-        With a loss scaler (fp16) the run goes on, because the scaler finds such gradients itself and skips the step.
+        With a loss scaler (fp16) the run goes on, because the scaler finds such gradients itself and skips the step. If
+        weights take their steps in the backward pass, the norm comes too late to clip anything.
         """
-        if self.spread.in_pieces:
+        done = "stopped before the optimizer touched any weight"
+        if self.in_backward:
+            done = f"stopped when {self.in_backward.steps} weights had taken their step, so resume from a checkpoint"
+            norm = self.in_backward.norm()
+        elif self.spread.in_pieces:
             self.accelerator.unscale_gradients()
             norm = dtensor.clip(self.model.parameters(), self.args.max_grad_norm, self.world.stage_group)
         else:
             norm = super()._clip_grad_norm(model)
         if self.accelerator.scaler is None and not torch.isfinite(norm):
             raise Diverged(
-                f"the gradients are not finite at step {self.state.global_step + 1}; stopped before the optimizer "
-                "touched any weight. Try a lower train.learning_rate"
+                f"the gradients are not finite at step {self.state.global_step + 1}; {done}. Try a lower "
+                "train.learning_rate"
             )
         return norm
 

@@ -29,6 +29,7 @@ from cria_tricks.tricks import (
     lora,
     mixed_precision,
     nf4,
+    optimizer_in_backward,
     packing,
     paged_optimizer,
     prompt_tuning,
@@ -70,6 +71,8 @@ TRICKS: tuple[ModuleType, ...] = (
     gradient_accumulation,
     adamw_8bit,
     paged_optimizer,
+    # When the optimizer takes its steps, whichever it is.
+    optimizer_in_backward,
 )
 """Every trick, in the order of switching on; the comments give the reasons for the order."""
 

@@ -13,6 +13,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks import TRICKS
 from tests.helpers import At, Killed, kill, send, train, trained_weights
+from tests.sweeps import toggle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -21,7 +22,7 @@ SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.S
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_toggle_that_this_card_takes_trains_to_a_lower_loss(switch, tiny_model, rows, tmp_path):
-    settings = ["tricks.peft=lora", f"tricks.{switch}"]
+    settings = ["tricks.peft=lora", *toggle(switch)]
     try:
         resolve(with_settings(Recipe(), settings))
     except BadInput as error:

@@ -39,6 +39,7 @@ SHORT = {
     "accumulate": "gradient_accumulation=8",
     "8bit": "optimizer=adamw_8bit",
     "paged": "paged_optimizer=true",
+    "backward": "optimizer_in_backward=clip",
     "fused": "fused_lora=true",
     "blocks": "fused_blocks=true",
     "tile": "tiled_mlp=true",

@@ -69,6 +69,10 @@ tiled_mlp=8
 peft=lora tiled_mlp=8 precision=bf16 gradient_checkpointing=true
 peft=lora quantization=nf4 precision=bf16 tiled_mlp=8 fused_lora=true fused_blocks=true gradient_checkpointing=1
 gradient_accumulation=2
+optimizer_in_backward=clip
+precision=bf16 optimizer=adamw_8bit attention=sdpa gradient_checkpointing=true optimizer_in_backward=clip
+2 peft=lora precision=bf16 chunked_loss=true gradient_checkpointing=1 optimizer_in_backward=clip
+peft=side_network gradient_checkpointing=true optimizer_in_backward=clip
 2 peft=lora attention=sdpa
 2 peft=lora attention=eager precision=bf16
 2 peft=lora packing=true attention=sdpa

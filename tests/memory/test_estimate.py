@@ -193,6 +193,12 @@ SAMPLE = [
     ("smollm2", 3, "side sdpa checkpoint tricks.tiled_mlp=500 chunked", 1, 2048, T4),
     ("gemma-3-1b", 2, "prompt nf4 bf16 sdpa offload tricks.tiled_mlp=64", 1, 1500, A100),
     ("llama-3.2-3b", 1, "head fp16 sdpa tricks.tiled_mlp=128", 2, 512, T4),
+    ("llama-3.2-1b", 2, "fp16 sdpa checkpoint 8bit backward", 1, 1024, T4),
+    ("llama-2-7b", 2, f"{ONE} bf16 sdpa backward", 1, 2048, A100),
+    ("smollm2", 3, "sdpa paged backward", 4, 2048, T4),
+    ("smollm2", 3, "side sdpa checkpoint keep expand backward", 2, 1024, T4),
+    ("qwen2.5-0.5b", 3, "lora lora.r=256 int8 bf16 sdpa chunked fused backward", 1, 17, A100),
+    ("llama-3.2-3b", 2, "head fp16 sdpa backward", 2, 64, T4),
 ]
 
 

@@ -1,0 +1,185 @@
+r"""Optimizer in the backward pass: each weight takes its step when its gradient arrives, and the gradient is freed.
+
+Saves    gradients: 4 bytes for each trained weight -> those of the largest tensor. An embedding that is also the head
+         needs up to three of its size for a moment: the gradients of both uses, and their sum              [bytes]
+Costs    the norm of all gradients is known only when every weight has taken its step, so it can be logged, but it
+         cannot limit the step. Before each step the processor waits for the card, to see that the gradient is finite
+Claim    exact without clipping: the same bits as the plain step with train.max_grad_norm=0. The value clip has another
+         limit than a plain run: train.max_grad_norm holds for the gradient of each weight by itself
+Needs    gradient_accumulation=1, one process, and train.max_grad_norm=0 or the value clip
+Breaks   whatever must see all gradients before the first step. A window of micro-batches and several processes are
+         refused. A gradient that is not finite ends the steps of its backward pass, but the weights behind it (the head
+         and the last blocks) have taken theirs: with fp16's loss scaler the step counts as skipped and the scale is
+         halved, and in fp32 and bf16 the run ends. With LoRA there is little to save
+Sources  Lv et al. 2023, arXiv:2306.09782 (LOMO), sec. 3; the PyTorch tutorial "How to save memory by fusing the
+         optimizer step into the backward pass"; torchtune's ``optimizer_in_bwd``
+Ours     one optimizer for all weights, as in a plain run, so a checkpoint of the one resumes as the other. The tutorial
+         and torchtune make one optimizer for each weight. LOMO is stochastic gradient descent, and finds the whole norm
+         by a second backward pass
+
+Shapes: a gradient is as large as its weight; one of them is alive at a time.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+
+SWITCHES = ("optimizer_in_backward=true", "optimizer_in_backward=clip")
+CLAIM = "exact without clipping"
+LESSON = "02_gradient_accumulation"
+REFERENCE = ("StepInBackward.__init__", "StepInBackward._step")
+PLAIN = """
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+optimizers = {weight: torch.optim.AdamW([weight], lr=2e-4, fused=True) for weight in model.parameters()}
+
+
+def step(weight):
+    optimizers[weight].step()
+    optimizers[weight].zero_grad()
+
+
+for weight in model.parameters():
+    weight.register_post_accumulate_grad_hook(step)
+ids = torch.arange(3, 19)[None]
+model(ids, labels=ids).loss.backward()  # and there is no optimizer.step()
+"""
+
+
+class Scaler(torch.amp.GradScaler):
+    """fp16's loss scaler for gradients that are gone when the optimizer's turn comes.
+
+    ``GradScaler`` would look for overflows in the gradients then. Here :class:`StepInBackward` has looked at each of
+    them when it arrived, and says in ``overflowed`` what it found.
+    """
+
+    overflowed = False
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found_inf.fill_(float(self.overflowed))
+        self.overflowed = False
+        return {found_inf.device: found_inf}
+
+
+class StepInBackward:
+    """Let each trained weight take its optimizer step when its gradient arrives, and free the gradient.
+
+    When a gradient arrives, all others are freed already or not there yet. So ``optimizer.step()``, which leaves out
+    weights without a gradient, updates this weight alone. After the backward pass it finds nothing left to do.
+
+    Args:
+        model: its trained weights take steps; a weight that is used twice takes one, after both gradients are added.
+        optimizer: of all these weights.
+        limit: the largest norm of one weight's gradient; a longer gradient is shortened to it.
+        scaler: the loss scaler, if the precision is fp16.
+        finite: tells whether a norm is finite. A dry run gives a function of its own, because its norms have no value.
+
+    Attributes:
+        norms: the norms of the gradients that have arrived since the last call of :meth:`norm`, before shortening.
+        steps: how many weights have taken a step since then.
+        stopped: whether one of these gradients was not finite. From it on no weight takes a step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        limit: float = math.inf,
+        scaler: torch.amp.GradScaler | None = None,
+        finite: Callable[[torch.Tensor], bool] = lambda norm: bool(torch.isfinite(norm)),
+    ):
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.optimizer = optimizer
+        self.limit = limit
+        self.scaler = scaler
+        self.finite = finite
+        self.norms: dict[torch.Tensor, torch.Tensor] = {}
+        self.steps = 0
+        self.stopped = False
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, weight: Any) -> None:
+        """Take the step of one weight, whose gradient has just arrived."""
+        if self.scaler and self.scaler.is_enabled():
+            weight.grad.mul_(1 / self.scaler.get_scale())  # exact, because the scale is a power of two
+        norm = torch.linalg.vector_norm(weight.grad)
+        self.norms[weight] = norm
+        self.stopped = self.stopped or not self.finite(norm)
+        if not self.stopped:
+            if self.limit < math.inf:
+                weight.grad.mul_((self.limit / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_ does it
+            self.optimizer.step()
+            self.steps += 1
+        elif isinstance(self.scaler, Scaler):
+            self.scaler.overflowed = True
+        weight.grad = None
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all gradients together, for the history, and begin anew."""
+        # In the order of the weights, not of arrival, so that it is rounded as in a plain step.
+        found = [self.norms[weight] for weight in self.weights if weight in self.norms]
+        self.norms.clear()
+        self.steps = 0
+        self.stopped = False
+        return torch.linalg.vector_norm(torch.stack(found))
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Ask for steps in the backward pass, unless something has to see all gradients first."""
+    wanted = recipe.tricks.optimizer_in_backward
+    if not wanted:
+        return plan
+    window = recipe.tricks.gradient_accumulation
+    limit = recipe.train.max_grad_norm
+    strategy = recipe.parallel.strategy
+    toggle = f"tricks.optimizer_in_backward={str(wanted).lower()}"
+    if window > 1:
+        raise BadInput(
+            f"{toggle} with tricks.gradient_accumulation={window}: a gradient must stay until the last micro-batch of "
+            "its window, and here it is freed at once; set tricks.gradient_accumulation=1"
+        )
+    if wanted is True and limit:
+        raise BadInput(
+            f"{toggle} with train.max_grad_norm={limit:g}: the norm of all gradients is known only when every weight "
+            "has taken its step, so it cannot limit the step; set train.max_grad_norm=0 for no limit, or "
+            "tricks.optimizer_in_backward=clip, which limits the gradient of each weight by itself"
+        )
+    if strategy != "none":
+        raise BadInput(
+            f"{toggle} with parallel.strategy={strategy}: it is built for one process, whose gradients are whole when "
+            "they arrive; set tricks.optimizer_in_backward=false"
+        )
+    return plan.with_("optimizer", in_backward=wanted)
+
+
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+    """Let no gradient wait: each is alive only while its own product runs backward and its weight takes its step."""
+    if not recipe.tricks.optimizer_in_backward:
+        return memory
+    return replace(memory, steps_in_backward=True)
+
+
+SHORTEN = 8
+"""Memory traffic [bytes for one trained weight] of shortening gradients to a norm: each is read and written."""
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Leave out that gradients are shortened, unless each is by itself. Norms are computed all the same."""
+    if recipe.tricks.optimizer_in_backward is not True:
+        return work
+    return replace(work, gradient_bytes=work.gradient_bytes - SHORTEN)
