@@ -343,10 +343,11 @@ for question in ("What is the unity cup used for?", "How many people drank from 
     _ = cria("chat", ADAPTER, "--with-base", "--prompt", prompt, "--max-new-tokens", 300 if GPU else 8)
 
 # %% [markdown]
-# ## 4. What it costs Predicted and measured, side by side, for this very run. The predicted seconds of a step are a
-# range, because they come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We
-# have not measured ours on a T4 yet, so your run is the measurement. The minutes for all include loading and
-# evaluation. A rented T4 is \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
+# ## 4. What it costs
+# Predicted and measured, side by side, for this very run. The predicted seconds of a step are a range, because they
+# come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We have not measured
+# ours on a T4 yet, so your run is the measurement. The minutes for all include loading and evaluation. A rented T4 is
+# \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
 
 # %%
 ratio = report["estimate"]["ratio"]
