@@ -132,8 +132,8 @@ def _tiles(x_1ND: torch.Tensor, tile: int) -> list[tuple[int, torch.Tensor]]:
 def _autocast_of(x: torch.Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return what makes autocast as it is here, but without its cache of cast weights.
 
-    Inside a function autograd is off, so a weight cast there has no history. Without it, a later use of the same cast
-    weight would give no gradient.
+    Inside a function autograd is off, so a weight cast there has no history. From a cache, a later use of that weight
+    would get the cast without gradient, and all copies would live until the forward pass ends.
     """
     kind = x.device.type
     on = torch.is_autocast_enabled(kind)

@@ -112,6 +112,16 @@ def test_math_under_autocast(dtype):
     assert far["tiled"] <= 1.05 * far["whole"]
 
 
+def test_math_under_autocast_leaves_no_cast_weight_behind():
+    """A weight that was cast where autograd is off has no history, and must not be what a later product takes."""
+    x, weights = torch.randn(1, 40, D), weights_of(D, INNER, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        in_tiles(x, *weights, tile=16)
+        later = F.linear(x, weights[0])
+    (gradient,) = torch.autograd.grad(later.float().sum(), weights[0])
+    assert difference(gradient, x.sum(1).expand_as(weights[0])) < 2**-6
+
+
 def test_math_with_dropout():
     """The backward pass draws the masks of the forward pass again: y is linear in W, so <W, dW> = <y, dy>."""
     torch.manual_seed(0)
