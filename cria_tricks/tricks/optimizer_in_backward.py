@@ -145,7 +145,7 @@ class StepInBackward:
         return torch.linalg.vector_norm(torch.stack(found))
 
 
-def _call(step: "weakref.WeakMethod[Callable[[Any], None]]", weight: torch.Tensor) -> None:
+def _call(step: Callable[[], Callable[[Any], None] | None], weight: torch.Tensor) -> None:
     """Call a method with a weight, if its object is still there."""
     if found := step():
         found(weight)
