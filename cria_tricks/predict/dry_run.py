@@ -109,6 +109,7 @@ class FakeTraining:
         optimizer: the optimizer of its trained weights.
         loss_of: function from a batch to the loss.
         live: what counts their bytes.
+        in_backward: what lets weights take their steps in the backward pass, if the plan asks for it.
     """
 
     plan: Plan
@@ -116,6 +117,7 @@ class FakeTraining:
     optimizer: torch.optim.Optimizer
     loss_of: Callable[[dict[str, Any]], torch.Tensor]
     live: LiveBytes
+    in_backward: StepInBackward | None = None
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -162,10 +164,11 @@ def fake_training(plan: Plan, config: Any, live: LiveBytes) -> Iterator[FakeTrai
         kernels_of(plan.device),
         _known_values(plan),
     ):
+        in_backward: StepInBackward | None = None
         if plan.optimizer.get("in_backward"):
             # A fake gradient has no value that could be finite or not. A limit would change no bytes.
-            StepInBackward(model, optimizer, finite=lambda norm: True)
-        yield FakeTraining(plan, model, optimizer, _loss(plan, model), live)
+            in_backward = StepInBackward(model, optimizer, finite=lambda norm: True)
+        yield FakeTraining(plan, model, optimizer, _loss(plan, model), live, in_backward)
 
 
 def fake_window(plan: Plan, rows: int, tokens: int, trained: int | None = None) -> list[dict[str, Any]]:

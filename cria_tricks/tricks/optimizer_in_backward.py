@@ -20,7 +20,9 @@ Ours     one optimizer for all weights, as in a plain run, so a checkpoint of th
 Shapes: a gradient is as large as its weight; one of them is alive at a time.
 """
 
+import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -79,7 +81,8 @@ class StepInBackward:
     """Let each trained weight take its optimizer step when its gradient arrives, and free the gradient.
 
     When a gradient arrives, all others are freed already or not there yet. So ``optimizer.step()``, which leaves out
-    weights without a gradient, updates this weight alone. After the backward pass it finds nothing left to do.
+    weights without a gradient, updates this weight alone. After the backward pass it finds nothing left to do. It does
+    so as long as this object is kept.
 
     Args:
         model: its trained weights take steps; a weight that is used twice takes one, after both gradients are added.
@@ -110,8 +113,11 @@ class StepInBackward:
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self.steps = 0
         self.stopped = False
+        # Weak, because Python's garbage collector does not look into these hooks: a model that refers to itself through
+        # one would never be freed.
+        step = weakref.WeakMethod(self._step)
         for weight in self.weights:
-            weight.register_post_accumulate_grad_hook(self._step)
+            weight.register_post_accumulate_grad_hook(functools.partial(_call, step))
 
     def _step(self, weight: Any) -> None:
         """Take the step of one weight, whose gradient has just arrived."""
@@ -137,6 +143,12 @@ class StepInBackward:
         self.steps = 0
         self.stopped = False
         return torch.linalg.vector_norm(torch.stack(found))
+
+
+def _call(step: Callable[[], Callable[[Any], None] | None], weight: torch.Tensor) -> None:
+    """Call a method with a weight, if its object is still there."""
+    if found := step():
+        found(weight)
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:

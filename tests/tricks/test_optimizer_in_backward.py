@@ -1,6 +1,8 @@
 """Optimizer in the backward pass: the plain step's bits, no gradient that waits, and what it cannot do, said."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -91,11 +93,12 @@ def test_mechanism():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
-        if in_backward:
-            StepInBackward(model, optimizer)
+        kept = StepInBackward(model, optimizer) if in_backward else None
         x = torch.ones(1, 256)
         alive = (*model.parameters(), x, *(one for state in optimizer.state.values() for one in state.values()))
-        return peak_bytes(lambda: model(x).sum().backward(), alive)
+        found = peak_bytes(lambda: model(x).sum().backward(), alive)
+        assert bool(kept) == in_backward == all(weight.grad is None for weight in model.parameters())
+        return found
 
     a_gradient = 4 * 256 * 256
     a_few_vectors = 40 * 256 * 4
@@ -173,6 +176,18 @@ def test_it_is_the_plain_run_beside_other_toggles(more, tiny_model, rows, tmp_pa
         torch._dynamo.reset()
         runs.append(train(tiny_model, rows, tmp_path / str(len(toggle)), *sets, *toggle))
     same(*runs)
+
+
+def test_nothing_keeps_the_model_when_the_run_is_over():
+    """A GPU's memory must be free for the next run in the same process."""
+    model = Tied()
+    optimizer = adamw(model)
+    in_backward = StepInBackward(model, optimizer)
+    model.loss(batches()[0]).backward()
+    found = weakref.ref(model.embedding)
+    del model, optimizer, in_backward
+    gc.collect()
+    assert found() is None
 
 
 def test_each_weights_limit_is_another_limit_and_both_loops_have_it(tiny_model, rows, tmp_path):
