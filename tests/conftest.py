@@ -29,6 +29,8 @@ def pytest_configure(config):
     """Tests run on the CPU, on a machine with a card too, but for ``-m gpu``; side by side with a core each."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # The few tests with two threads: one that waits for the other would burn the core that another test needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
     if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
