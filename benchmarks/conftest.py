@@ -65,14 +65,16 @@ def pytest_collection_modifyitems(items):
 def setup(request) -> Iterator[Any]:
     """The session's setup, on the device that the session is about."""
     from cria_tricks import hardware
-    from cria_tricks.bench.case import default_setup
-    from cria_tricks.load.model import quiet_libraries
 
-    quiet_libraries()
     given = {name: request.config.getoption(name) for name in ("shape", "tokens", "rounds")}
     profile = request.config.getoption("profile")
     try:
         with hardware.profile(profile) if profile else contextlib.nullcontext():
+            # here, because a profile is refused before these take seconds
+            from cria_tricks.bench.case import default_setup
+            from cria_tricks.load.model import quiet_libraries
+
+            quiet_libraries()
             yield replace(default_setup(), **{name: value for name, value in given.items() if value})
     except BadInput as refused:
         pytest.exit(str(refused), returncode=2)

@@ -27,6 +27,8 @@ def pytest_configure(config):
     """Tests run on the CPU, on a machine with a card too, but for ``-m gpu``; side by side with a core each."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # The few tests with two threads: one that waits for the other would burn the core that another test needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "gpu" not in (config.option.markexpr or "") and not config.option.benchmark_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any test imports torch
     if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
@@ -34,6 +36,12 @@ def pytest_configure(config):
         kept = Path(tempfile.gettempdir(), f"cria-inductor-{os.getuid()}-{capability}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     config.pluginmanager.register(Leftovers(Path(__file__).parents[1]))
+    gc.disable()  # until all tests are imported: the libraries make a million objects, and all of them stay
+
+
+def pytest_collection_finish():
+    """Look for garbage again."""
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -55,6 +63,24 @@ def less_to_look_through():
 def the_processor_that_onednn_is_held_to():
     """Products of int8 numbers are those of the processor that ``ONEDNN_MAX_CPU_ISA`` names."""
     processors.multiply_as_held_to()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_report_is_drawn_once():
+    """A drawing takes 0.4 s of each run [CPU]. ``test_report_page.py`` calls the real function."""
+    from cria_tricks.report import page
+
+    drawn: list[bytes] = []
+    draw = page.draw
+
+    def first(report):
+        if not drawn:
+            drawn.append(draw(report))
+        return drawn[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "draw", first)
+        yield
 
 
 @pytest.fixture

@@ -68,21 +68,18 @@ def test_what_is_no_repository_is_refused_and_changes_nothing(copy):
     assert texts(copy) == before
 
 
-@pytest.mark.parametrize(
-    ("file", "line"),
-    [
-        ("cria_tricks/launch/job.py", f"# {OLD.repository}\n"),
-        ("Makefile", f"# git@github.com:{OLD.owner}/{OLD.name}.git\n"),
-        ("docs/index.md", f"[site](https://somebody.github.io/{OLD.name}/)\n"),
-        ("README.md", f"![licence](https://img.shields.io/github/license/somebody/{OLD.name})\n"),
-    ],
-)
-def test_an_address_written_by_hand_is_found(copy, file, line):
+def test_an_address_written_by_hand_is_found(copy):
+    by_hand = {
+        "Makefile": f"# git@github.com:{OLD.owner}/{OLD.name}.git\n",
+        "README.md": f"![licence](https://img.shields.io/github/license/somebody/{OLD.name})\n",
+        "cria_tricks/launch/job.py": f"# {OLD.repository}\n",
+        "docs/index.md": f"[site](https://somebody.github.io/{OLD.name}/)\n",
+    }
     assert address.elsewhere(copy) == []
-    with (copy / file).open("a") as planted:
-        planted.write(line)
-    (found,) = address.elsewhere(copy)
-    assert found.startswith(f"{file}:")
+    for file, line in by_hand.items():
+        with (copy / file).open("a") as planted:
+            planted.write(line)
+    assert sorted(found.partition(":")[0] for found in address.elsewhere(copy)) == sorted(by_hand)
 
 
 def test_a_link_to_a_notebook_opens_the_release_of_pyproject(copy):

@@ -1,5 +1,6 @@
 """An adapter is used over the base that it learnt beside: rounded, if that was rounded."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,13 @@ KINDS = {
 }
 
 
-def trained(tmp_path, *more: str) -> tuple[Path, dict]:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An adapter of a kind, and the report of its training; it is trained once."""
+    return functools.cache(lambda kind: _trained(tmp_path_factory.mktemp(kind), *KINDS[kind]))
+
+
+def _trained(tmp_path, *more: str) -> tuple[Path, dict]:
     """An adapter that has moved far, and the report of its training; no row is cut."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:2]))
@@ -37,16 +44,17 @@ def trained(tmp_path, *more: str) -> tuple[Path, dict]:
     return tmp_path / "run" / "adapter", report
 
 
-def loss_of(model, tokenizer, rows: Path) -> float:
-    losses = [reference_loss(model, tokenizer, chat) for chat in read_jsonl(rows)]
+def loss_of(model, tokenizer, folder: Path) -> float:
+    """Over the rows that the adapter in this folder was trained on."""
+    losses = [reference_loss(model, tokenizer, chat) for chat in read_jsonl(folder.parents[1] / "few.jsonl")]
     return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path, monkeypatch):
-    folder, report = trained(tmp_path, *KINDS[kind])
+def test_its_loss_is_the_one_that_training_ended_with(kind, trained, monkeypatch):
+    folder, report = trained(kind)
     model, tokenizer = open_folder(folder, CPU, torch.float32)
-    assert loss_of(model, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=2e-4)
+    assert loss_of(model, tokenizer, folder) == pytest.approx(report["eval_loss_after"], abs=2e-4)
     monkeypatch.setattr("cria_tricks.adapter.opening.quantization_of", lambda folder: Tricks())
     other, _ = open_folder(folder, CPU, torch.float32)
     ids = torch.arange(3, 40)[None]
@@ -61,26 +69,26 @@ def test_its_loss_is_the_one_that_training_ended_with(kind, tmp_path, monkeypatc
         assert torch.equal(kept, frequencies[1][name]), f"{name}: other angles for distant tokens"
 
 
-def test_the_merged_model_is_the_trained_one(tmp_path):
+def test_the_merged_model_is_the_trained_one(trained):
     from transformers import AutoModelForCausalLM
 
-    folder, report = trained(tmp_path, *KINDS["double"])
+    folder, report = trained("double")
     merge(folder)
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32).eval()
+    whole = AutoModelForCausalLM.from_pretrained(folder.with_name("merged"), dtype=torch.float32).eval()
     _, tokenizer = open_folder(folder, CPU, torch.float32)
     assert not hasattr(whole.config, "quantization_config")
-    assert loss_of(whole, tokenizer, tmp_path / "few.jsonl") == pytest.approx(report["eval_loss_after"], abs=5e-3)
+    assert loss_of(whole, tokenizer, folder) == pytest.approx(report["eval_loss_after"], abs=5e-3)
 
 
-def test_the_card_loads_it_so_with_plain_peft(tmp_path):
-    folder, report = trained(tmp_path, *KINDS["double"])
+def test_the_card_loads_it_so_with_plain_peft(trained):
+    folder, report = trained("double")
     text = (folder / "README.md").read_text()
     assert 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)' in text
     code = text.split("```python\n")[1].split("```")[0]
     code = code.replace('"random:tiny"', repr(models.find("random:tiny").path)).replace(f'"{HERE}"', repr(str(folder)))
     found: dict = {}
     exec(code, found)
-    assert loss_of(found["model"].eval(), found["tokenizer"], tmp_path / "few.jsonl") == pytest.approx(
+    assert loss_of(found["model"].eval(), found["tokenizer"], folder) == pytest.approx(
         report["eval_loss_after"], abs=0.02
     )  # its products are in fp16 or fp32, as bitsandbytes chooses
 

@@ -3,7 +3,7 @@
 from cria_tricks.hardware.gpus import GPUS
 from cria_tricks.models.catalogue import CATALOGUE
 from cria_tricks.models.configs import KINDS
-from tests.test_families import WORKING
+from tests.test_families import CHOSEN
 from tools import support
 
 
@@ -15,5 +15,5 @@ def test_the_page_is_the_one_of_today():
 
 
 def test_trained_means_that_a_twin_of_the_family_is_trained_here():
-    assert {kind for kind, _ in WORKING} == set(KINDS)
+    assert {kind for kind, _ in CHOSEN} == set(KINDS)
     assert {find[3].strip("`") for find in support.model_rows()} <= set(KINDS)

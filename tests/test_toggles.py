@@ -16,6 +16,7 @@ import torch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
 from tests.sweeps import toggle
@@ -33,12 +34,18 @@ def sets(switches: tuple[str, ...]) -> list[str]:
     return [setting for switch in switches for setting in toggle(switch)]
 
 
-def refusal(switches: tuple[str, ...]) -> str:
+@functools.cache
+def planned(switches: tuple[str, ...]) -> Plan | str:
+    """The plan of a set, or why it is refused."""
     try:
-        resolve(with_settings(Recipe(), sets(switches)))
+        return resolve(with_settings(Recipe(), sets(switches)))
     except BadInput as error:
         return str(error)
-    return ""
+
+
+def refusal(switches: tuple[str, ...]) -> str:
+    found = planned(switches)
+    return found if isinstance(found, str) else ""
 
 
 WORKING, REFUSED = [], []
@@ -66,10 +73,10 @@ for combination in REFUSED:
         WORKING += [whole for whole in over_what_attention_needs(combination) if not refusal(whole)][:1]
 
 
-@functools.cache
 def warnings_of(switches: tuple[str, ...]) -> frozenset[str] | None:
     """What the plan of a set warns of; None if the set is refused."""
-    return None if refusal(switches) else frozenset(resolve(with_settings(Recipe(), sets(switches))).warnings)
+    found = planned(switches)
+    return None if isinstance(found, str) else frozenset(found.warnings)
 
 
 def field(switch: str) -> str:

@@ -26,6 +26,8 @@ from typing import Any
 
 import cloudpickle
 
+from cria_tricks.common.startup import importing
+
 SECONDS = 240.0
 """How long a process waits for another one in a collective before it gives up [s]."""
 PATIENCE = 2.0
@@ -124,7 +126,8 @@ def _start(numbers: list[int]) -> None:
         numbers: file descriptors of the processes' pipe ends, by rank.
     """
     os.dup2(2, 1)  # send prints to standard error, so that they do not mix with the notebook's own output
-    import cria_tricks.trainer.shared  # noqa: F401
+    with importing():
+        import cria_tricks.trainer.shared  # noqa: F401
 
     # A garbage collection writes into the objects it visits, so each process would get its own copy of their memory.
     gc.freeze()

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+import cria_tricks
 from cria_tricks import models
 from cria_tricks.bill.calls import CountCollectives
 from cria_tricks.load import losses
@@ -87,3 +90,10 @@ def train(settings: list[str], out: Path, resume: bool = False) -> dict[str, Any
     from cria_tricks.run.run import train
 
     return train(with_settings(Recipe(name="short"), settings), out, resume=resume)
+
+
+def go_on(recipe: str, settings: list[str], out: Path) -> str:
+    """Resume a run of a named recipe; what this process said."""
+    said = io.StringIO()
+    cria_tricks.train(recipe, out, settings=settings, resume=True, console=Console(file=said, width=1000))
+    return said.getvalue()

@@ -21,6 +21,7 @@ from cria_tricks.processes import numbers, rendezvous
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from tests.parallel import steps
+from tests.sweeps import sample
 
 ENDPOINT = "localhost:29400"
 
@@ -117,7 +118,7 @@ def test_who_is_started_again_does_not_ask_for_it(monkeypatch):
     assert not numbers.starts_again()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("strategy", sample(["ddp", "pipeline"], 1))
 def test_a_killed_worker_comes_back_and_the_run_is_the_uninterrupted_one(two, tmp_path, strategy):
     rows = tmp_path / "few.jsonl"
     few = ("what is it?", "a row", "and this?", "another one", "a third?", "yes, longer than the others", "so?", "end")

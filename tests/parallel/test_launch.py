@@ -95,17 +95,17 @@ def test_an_unknown_launcher_is_refused():
         words("smoke", "mpi")
 
 
-def start(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen, Path]:
-    log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+def start(tmp_path: Path, *more: str) -> tuple[subprocess.Popen, Path, list[str]]:
+    """Start a run of two processes, in the folder ``run``; its output and its settings."""
+    log = tmp_path / "log"
     rows = steps.write_rows(tmp_path / "rows.jsonl", 8)
-    settings = [part for setting in (*TINY, f"data.train={rows}", f"data.eval={rows}") for part in ("--set", setting)]
-    command = [sys.executable, "-m", "cria_tricks", "launch", "smoke", "--on", "torchrun", "--nproc", "2", *settings]
+    settings = [*TINY, f"data.train={rows}", f"data.eval={rows}", *more]
+    words = ["launch", "smoke", "--on", "torchrun", "--nproc", "2", "--out", "run"]
+    command = [sys.executable, "-m", "cria_tricks", *words, *(part for one in settings for part in ("--set", one))]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
-        started = subprocess.Popen(
-            [*command, *arguments], cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, env=environment
-        )
-    return started, log
+        started = subprocess.Popen(command, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    return started, log, settings
 
 
 def until(log: Path, text: str) -> None:
@@ -117,9 +117,9 @@ def until(log: Path, text: str) -> None:
     raise AssertionError(f"{text} never came:\n{log.read_text()}")
 
 
-def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_cria):
-    run = ("--out", "run", "--set", "parallel.strategy=fsdp", "--set", "train.max_steps=6")
-    started, log = start(tmp_path, *run)
+def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(two, tmp_path, run_cria):
+    """It goes on in processes that are there already; ``test_elastic.py`` starts new ones by the command."""
+    started, log, settings = start(tmp_path, "parallel.strategy=fsdp", "train.max_steps=6")
     until(log, "step    3/")
     workers = [p for p in psutil.Process(started.pid).children() if "train" in p.cmdline()]
     assert len(workers) == 2
@@ -130,22 +130,19 @@ def test_a_killed_worker_ends_all_in_one_line_and_the_run_goes_on(tmp_path, run_
     assert said[0].startswith("error: another process of this run died or stopped answering")
     assert not any(worker.is_running() for worker in workers)
     sampled = monitor.read(tmp_path / "run" / "monitor.jsonl")
-    started, log = start(tmp_path, *run, "--resume")
-    assert started.wait(timeout=600) == 0, log.read_text()
-    assert re.search(r"going on from run/checkpoints/checkpoint-[24]", log.read_text())
+    [said, _] = two.run(steps.go_on, "smoke", settings, tmp_path / "run")
+    assert re.search(r"going on from \S+/run/checkpoints/checkpoint-[24]", said)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["steps"] == report["planned_steps"]
     for name, found in zip(("monitor.jsonl", "monitor-1.jsonl"), report["monitor"], strict=True):
         assert found == monitor.summarise(monitor.read(tmp_path / "run" / name)), "each process samples for itself"
     assert report["monitor"][0]["samples"] > len(sampled) > 0, "and its file goes on"
-    code, out, _ = run_cria(
-        "verify", report["adapter"] if Path(report["adapter"]).exists() else tmp_path / report["adapter"]
-    )
+    code, out, _ = run_cria("verify", report["adapter"])
     assert (code, "every sha256 as written" in out) == (0, True)
 
 
 def test_ctrl_c_saves_and_ends_all(tmp_path):
-    started, log = start(tmp_path, "--out", "run", "--set", "train.epochs=100")
+    started, log, _ = start(tmp_path, "train.epochs=100")
     until(log, "step    2/")
     started.send_signal(signal.SIGINT)
     assert started.wait(timeout=600) == 130
