@@ -42,8 +42,8 @@ rows_in_12_hours = 107
 # %% 3: then their rows
 rows_in_12_hours = int(12 * 3600 / seconds)
 
-# %% 3: whole windows
+# %% 3: whole steps
 rows_in_12_hours = int(12 * 3600 / seconds * 8)
 
-# %% 3: whole windows in 12 hours
+# %% 3: whole steps in 12 hours
 rows_in_12_hours = int(12 * 60 / seconds) * 8
