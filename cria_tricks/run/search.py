@@ -43,13 +43,10 @@ run that goes on with less memory does not switch them on by itself, because no 
 
 ALLOWED = ("precision", "quantization", "double_quantization", "lean_preparation", "optimizer", "packing", "compile")
 """Toggles that ``may_change`` may name: they change numbers, or, like packing, how many documents a step sees."""
-
 NEAREST = "nearest"
 """The aim of :func:`smaller` where no speed is known: the fewest changes, then the fewest recomputed blocks."""
-
 SAFER = 0.85
 """The share of the card's memory that the safer alternative needs at most."""
-
 MOST_SPLITS = 64
 """The largest micro-batch that is tried [rows]."""
 
