@@ -88,9 +88,9 @@ class SharedTrainer(ResumableTrainer):
             raise
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Enable autocast and the loss scaler for fp16: on a CPU accelerate accepts fp16 but does neither."""
+        """Enable autocast and the loss scaler for fp16 where accelerate's own do not do: on a CPU, and in backward."""
         super().create_accelerator_and_postprocess()
-        if self.args.fp16:
+        if self.args.fp16 and (self.plan.device.kind == "cpu" or self.plan.optimizer.get("in_backward")):
             self.accelerator.native_amp = True
             self.accelerator.scaler = loss_scaler(self.plan)
 
