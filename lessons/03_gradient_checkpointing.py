@@ -404,11 +404,11 @@ assert offload.bytes_to_host == L * s + s  # the blocks' inputs, and the loss's
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, gradients(), strict=True))
 
 # %% [markdown]
-# **A third switch, for long rows: tiles.** At 32,768 tokens the largest part of the bill is the one block that is open,
-# because its MLP has four tensors of 8,192 numbers for each token. With `tricks.tiled_mlp=true` the MLP takes 2,048
-# tokens at a time, forward and backward. So the tensors of only one such tile exist. The adapters' gradients are summed
-# over the tiles, in another order than without them, so the result is exact within rounding. Here is the bill of a long
-# row, with the techniques of the later lessons on:
+# **A third switch, for long rows: tiles.** At 32,768 tokens the largest part of the bill is the block that is being
+# recomputed (the *open block*), because its MLP has four tensors of 8,192 numbers for each token. With
+# `tricks.tiled_mlp=true` the MLP takes 2,048 tokens at a time, forward and backward. So the tensors of only one such
+# tile exist. The adapters' gradients are summed over the tiles, in another order than without them, so the result is
+# exact within rounding. Here is the bill of a long row, with the techniques of the later lessons on:
 
 # %%
 long_row = ["data.max_length=32768", "tricks.gradient_accumulation=1"]

@@ -13,7 +13,8 @@
 # by itself.
 #
 # *Run all* does all of it: it installs, looks at the machine, says how long each part should take, measures, and shows
-# the result. If the session ends, run all cells again: what is measured is not measured again.
+# the result. If the session ends, run all cells again. What `cria bench` has finished is not measured again; the
+# checks of section 1 run again and take about a minute. (In Colab this needs `DRIVE`, because the disk is deleted.)
 
 # %% tags=["before-install"]
 import torch
@@ -28,10 +29,11 @@ else:
 # %% [markdown]
 # What you may set:
 #
-# - `VERSION`: on a T4 we predict ten minutes for `short` and an hour for `full`. The full version takes longer rows. It
-#   adds the GPU tests, a search for the longest row that fits, and a table of prediction errors.
-# - `DRIVE`: with a tick the result is on your Google Drive. Without it the result is on this machine's own disk,
-#   which Colab deletes with the machine, so a new machine begins anew.
+# - `VERSION`: on a T4 we predict ten minutes for `short` and an hour for `full`. The full version uses longer rows and
+#   more steps. On a GPU it also adds the GPU tests, a search for the longest row that fits, and a table of prediction
+#   errors.
+# - `DRIVE` (Colab only): with a tick the result is saved on your Google Drive. Without it Colab deletes the result with
+#   the machine, and you start again from zero.
 # - `FOLDER`: the folder of the result. Name a new one to measure again.
 
 # %% tags=["before-install"]

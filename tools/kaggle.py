@@ -37,7 +37,7 @@ LIMIT = 75 * 60
 PAUSE = 60
 """Between two questions [s]."""
 FAILURES = 5
-"""So many questions in a row may stay without an answer, for example because the network is down."""
+"""Give up after so many answers in a row without a known status, for example because the network is down."""
 WAITING = ("QUEUED", "RUNNING", "NEW_SCRIPT")
 ENDED = ("COMPLETE", "ERROR", "CANCEL_REQUESTED", "CANCEL_ACKNOWLEDGED")
 

@@ -50,8 +50,10 @@ AT_PEAK = Reached(1, 1, 1, 0, 1, "the datasheet", link=1)
 
 HEAD = """# Measured cards
 
-`cria bench` measures one card into one file: the switches of the course, the Kwanzaa run, and without `--short` the
-longest row. The first table has every card that plans know. What is not measured there is *predicted*, with its range.
+`cria bench` measures one card into one file: the switches of the course, and steps of the Kwanzaa run's shape with
+random weights. On a GPU without `--short` it adds the GPU tests, the longest row and a table of prediction errors. The
+first table has every card that plans know. What is not measured there is *predicted*; predicted times have a range,
+where the card's rates are known ("by public runs": runs of others back it; "no run backs it": only the datasheet does).
 The second table has the measured cards. The page is made from the files in `benchmarks/results/`, by
 `python -m tools.measured_cards`.
 
@@ -59,9 +61,9 @@ The second table has the measured cards. The page is made from the files in `ben
 
 [Open the notebook in Colab]({colab})
 
-It needs a browser and some patience: it installs, measures, and shows the result, in Kaggle too. The repository is not
-public yet, so the link opens nothing: upload `notebooks/measure_your_card.ipynb` and, beside it, the wheel
-(`make dist`). The same in a terminal:
+It needs a browser and some patience: it installs, measures, and shows the result. The repository is not public yet, so
+the link does not work. Instead, build the wheel with `make dist`, open `notebooks/measure_your_card.ipynb` in Colab,
+and upload the wheel to its folder. The same in a terminal:
 
 ```
 pip install PATH/TO/THE.whl   # not public yet
@@ -79,11 +81,12 @@ says in one line what is wrong with it, and CI does the same with every file of 
 ## Give your result
 
 Open an issue with the form *I measured it on my card*, and drag `measured_card.zip` into it. The file names the card,
-its driver, the versions and the command, and holds no data of yours; send it also if `--check` refuses it, with the
-line that it says.
+its driver, the library versions, the host's memory, the times, and the command with its paths. It holds no training
+rows and no model weights. Send it also if `--check` refuses it, with the line that it says.
 
-`--check` changes nothing here. When we add your file to a release, `cria plan` uses its times for this card only, if at
-least {least} cases with 16-bit products were timed. Their spread is the range.
+`--check` changes nothing here. After a release with your file, `cria plan` uses its times for this GPU only. This needs
+a GPU whose datasheet rates we know, and at least {least} timed cases with 16-bit products. The range covers all of them
+and is never narrower than a factor of {narrowest}.
 
 ## All cards
 
@@ -194,7 +197,7 @@ def page(cards: Sequence[MeasuredCard]) -> str:
     """The whole page."""
     columns = ("name", "card", "bytes", "a step", "measured bytes", "measured step, real rows")
     colab = notebooks.colab_address("measure_your_card")
-    head = HEAD.format(least=LEAST_CASES, colab=colab)
+    head = HEAD.format(least=LEAST_CASES, narrowest=NARROWEST, colab=colab)
     parts = [head, "\n".join(markdown_table(columns, rows(cards))), "\n\n## Measured\n\n"]
     parts += [card_tables.summary(cards) + "\n" if cards else NONE]
     for card in cards:

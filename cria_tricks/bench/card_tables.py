@@ -5,10 +5,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cria_tricks.bench import measured_card
-from cria_tricks.bench.measured_card import CardCase, MeasuredCard, Predicted
+from cria_tricks.bench.measured_card import CardCase, MeasuredCard, PartName, Predicted
 from cria_tricks.bench.results import COMMITTED
 from cria_tricks.common.markdown_table import cell, markdown_table
-from cria_tricks.common.units import between, duration, human
+from cria_tricks.common.units import duration, human
+
+LEGEND = (
+    "*Predicted* bytes are those of the bill. *Dry run*: the same step on tensors without data. *Allocated*: the "
+    "measured peak of tensors. *Reserved*: what PyTorch's allocator held, on a GPU only. Empty: not measured."
+)
+TITLES: dict[PartName, str] = {
+    "ladder": "**The ladder**: each line adds one toggle to the line above.",
+    "alone": "**Each toggle alone**, with the toggles that it needs.",
+    "capstone": "**The shape of the Kwanzaa run**, with random weights.",
+    "longest": "**The longest row** that fits.",
+    "errors": "**More sets of toggles**, bytes only.",
+}
+"""What the tables of a card show, by part."""
 
 
 def committed(results: Path = COMMITTED) -> list[MeasuredCard]:
@@ -18,8 +31,8 @@ def committed(results: Path = COMMITTED) -> list[MeasuredCard]:
 
 def summary(cards: Iterable[MeasuredCard]) -> str:
     """Lay out one line for each card: how far the predictions are from what was measured."""
-    columns = ("device", "date", "version", "cases", "bytes by hand", "by dry run", "seconds inside their range",
-               "seconds, measured / predicted", "held down by")  # fmt: skip
+    columns = ("device", "date", "version", "cases", "error of the bill", "error of the dry run",
+               "times inside their range", "times, measured / predicted", "throttled by")  # fmt: skip
     return "\n".join(markdown_table(columns, [_summary(card) for card in cards]))
 
 
@@ -71,15 +84,12 @@ def page(card: MeasuredCard) -> str:
         "",
         *_parts(card),
     ]
-    for title, cases in (
-        ("The ladder", card.of("ladder")),
-        ("Each toggle alone", card.of("alone")),
-        ("The capstone", card.of("capstone")),
-        ("The longest row", card.of("longest")),
-        ("More sets, bytes only", card.of("errors")),
-    ):
-        if cases:
-            lines += ["", f"**{title}**", "", *cases_table(cases)]
+    lines += ["", LEGEND]
+    if device.kind == "cpu":
+        lines += ["On a CPU `activation_offload` saves nothing, because the host's memory is what is measured."]
+    for part, title in TITLES.items():
+        if cases := card.of(part):
+            lines += ["", title, "", *cases_table(cases)]
     return "\n".join(lines)
 
 
@@ -95,14 +105,14 @@ def _parts(card: MeasuredCard) -> list[str]:
 
 def cases_table(cases: Iterable[CardCase]) -> list[str]:
     """Lay out cases: predicted, by dry run, allocated and reserved bytes, and predicted and measured seconds."""
-    columns = ("case", "model", "tokens", "predicted", "dry run", "allocated", "reserved", "seconds predicted",
-               "seconds measured")  # fmt: skip
+    columns = ("case", "model", "tokens", "predicted", "dry run", "allocated", "reserved", "time predicted",
+               "time measured")  # fmt: skip
     rows = []
     for case in cases:
         measured = [_bytes(case.peak_allocated_bytes), _bytes(case.peak_reserved_bytes)]
         if case.status != "ok":
             measured = [f"{case.status}: {cell(case.why)}", ""]
-        seconds = f"{case.median_seconds:.2f}" if case.median_seconds else ""
+        seconds = _seconds(case.median_seconds) if case.median_seconds else ""
         rows.append(
             (
                 case_label(case),
@@ -111,7 +121,7 @@ def cases_table(cases: Iterable[CardCase]) -> list[str]:
                 _bytes(case.estimated_bytes),
                 _bytes(case.dry_run_bytes),
                 *measured,
-                "; ".join(f"{between(one.low, one.high)} ({one.by})" for one in case.predicted),
+                "; ".join(f"{_seconds(one.low)} to {_seconds(one.high)} ({one.by})" for one in case.predicted),
                 seconds,
             )
         )
@@ -126,6 +136,13 @@ def case_label(case: CardCase) -> str:
         if case.name.startswith(beginning):
             return f"+ `{case.name.removeprefix(beginning)}`"
     return case.name.replace("_", " ")
+
+
+def _seconds(seconds: float) -> str:
+    """Write the time of a step, a short one in milliseconds."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s"
 
 
 def _bytes(count: int | None) -> str:

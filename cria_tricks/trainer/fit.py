@@ -40,7 +40,8 @@ class Run:
         history: one entry per optimizer step (``step``, ``loss``, ``peak_bytes``, ``tokens``,
             ``trained_tokens``, ``step_seconds``, ...) and per evaluation (``step``, ``eval_loss``, ...).
         steps: optimizer steps, those that the loss scaler skipped included.
-        skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated.
+        skipped_steps: steps whose fp16 gradients overflowed, so that nothing was updated (with steps in the backward
+            pass: nothing from the overflow on).
         planned_steps: steps that the recipe asked for; more than ``steps`` when the time budget or
             ``train.patience`` ended the run.
         train_rows: rows of an epoch, counted after packing if they were packed; ``None`` for a stream.
@@ -112,7 +113,8 @@ def fit(
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
-        Diverged: if the loss or the gradients are not finite; the trained weights are those before that step.
+        Diverged: if the loss or the gradients are not finite; the trained weights are those before that step, but for
+            those that took their steps in its backward pass.
         Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
         OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.

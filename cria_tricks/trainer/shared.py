@@ -5,7 +5,8 @@ What we change, and why (a window is the micro-batches of one optimizer step):
 - The loss is a sum over trained tokens, divided once by their number. So it is a true mean over tokens, also for
   micro-batches with rows of different lengths, for a shorter last window, and in the evaluation.
 - If the residual stream is in fp16, the first batch's activations are checked before anything is trained.
-- A loss or a gradient that is not finite stops the run before the optimizer changes any weight.
+- A loss or a gradient that is not finite stops the run before the optimizer changes any weight. (With steps in the
+  backward pass, weights whose gradients came before it have taken their steps.)
 - The loss scaler works on a CPU too, and its skipped steps are counted.
 - A second run in one process does not inherit bitsandbytes' settings from the first.
 - An evaluation does not change the random state, and one that a stop has cut off is repeated after a resume. With the

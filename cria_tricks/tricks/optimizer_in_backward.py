@@ -3,9 +3,9 @@ r"""Optimizer in the backward pass: each weight takes its step when its gradient
 Saves    gradients: 4 bytes for each trained weight -> those of the largest tensor. An embedding that is also the head
          needs up to three of its size for a moment: the gradients of both uses, and their sum              [bytes]
 Costs    the norm of all gradients is known only when every weight has taken its step, so it can be logged, but it
-         cannot limit the step. Before each step the processor waits for the card, to see that the gradient is finite
-Claim    exact without clipping: the same bits as the plain step with train.max_grad_norm=0. The value clip has another
-         limit than a plain run: train.max_grad_norm holds for the gradient of each weight by itself
+         cannot limit the step. Before each weight's step the CPU waits for the GPU, to see that its gradient is finite
+Claim    exact without clipping: the same bits as the plain step with train.max_grad_norm=0, but for an fp16 step that
+         overflows. clip is not the usual clipping: train.max_grad_norm limits each weight's gradient by itself
 Needs    gradient_accumulation=1, one process, and train.max_grad_norm=0 or the value clip
 Breaks   whatever must see all gradients before the first step. A window of micro-batches and several processes are
          refused. A gradient that is not finite ends the steps of its backward pass, but the weights behind it (the head
@@ -17,7 +17,7 @@ Ours     one optimizer for all weights, as in a plain run, so a checkpoint of th
          and torchtune make one optimizer for each weight. LOMO is stochastic gradient descent, and finds the whole norm
          by a second backward pass
 
-Shapes: a gradient is as large as its weight; one of them is alive at a time.
+Shapes: a gradient is as large as its weight, and is freed after its step.
 """
 
 import functools
@@ -81,18 +81,18 @@ class StepInBackward:
     """Let each trained weight take its optimizer step when its gradient arrives, and free the gradient.
 
     When a gradient arrives, all others are freed already or not there yet. So ``optimizer.step()``, which leaves out
-    weights without a gradient, updates this weight alone. After the backward pass it finds nothing left to do. It does
-    so as long as this object is kept.
+    weights without a gradient, updates this weight alone. After the backward pass ``optimizer.step()`` has nothing
+    left to update. Keep a reference to this object: without it the hooks do nothing.
 
     Args:
         model: its trained weights take steps; a weight that is used twice takes one, after both gradients are added.
         optimizer: of all these weights.
-        limit: the largest norm of one weight's gradient; a longer gradient is shortened to it.
+        limit: the largest norm of one weight's gradient; a longer gradient is clipped to it.
         scaler: the loss scaler, if the precision is fp16.
         finite: tells whether a norm is finite. A dry run gives a function of its own, because its norms have no value.
 
     Attributes:
-        norms: the norms of the gradients that have arrived since the last call of :meth:`norm`, before shortening.
+        norms: the norms of the gradients that have arrived since the last call of :meth:`norm`, before clipping.
         steps: how many weights have taken a step since then.
         stopped: whether one of these gradients was not finite. From it on no weight takes a step.
     """
@@ -152,7 +152,11 @@ def _call(step: Callable[[], Callable[[Any], None] | None], weight: torch.Tensor
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask for steps in the backward pass, unless something has to see all gradients first."""
+    """Ask for steps in the backward pass, unless something has to see all gradients first.
+
+    Raises:
+        BadInput: with gradient accumulation, with several processes, and for ``true`` with a limit for the norm.
+    """
     wanted = recipe.tricks.optimizer_in_backward
     if not wanted:
         return plan
@@ -186,12 +190,12 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
     return replace(memory, steps_in_backward=True)
 
 
-SHORTEN = 8
-"""Memory traffic [bytes for one trained weight] of shortening gradients to a norm: each is read and written."""
+CLIP = 8
+"""Memory traffic [bytes for one trained weight] of clipping gradients: each is read and written."""
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Leave out that gradients are shortened, unless each is by itself. Norms are computed all the same."""
+    """Leave out the traffic of clipping if nothing is clipped. Norms are computed all the same."""
     if recipe.tricks.optimizer_in_backward is not True:
         return work
-    return replace(work, gradient_bytes=work.gradient_bytes - SHORTEN)
+    return replace(work, gradient_bytes=work.gradient_bytes - CLIP)

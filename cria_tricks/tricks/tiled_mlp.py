@@ -1,12 +1,12 @@
-r"""Tiled MLP: a block's MLP takes a tile of tokens at a time, forward and backward, so only one tile's insides exist.
+r"""Tiled MLP: a block's MLP takes a tile of tokens at a time, forward and backward, to hold less at once.
 
-Saves    activations: what an MLP has inside for n = B T tokens, it has for t only, the tokens of a tile. In 16 bits
-         that is 8 F n -> 8 F t bytes (four tensors of F numbers a token), and their gradients with them. With gradient
-         checkpointing this is once, in the block that is open; without it once a block, because a tiled MLP keeps
-         nothing but its input
-Costs    with gradient checkpointing the product with down a second time, where checkpointing would have left it out: no
-         adapter on down, or fused_lora. Without gradient checkpointing the whole MLP runs forward a second time. 4-bit
-         and int8 weights are unpacked for each tile and use, so small tiles cost time, and weights are read as often
+Saves    activations: the MLP's intermediate tensors for the t tokens of a tile instead of all n = B T. In 16 bits that
+         is 8 F n -> 8 F t bytes (four tensors of F numbers a token), and their gradients with them. With gradient
+         checkpointing it saves this once, in the block that is being recomputed; without it once a block, because a
+         tiled MLP keeps nothing but its input
+Costs    with gradient checkpointing one more product with down, but only where checkpointing would skip it (no adapter
+         on down, or fused_lora). Without it the whole MLP runs forward twice. Each tile reads the weights again, and
+         unpacks 4-bit and int8 weights again, so small tiles are slow
 Claim    exact within rounding: a token's result is the same sum of products; the gradients of weights are summed over
          tiles, so in another order. With dropout the tiles draw other masks than the whole would
 Needs    more tokens in a micro-batch than a tile has: a shorter one runs as it is. true (or auto) takes tiles of D
@@ -16,7 +16,8 @@ Breaks   compile, the tensor-parallel strategies and mixtures of experts: all ar
 Sources  Bekman et al. 2025, arXiv:2506.13996 (Arctic Long Sequence Training), sec. 3.1.1, "TiledMLP"; Liger and Unsloth
          have it, too
 Ours     two autograd functions, which the switch itself runs. The first one keeps the input and comes before the tiles,
-         so a checkpointed block stops its repetition there, and no tile runs forward three times
+         so when checkpointing recomputes the block, it stops before the tiles. Otherwise each tile would run forward
+         three times: in the forward pass, in the recomputation, and in its own backward pass
 
 Shapes: x (B, T, D), n = B T tokens in tiles of t; gate and up (F, D), down (D, F).
 """
@@ -222,7 +223,7 @@ def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
-    """Run the MLP forward again in the backward pass, and read and unpack its weights once a tile."""
+    """Bill the MLP's second forward pass, and its weights as read and unpacked once a tile."""
     tile = tokens_of(recipe.tricks.tiled_mlp, shape.width)
     if not tile or work.positions <= tile:
         return work
