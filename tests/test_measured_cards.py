@@ -51,8 +51,8 @@ def test_the_page_is_built_from_accepted_files(tmp_path):
     assert "power cap |" in page, "what held it down"
     case = card.cases[-1]
     one = case.predicted[0]
-    low, high = f"{one.low:.1f}", f"{one.high:.1f} s"
-    assert f"{low} to {high} (public runs) | {case.median_seconds:.2f} |" in page
+    low, high, measured = (f"{seconds:.2f} s" for seconds in (one.low, one.high, case.median_seconds))
+    assert f"{low} to {high} (public runs) | {measured} |" in page
     summary = card_tables.summary([card])
     assert "1.20 to 1.20, median 1.20" in summary
     assert "9 of 9" in summary, "1.2 times the middle is inside a range of 1.5"

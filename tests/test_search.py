@@ -99,7 +99,7 @@ def test_steps_in_the_backward_pass_are_tried_where_no_norm_is_limited():
     target = Target(find_shape(free.model), T4)
     for recipe, rows in ((limited, {False: {1, 2}}), (free, {False: {1, 2}, True: {2}})):
         tried: dict[bool, set[int]] = {}
-        for one in search._candidates(target, recipe, ()):
+        for one in search._candidates(target, recipe, search.LONG, ()):
             tried.setdefault(one.tricks.optimizer_in_backward, set()).add(one.train.batch_size)
             assert target.works(one) or not one.tricks.optimizer_in_backward
         assert tried == rows

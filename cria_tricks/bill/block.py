@@ -225,14 +225,21 @@ def points(memory: StepFacts, operations: Sequence[Operation], *, learns: bool =
         if memory.keeps_nothing and operation.fetched is not None:
             # Beside the pinned tensors only those are on the device that come back from the host for this operation.
             alive = sum(pinned.values()) + operation.fetched
-        backward = operation.backward
-        if memory.mlp_tile and memory.checkpointed and memory.offloaded and memory.norms_copy:
-            # The block's input, which another line of the bill counts, came from the host for the repetition only.
-            backward -= hidden
-        # A new gradient, before it is added to an earlier one, or before it is used and freed.
-        made = operation.learns * (not memory.gradients_wait)
         # `beside` is not added: the variables of the forward pass are gone, and `backward` has the waiting gradients.
-        found.append(Point(f"backward pass of {operation.name}", alive, backward + made, learnt, True))
+        opened = _opened_backward(memory, operation)
+        found.append(Point(f"backward pass of {operation.name}", alive, opened, learnt, True))
         if learns:
             learnt -= operation.learns  # at the next operation this gradient does not exist yet
     return found
+
+
+def _opened_backward(memory: StepFacts, operation: Operation) -> int:
+    """Count the bytes that are alive only while an operation runs backward."""
+    opened = operation.backward
+    if memory.mlp_tile and memory.checkpointed and memory.offloaded and memory.norms_copy:
+        # The block's input, which another line of the bill counts, came from the host for the repetition only.
+        opened -= memory.all_tokens * memory.shape.width * memory.hidden_itemsize
+    if not memory.gradients_wait:
+        # A new gradient, before it is added to an earlier one, or before it is used and freed.
+        opened += operation.learns
+    return opened

@@ -113,8 +113,7 @@ def fit(
 
     Raises:
         BadInput: if the checkpoint cannot be loaded into this model, or the model's activations overflow fp16.
-        Diverged: if the loss or the gradients are not finite; the trained weights are those before that step, but for
-            those that took their steps in its backward pass.
+        Diverged: if the loss or the gradients are not finite; only steps in the backward pass have changed weights.
         Interrupted: if SIGINT, SIGTERM or SIGHUP came; a checkpoint was written, if any step was done.
         OutOfMemory: if it does not fit. A single process then saves the last whole step, if its weights are unchanged.
         Unwritten: if a checkpoint could not be written; the earlier ones are whole.
