@@ -51,7 +51,7 @@ def test_the_page_is_built_from_accepted_files(tmp_path):
     assert "power cap |" in page, "what held it down"
     case = card.cases[-1]
     one = case.predicted[0]
-    low, high, measured = (f"{seconds:.2f} s" for seconds in (one.low, one.high, case.median_seconds))
+    low, high, measured = (f"{1000 * seconds:.0f} ms" for seconds in (one.low, one.high, case.median_seconds))
     assert f"{low} to {high} (public runs) | {measured} |" in page
     summary = card_tables.summary([card])
     assert "1.20 to 1.20, median 1.20" in summary
