@@ -29,7 +29,7 @@ else:
     print("No GPU. In Colab: Runtime -> Change runtime type -> T4 GPU. Without one it goes on, at smoke size.")
 
 # %% [markdown]
-# What you may set. Leave it as it is, and nothing leaves this machine.
+# What you may set. As it is, nothing leaves this machine.
 #
 # - `RECIPE`: `kwanzaa_curated`, or `kwanzaa` for the job that this course grew from, with all of its 107 rows. Each has
 #   a folder of its own.
@@ -161,7 +161,7 @@ def ladder(theme):
 course.show(ladder, "Figure 1. The ladder, one toggle after the other: blue fits the card.")
 
 # %% [markdown]
-# On a T4 the bars change from orange (does not fit) to blue (fits) at `expand_kv`. Checkpointing and the chunked loss
+# On a T4 the bars turn from orange to blue (fits) at `expand_kv`. Checkpointing and the chunked loss
 # would take the peak down to 1.5 GiB (lesson 16). The recipe leaves both off on this card, because they cost a third
 # more time.
 #
@@ -346,7 +346,7 @@ for question in ("What is the unity cup used for?", "How many people drank from 
 # ## 4. What it costs
 # Predicted and measured, side by side, for this very run. The predicted seconds of a step are a range, because they
 # come from what six public runs reached on a T4, 0.24 to 0.32 of its peak rates (lesson 15). We have not measured
-# ours on a T4 yet, so your run is the measurement. The minutes for all include loading and evaluation. A rented T4 is
+# ours on a T4 yet, so your run is the measurement. A rented T4 is
 # \$0.40 to \$0.60 an hour (Hugging Face Jobs); Colab's costs nothing and promises nothing.
 
 # %%

@@ -156,7 +156,8 @@ def test_the_wheel_holds_what_the_lessons_need(installed):
     committed = Path("cria_tricks") / "committed"
     ours |= {committed / path.relative_to(results) for path in results.rglob("*") if path.is_file()}
     theirs = {path.relative_to(installed) for path in (installed / "cria_tricks").rglob("*") if path.is_file()}
-    assert theirs == ours
+    on_a_card = {path for path in theirs if "gpu_tests" in path.parts}  # tests/test_wheel.py looks at these
+    assert theirs - on_a_card == ours
 
 
 @pytest.mark.parametrize("lesson", notebooks.lessons(), ids=lambda path: path.stem)

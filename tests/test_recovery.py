@@ -361,9 +361,7 @@ def test_who_asked_for_the_end_gets_it(settings, tmp_path, monkeypatch):
 def failing(*settings, strategy="none", during="the forward pass of step 4"):
     """A job whose only try fails."""
     recipe = with_settings(Recipe(), settings)
-    plan = SimpleNamespace(
-        parallel={"strategy": strategy}, optimizer={"bits": 32, "paged": False}, compiled=False, device=CPU
-    )
+    plan = SimpleNamespace(parallel={"strategy": strategy}, steps_by_torch=True, compiled=False, device=CPU)
     job = SimpleNamespace(recipe=recipe, plan=plan)
 
     def attempt(job):

@@ -35,6 +35,7 @@ def trainer(step: int = 3, moment: str = "forward pass", size: int = 1, rank: in
         checkpoints=SimpleNamespace(folder="FOLDER", newest=lambda: newest),
         _save_checkpoint=save or (lambda model, trial: saved.append(torch.rand(1).item())),
         _saved_after_all=lambda: "LAST WORDS",
+        in_backward=None,
         saved=saved,
     )
 
