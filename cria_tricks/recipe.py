@@ -81,9 +81,7 @@ class Tricks(_Frozen):
         False, description="a weight steps when its gradient arrives; clip: with a limit of its own", examples=["clip"]
     )
     attention: Literal["eager", "sdpa", "flash_attention_2"] = Field("eager", description="which attention runs")
-    expand_kv: bool = Field(
-        False, description="repeat shared K/V heads: the memory-efficient kernel on a T4 for rows without a mask"
-    )
+    expand_kv: bool = Field(False, description="repeat shared K/V heads, for a T4's memory-efficient kernel")
     keep_attention: bool = Field(False, description="checkpointed blocks keep attention's output, so it runs once")
     packing: bool = Field(False, description="several documents in one packed row, kept apart")
     chunked_loss: bool = Field(False, description="compute the logits of 256 trained tokens at a time")
@@ -98,6 +96,9 @@ class Tricks(_Frozen):
         False, description="the MLP takes so many tokens at a time; true or auto: as many as D", examples=[4096]
     )
     activation_offload: bool = Field(False, description="saved activations wait in host memory")
+    stream_layers: bool | Literal["file"] = Field(
+        False, description="frozen blocks wait on the host, in memory or in a file", examples=["file"]
+    )
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
     def __eq__(self, other: object) -> bool:
@@ -105,7 +106,6 @@ class Tricks(_Frozen):
         alike = super().__eq__(other)
         if alike is not True:
             return alike
-        assert isinstance(other, Tricks)
         both = ("gradient_checkpointing", "tiled_mlp")
         return all(type(getattr(self, field)) is type(getattr(other, field)) for field in both)
 

@@ -30,6 +30,8 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "checkpoint_blocks",
         "compile_blocks",
     ),
+    # Where frozen blocks wait: load/streaming.py
+    "streaming.source": ("memory", "file"),
     # Contexts around a forward pass: trainer/shared.py
     "step_context": ("activation_offload",),
     # Losses: load/losses.py
@@ -65,6 +67,7 @@ class Plan:
         checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
             ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
             (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
+        streaming: from which ``source`` frozen blocks come when they run; empty if they stay on the device.
         training: arguments of ``TrainingArguments``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
             steps ``in_backward``, if it does.
@@ -84,6 +87,7 @@ class Plan:
     peft: Mapping[str, Any] = field(default_factory=dict)
     collator: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    streaming: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"bits": 32, "paged": False})
     loss: Mapping[str, Any] = field(default_factory=lambda: {"kind": "full"})

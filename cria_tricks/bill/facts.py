@@ -29,6 +29,7 @@ class StepFacts:
         tokens: tokens of a row, the vectors of a learnt prompt included.
         trained_tokens: trained tokens of a micro-batch.
         block_weight_bytes: bytes of the matrices of all blocks as they are stored, without those of experts.
+        blocks_on_device: how many blocks have their matrices on the device at a time; ``None`` if all have.
         learning_operations: rule: facts -> operations of a block that learns, or of the trained copy beside a block.
         product_bytes: rule: one product with a block's matrix -> bytes that it needs.
         with_adapter: rule: facts, the operation of a frozen product, the name of its input, bytes of an element of it
@@ -85,6 +86,7 @@ class StepFacts:
     loss_moments: Callable[["StepFacts"], dict[str, tuple[Line, ...]]] = field(compare=False)
     state_bytes: Callable[[int], int] = field(compare=False)
     embedding_state_bytes: Callable[[int], int] = field(compare=False)
+    blocks_on_device: int | None = None
     other_weight_itemsize: int = FP32
     compute_itemsize: int = FP32
     bf16: bool = False

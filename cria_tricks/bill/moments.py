@@ -234,8 +234,13 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
     if shape.experts > 1:
         others += ", experts"
+    blocks = Line("weights: blocks", memory.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored")
+    if memory.blocks_on_device is not None:
+        there = memory.blocks_on_device
+        size = memory.block_weight_bytes * there // shape.layers
+        blocks = replace(blocks, bytes=size, why=f"matrices of {there} blocks at a time, of {shape.layers}")
     return (
-        Line("weights: blocks", memory.block_weight_bytes, f"matrices of {shape.layers} blocks, as stored"),
+        blocks,
         Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
         Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
         Line("optimizer states", _states(memory), f"2 of {memory.optimizer_state_bits} bits for each trained weight"),

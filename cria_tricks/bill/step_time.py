@@ -2,8 +2,9 @@
 
 This is a roofline model. A step is a sequence of parts. Compute and memory traffic of a part overlap, so the part
 takes the longer of the two times: operations / rate, or bytes / memory bandwidth. Traffic over PCIe is taken not to
-overlap with either, so its time is added. The rates are those of the datasheet, times the share that public runs
-reached on this card (``hardware/reached.py``); after ``cria doctor --calibrate`` they are this machine's own.
+overlap with either, so its time is added. Only blocks that are fetched ahead of their use (``stream_layers``) overlap.
+The rates are those of the datasheet, times the share that public runs reached on this card (``hardware/reached.py``);
+after ``cria doctor --calibrate`` they are this machine's own.
 
 The host starts the kernels one after the other. A card that is faster than that waits for the host; a CPU does both
 itself, so the time of the starts is added. ``launches.py`` counts them.
@@ -161,6 +162,8 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
     """
     counted = counts(work, cards)
     parts = [timed(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
+    if work.fetched_blocks:
+        parts.append(fetch_time(work, card, sum(part.seconds for part in parts)))
     started = sum(one.launches for one in counted)
     parts.append(launch_time(started, card, sum(part.seconds for part in parts)))
     return Step(tuple(parts), work.micro_batches * work.batch * work.tokens, card.spread(work.precision))
@@ -190,6 +193,21 @@ def timed(counted: PartCounts, card: Card, precision: str) -> StepPart:
         seconds=max(compute_seconds, memory_seconds) + link_seconds,
         why=counted.why,
     )
+
+
+def fetch_time(work: Work, card: Card, busy: float) -> StepPart:
+    """Make the part that fetching blocks adds: the copies run beside all else, so they add what takes longer than that.
+
+    Args:
+        work: what the step has to do.
+        card: the card.
+        busy: the time of all other parts [s].
+    """
+    each = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
+    moved = work.micro_batches * work.fetched_blocks * each
+    seconds = max(0.0, moved / (card.link_rate * card.reached.link) - busy)
+    why = f"{work.fetched_blocks} blocks a micro-batch from the host, beside the computation"
+    return StepPart("fetched blocks", 0, 0, round(moved), seconds, why)
 
 
 def launch_time(started: float, card: Card, busy: float) -> StepPart:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import cria_tricks.load.attention  # noqa: F401 (names our attention functions to transformers)
 from cria_tricks import models
 from cria_tricks.common.errors import BadInput, first_line
-from cria_tricks.load import loftq, quiet
+from cria_tricks.load import loftq, quiet, streaming
 from cria_tricks.load.adapters import add_adapter, modules_named
 from cria_tricks.load.device_map import device_map
 from cria_tricks.load.fused import PLAIN, by_triton, fuse, fuse_blocks, tile_mlps
@@ -78,11 +78,18 @@ def load(plan: Plan, weights: Weights) -> Loaded:
     empty = _refuse_unfit(plan, weights)
     if plan.parallel["strategy"] == "model":
         arguments["device_map"] = device_map(empty.config.num_hidden_layers, plan.parallel["cards"])
-    model = pretrained.causal_lm(weights.path, weights.name, **arguments)
+    on_host = None
+    if plan.streaming:
+        on_host = streaming.OnHost(plan, weights, arguments)
+        model = on_host.model
+    else:
+        model = pretrained.causal_lm(weights.path, weights.name, **arguments)
     model.config.use_cache = False  # no KV cache, because training reads every token once
     forbid_cpu_repacking(model)
     for edit in plan.after_load:
         model = EDITS[edit](model, plan)
+    if on_host:
+        on_host.start()
     return Loaded(model, weights)
 
 

@@ -93,6 +93,11 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
         fused_blocks.refuse_kind(facts.kind, name)
     if "tile_mlps" in plan.after_load:
         tiled_mlp.refuse_kind(facts.kind, name)
+    if plan.streaming and (facts.blocks is None or facts.kind not in tiled_mlp.KINDS):
+        raise BadInput(
+            f"tricks.stream_layers: the blocks of {name}, a model of kind {facts.kind}, cannot be loaded one by one; "
+            f"it is for {', '.join(tiled_mlp.KINDS)}; set tricks.stream_layers=false"
+        )
     if plan.checkpointing.get("keep_attention"):
         _refuse_without_kernel(plan, facts)
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):

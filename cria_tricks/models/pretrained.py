@@ -1,8 +1,8 @@
 """Load configs, tokenizers, models and adapters, and refuse weights that do not fit their config.
 
-No other module calls ``from_pretrained``. When weights do not fit a model's config, transformers loads the model all
-the same: it fills missing tensors with random numbers, ignores unknown ones, and only logs a report. Here each of these
-is an error that names the tensor. Weights that are NaN or infinite are an error, too.
+No other module but ``blockwise.py`` calls ``from_pretrained``. When weights do not fit a model's config, transformers
+loads the model all the same: it fills missing tensors with random numbers, ignores unknown ones, and only logs a
+report. Here each of these is an error that names the tensor. Weights that are NaN or infinite are an error, too.
 
 Three differences are no errors, and transformers does not report them: the head may be missing from the file if it is
 tied to the embedding; position buffers (``rotary_emb.inv_freq``, ``position_ids``) are computed again; and a model's
@@ -61,7 +61,7 @@ def config(folder: str | Path, name: str) -> Any:
     Raises:
         BadInput: if it cannot be read, or transformers does not know this kind of model.
     """
-    return _loaded(AutoConfig.from_pretrained, folder, name)
+    return loaded(AutoConfig.from_pretrained, folder, name)
 
 
 def tokenizer(folder: str | Path, name: str) -> Any:
@@ -79,7 +79,7 @@ def tokenizer(folder: str | Path, name: str) -> Any:
     """
     if not any((Path(folder) / file).is_file() for file in weight_files.TOKENIZER):
         raise BadInput(f"model {name}: the folder has no tokenizer; copy the tokenizer's files into it")
-    return _loaded(AutoTokenizer.from_pretrained, folder, name)
+    return loaded(AutoTokenizer.from_pretrained, folder, name)
 
 
 def refuse_unknown_tokens(model: Any, highest_id: int, what: str) -> None:
@@ -119,7 +119,7 @@ def causal_lm(folder: str | Path, name: str, **options: Any) -> Any:
     # The two checks of the files come first, because loading a large model takes long.
     refuse_misfit(Path(folder), name)
     refuse_nonfinite(Path(folder), name)
-    model, info = _loaded(
+    model, info = loaded(
         AutoModelForCausalLM.from_pretrained, folder, name, use_safetensors=True, output_loading_info=True, **options
     )
     _refuse(info, name)
@@ -142,8 +142,8 @@ def gguf(file: Path, name: str) -> tuple[Any, Any]:
     """
     options = {"gguf_file": file.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting of transformers hides
-        model = _loaded(AutoModelForCausalLM.from_pretrained, file.parent, name, dtype=torch.float32, **options)
-        return model.eval(), _loaded(AutoTokenizer.from_pretrained, file.parent, name, **options)
+        model = loaded(AutoModelForCausalLM.from_pretrained, file.parent, name, dtype=torch.float32, **options)
+        return model.eval(), loaded(AutoTokenizer.from_pretrained, file.parent, name, **options)
 
 
 def refuse_misfit(folder: Path, name: str) -> None:
@@ -174,7 +174,7 @@ def refuse_misfit(folder: Path, name: str) -> None:
     # Load "weights" on the meta device, which have shapes and no data; transformers compares them as in a real load.
     with torch.device("meta"):
         state = {key: torch.empty(tensor.shape, dtype=FLOATS[tensor.dtype]) for key, tensor in headers.items()}
-    _, info = _loaded(
+    _, info = loaded(
         kind.from_pretrained,
         None,
         name,
@@ -324,7 +324,7 @@ def _blocks(unknown: list[str], missing: list[str]) -> str:
     return ""
 
 
-def _loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
+def loaded(from_pretrained: Callable[..., Any], folder: str | Path | None, name: str, **options: Any) -> Any:
     """Call a library's loader without running code from the folder, and turn its errors into one line.
 
     Running out of memory is not the folder's fault, so that error is passed on as it is.

@@ -19,7 +19,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from cria_tricks.bill.constants import BLOCK
 from cria_tricks.common.errors import BadInput
-from cria_tricks.load.model import EDITS, built_empty, forbid_cpu_repacking
+from cria_tricks.load import streaming
+from cria_tricks.load.model import EDITS, blocks_of, built_empty, forbid_cpu_repacking
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import adamw_8bit
 
@@ -57,6 +58,8 @@ def fake_model(plan: Plan, config: Any, fake: FakeTensorMode) -> Any:
                 model = EDITS[edit](model, plan)
     with fake:
         _hand_over(model)
+        if plan.streaming:
+            streaming.without_numbers(blocks_of(model))
     return model.train()
 
 

@@ -72,9 +72,20 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
         pinned = Line("offloaded activations", target.shape.layers * _power_of_two(each) * (waiting > 0), "pinned")
     states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")
     paged = Line("paged optimizer states", states, "if the card has no room for them")
-    moments = (Moment("loading", (libraries, data, file)), Moment("training", (libraries, data, pinned, paged)))
+    streamed = _streamed(target, recipe)
+    loading = Moment("loading", (libraries, data, file, streamed))
+    moments = (loading, Moment("training", (libraries, data, pinned, paged, streamed)))
     # cria merge computes in fp32 on the host, and writes the model in 16 bits beside it.
     return HostBill(moments, host, 3 * half)
+
+
+def _streamed(target: Target, recipe: Recipe) -> Line:
+    """Return the line of the blocks that wait in pinned memory, or pass through it from a file."""
+    known = target.memory(recipe).facts
+    size = known.block_weight_bytes * (known.blocks_on_device is not None)
+    if recipe == with_toggles(recipe, {"stream_layers": "file"}):
+        return Line("streamed blocks", size // target.shape.layers, "one at a time; all of them are in a file")
+    return Line("streamed blocks", size, "pinned, all of them")
 
 
 def _taken_off(target: Target, recipe: Recipe, toggle: str, line: str) -> int:

@@ -45,6 +45,7 @@ LADDER = (
     "fused_lora",
     "fused_blocks",
     "tiled_mlp",
+    "stream_layers",
     "compile",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
@@ -53,12 +54,12 @@ NEEDS = {
     "expand_kv": ("attention",),
     "keep_attention": ("gradient_checkpointing", "attention", "expand_kv"),
     "quantization": ("peft",),
+    "stream_layers": ("peft", "gradient_checkpointing"),
     "double_quantization": ("peft", "quantization"),
     "lean_preparation": ("peft", "precision", "quantization"),
     **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
 }
-"""Toggle -> the toggles that it needs: without them it has nothing to act on, or is refused. ``keep_attention`` needs
-``expand_kv`` only where the fused kernel takes no shared heads, as on a T4."""
+"""Toggle -> those without which it has nothing to act on, or is refused. (On an A100 attention needs no expand_kv.)"""
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""

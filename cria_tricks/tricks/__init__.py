@@ -34,6 +34,7 @@ from cria_tricks.tricks import (
     paged_optimizer,
     prompt_tuning,
     side_network,
+    stream_layers,
     tiled_mlp,
 )
 
@@ -49,6 +50,8 @@ TRICKS: tuple[ModuleType, ...] = (
     side_network,
     # ... and only then can the preparation of both be made leaner.
     lean_preparation,
+    # Where the blocks' weights wait, quantised or not, and with the adapters beside them.
+    stream_layers,
     # How a block's products and the operations between them run. This decides what the block saves.
     fused_lora,
     fused_blocks,

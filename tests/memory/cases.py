@@ -43,6 +43,7 @@ SHORT = {
     "fused": "fused_lora=true",
     "blocks": "fused_blocks=true",
     "tile": "tiled_mlp=true",
+    "stream": "stream_layers=true",
     "compile": "compile=true",
 }
 EVERYTHING = "lora fp16 nf4 double lean sdpa expand checkpoint chunked 8bit paged"

@@ -1,0 +1,209 @@
+r"""Streamed layers: the frozen weights of the blocks wait on the host, and each block comes just before it runs.
+
+Saves    weights: those of L blocks -> those of 2                                                        [bytes]
+Costs    PCIe traffic: a micro-batch fetches L - 2 blocks forward and L - 2 backward, because two are there already. The
+         copies run beside the computation, so they cost time only where they take longer. The host holds all blocks
+Claim    exact: the same bytes arrive, and the same kernels multiply by them
+Needs    gradient_checkpointing=true, CUDA, and weights that do not train: a block's weights are gone after its forward
+         pass, so its backward pass must begin with running it again
+Breaks   a number of checkpointed blocks, side_network, compile, several processes and mixtures of experts: all are
+         refused. Short rows, for which a card waits for its link. true takes pinned memory, which the system cannot
+         page out; file takes a memory-mapped file, for a host with less memory than the model
+Sources  Pudipeddi et al. 2020, arXiv:2002.05645 (L2L), sec. 3; Rajbhandari et al. 2021, arXiv:2104.07857
+         (ZeRO-Infinity), sec. 5.1; accelerate's ``cpu_offload`` does it without looking ahead
+Ours     two slots on the card: block i always comes into slot i mod 2, so a weight is a view of its slot for good, and
+         streaming only changes the bytes in it. The switch loads block by block, so neither the card nor (with file)
+         the host ever holds the whole model
+
+Shapes: a block is as many bytes as its matrices and their scales.
+"""
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+
+SWITCHES = ("stream_layers=true", "stream_layers=file")
+CLAIM = "exact"
+LESSON = "03_gradient_checkpointing"
+REFERENCE = ("Streamed.enter", "Streamed._send", "Copies")
+PLAIN = """
+from accelerate import cpu_offload
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+cpu_offload(model.model.layers)  # fetches each module when it runs, not ahead; for a forward pass only
+"""
+SLOTS = 2
+"""Blocks on the device at a time: one that runs, and the one that runs next."""
+
+
+class Copies:
+    """Copies on a CUDA stream of their own. Its events say when a slot is free, and when a block has arrived."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def now(self) -> Any:
+        """Return an event that happens when all work queued so far is done."""
+        return torch.cuda.current_stream().record_event()
+
+    def copy(self, slot: torch.Tensor, buffer: torch.Tensor, free: Any) -> Any:
+        """Copy a buffer into a slot once it is free, and return the event of its arrival."""
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(free)
+            slot.copy_(buffer, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, arrived: Any) -> None:
+        """Have all work queued from now on wait for an arrival."""
+        torch.cuda.current_stream().wait_event(arrived)
+
+
+class CopiesOnCpu(Copies):
+    """The same without streams: on a CPU an operation is done when its call returns."""
+
+    def __init__(self) -> None:
+        pass
+
+    def now(self) -> Any:
+        """Return nothing, because nothing is queued."""
+
+    def copy(self, slot: torch.Tensor, buffer: torch.Tensor, free: Any) -> Any:
+        """Copy a buffer into a slot."""
+        slot.copy_(buffer)
+
+    def wait(self, arrived: Any) -> None:
+        """Do nothing: the worker's result has been waited for."""
+
+
+class Streamed:
+    """Fetch the weights of each block from the host before it runs, into one of two slots on the device.
+
+    While a block runs, the next one is fetched into the other slot. The weights of block i are views of slot i mod 2
+    all the time, also while another block's bytes are there; nothing but the block itself may read them.
+
+    Args:
+        blocks: they run in this order, and in the backward pass again, in the opposite order.
+        buffers: the weights of each block on the host, as bytes.
+        slots: two buffers on the device, each with room for every block.
+        copies: how a buffer is copied into a slot.
+        done_with: is told when a buffer has been copied.
+
+    Attributes:
+        fetched: how many blocks have been fetched so far.
+        bytes_to_device: how many bytes that were.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        buffers: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        copies: Copies,
+        done_with: Callable[[torch.Tensor], None] = lambda buffer: None,
+    ):
+        self.buffers = buffers
+        self.slots = slots
+        self.copies = copies
+        self.done_with = done_with
+        self.fetched = self.bytes_to_device = 0
+        self.last = len(blocks) - 1
+        self.at = -1  # the block that runs
+        self.here = [-1] * SLOTS  # the block in each slot, or on its way there
+        self.arrivals: list[Any] = [None] * SLOTS
+        # In a thread of its own, because a copy from a file returns only when it is done.
+        self.worker = concurrent.futures.ThreadPoolExecutor(1, "stream_layers")
+        for number, block in enumerate(blocks):
+            # On the parts of a block, because checkpointing repeats them, and not the call of the block itself.
+            for part in block.children():
+                part.register_forward_pre_hook(lambda *_, number=number: self.enter(number))
+
+    def enter(self, number: int) -> None:
+        """Before a part of a block runs, forward or again, wait for the block's weights, and send for the next ones."""
+        if number == self.at:  # another part of it, or the block where the backward pass or the next pass begins
+            return
+        backward = number < self.at
+        self.at = number
+        self._send(number)  # it is here or on its way, except at the beginning of a pass
+        self.copies.wait(self.arrivals[number % SLOTS].result())
+        self._send(number - 1 if backward else number + 1)
+
+    def _send(self, number: int) -> None:
+        """Fetch a block into its slot, if there is such a block and it is not there."""
+        slot = number % SLOTS
+        if not 0 <= number <= self.last or self.here[slot] == number:
+            return
+        self.here[slot] = number
+        self.fetched += 1
+        self.bytes_to_device += self.buffers[number].nbytes
+        # The slot is free when all that is queued now is done: its block has run forward, or again and backward.
+        self.arrivals[slot] = self.worker.submit(self._copy, number, self.copies.now())
+
+    def _copy(self, number: int, free: Any) -> Any:
+        buffer = self.buffers[number]
+        arrived = self.copies.copy(self.slots[number % SLOTS][: buffer.nbytes], buffer, free)
+        self.done_with(buffer)
+        return arrived
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Have the blocks loaded to the host one by one; ``load/refusals.py`` looks at the kind of model.
+
+    Raises:
+        BadInput: without a frozen base, without all blocks checkpointed, and with what is listed at Breaks.
+    """
+    tricks = recipe.tricks
+    if not tricks.stream_layers:
+        return plan
+    asked = f"tricks.stream_layers={str(tricks.stream_layers).lower()}"
+    refused = {
+        "tricks.peft=none": (tricks.peft == "none", "weights that train cannot leave the card; set tricks.peft=lora"),
+        "tricks.peft=side_network": (
+            tricks.peft == "side_network", "its trained copies run beside the blocks; set tricks.peft=lora",
+        ),
+        "tricks.compile=true": (tricks.compile, "a compiled block fetches nothing; set tricks.compile=false"),
+        f"parallel.strategy={recipe.parallel.strategy}": (
+            recipe.parallel.strategy != "none", "it is built for one process; set tricks.stream_layers=false",
+        ),
+        f"tricks.gradient_checkpointing={str(tricks.gradient_checkpointing).lower()}": (
+            tricks.gradient_checkpointing is not True and tricks.peft != "head",
+            "a block's weights are gone after its forward pass, so each must run again before its backward pass; set "
+            "tricks.gradient_checkpointing=true",
+        ),
+    }  # fmt: skip
+    for what, (is_wrong, why) in refused.items():
+        if is_wrong:
+            raise BadInput(f"{asked} with {what}: {why}")
+    if plan.device.kind != "cuda" and tricks.stream_layers is True:
+        plan = plan.warn(
+            "stream_layers=true gains nothing without CUDA, and costs copies: the weights are in host memory already; "
+            "file saves memory"
+        )
+    return plan.with_("streaming", source="file" if tricks.stream_layers == "file" else "memory")
+
+
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+    """Bill the weights of two blocks and not of all."""
+    if not recipe.tricks.stream_layers:
+        return memory
+    return replace(memory, blocks_on_device=min(SLOTS, shape.layers))
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Fetch all blocks but two, forward and backward; without a backward pass through the blocks fetch all, forward."""
+    if not recipe.tricks.stream_layers:
+        return work
+    fetches = max(0, shape.layers - SLOTS) * 2
+    if recipe.tricks.peft == "head":
+        fetches = shape.layers if shape.layers > SLOTS else 0
+    return replace(work, fetched_blocks=fetches)
