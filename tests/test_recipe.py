@@ -77,6 +77,7 @@ fused_lora = false
 fused_blocks = false
 tiled_mlp = false
 activation_offload = false
+stream_layers = false
 compile = false
 [lora]
 r = 16

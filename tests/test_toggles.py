@@ -56,6 +56,10 @@ over_lora = [(*pair, "peft=lora") for pair in REFUSED if not any(switch.startswi
 WORKING += [combination for combination in over_lora if not refusal(combination)]
 
 
+def field(switch: str) -> str:
+    return switch.partition("=")[0]
+
+
 def over_what_attention_needs(switches: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Kept attention needs checkpointed blocks and a kernel, and the other toggle of a pair may need LoRA."""
     found = []
@@ -68,8 +72,24 @@ def over_what_attention_needs(switches: tuple[str, ...]) -> list[tuple[str, ...]
     return found
 
 
+def over_what_streaming_needs(switches: tuple[str, ...]) -> tuple[str, ...]:
+    """Streamed blocks need checkpointing and a frozen base; the other toggle of a pair may be one of these."""
+    whole = switches
+    for need in ("gradient_checkpointing=true", "peft=lora"):
+        if not any(field(switch) == field(need) for switch in whole):
+            whole = (*whole, need)
+    return whole
+
+
+def streams(switches: tuple[str, ...]) -> bool:
+    """Whether one of the switches is that of streamed blocks."""
+    return any(field(switch) == "stream_layers" for switch in switches)
+
+
 for combination in REFUSED:
-    if "keep_attention=true" in combination:
+    if streams(combination):
+        WORKING += [whole for whole in [over_what_streaming_needs(combination)] if not refusal(whole)]
+    elif "keep_attention=true" in combination:
         WORKING += [whole for whole in over_what_attention_needs(combination) if not refusal(whole)][:1]
 
 
@@ -77,10 +97,6 @@ def warnings_of(switches: tuple[str, ...]) -> frozenset[str] | None:
     """What the plan of a set warns of; None if the set is refused."""
     found = planned(switches)
     return None if isinstance(found, str) else frozenset(found.warnings)
-
-
-def field(switch: str) -> str:
-    return switch.partition("=")[0]
 
 
 def covers(whole: tuple[str, ...], part: tuple[str, ...]) -> bool:
@@ -153,6 +169,7 @@ def test_only_what_cannot_work_is_refused():
             "gradient_accumulation=2" in switches and any(field(one) == "optimizer_in_backward" for one in switches),
             "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
             {"compile=true", "tiled_mlp=8"} <= set(switches),
+            streams(switches),  # its pairs lack checkpointing, an adapter or both; see above
             {"attention=flash_attention_2", "fused_blocks=triton"} & set(switches),  # no CUDA card here
         )
         assert any(reasons), switches

@@ -89,15 +89,7 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
     wanted = plan.checkpointing.get("blocks", 0)  # "all" or a number
     if isinstance(wanted, int) and wanted > (facts.blocks or 0):
         raise gradient_checkpointing.too_many(wanted, name, facts.blocks or 0)
-    if {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load):
-        fused_blocks.refuse_kind(facts.kind, name)
-    if "tile_mlps" in plan.after_load:
-        tiled_mlp.refuse_kind(facts.kind, name)
-    if plan.streaming and (facts.blocks is None or facts.kind not in tiled_mlp.KINDS):
-        raise BadInput(
-            f"tricks.stream_layers: the blocks of {name}, a model of kind {facts.kind}, cannot be loaded one by one; "
-            f"it is for {', '.join(tiled_mlp.KINDS)}; set tricks.stream_layers=false"
-        )
+    _refuse_kind(plan, facts)
     if plan.checkpointing.get("keep_attention"):
         _refuse_without_kernel(plan, facts)
     if plan.parallel["strategy"] in ("tensor", "ddp_tensor"):
@@ -116,6 +108,19 @@ def refuse(plan: Plan, facts: Facts, processes: int) -> None:
                 f"tricks.chunked_loss=true: the head of {name} does more than one product ({facts.beside_head}), "
                 "which the chunked loss does not; set tricks.chunked_loss=false"
             )
+
+
+def _refuse_kind(plan: Plan, facts: Facts) -> None:
+    """Refuse a kind of model whose blocks are built otherwise than a toggle expects."""
+    if {"fuse_blocks", "fuse_blocks_by_triton"} & set(plan.after_load):
+        fused_blocks.refuse_kind(facts.kind, facts.name)
+    if "tile_mlps" in plan.after_load:
+        tiled_mlp.refuse_kind(facts.kind, facts.name)
+    if plan.streaming and facts.kind not in tiled_mlp.KINDS:
+        raise BadInput(
+            f"tricks.stream_layers: {facts.name}, a model of kind {facts.kind}, is not one whose blocks can be loaded "
+            f"one by one: it is for {', '.join(tiled_mlp.KINDS)}; set tricks.stream_layers=false"
+        )
 
 
 def _refuse_without_kernel(plan: Plan, facts: Facts) -> None:

@@ -14,7 +14,8 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
     ``peft`` is left out, because it changes which weights train; ``packing`` and ``gradient_accumulation`` are, because
     they change how many tokens a step learns from. ``compile`` is left out, because the estimate knows its faster
     steps, but neither the time to compile nor the bytes that it saves. The values ``fp4``, whose estimate equals that
-    of ``nf4``, and ``flash_attention_2``, which needs another package and a newer GPU, are left out, too.
+    of ``nf4``, and ``flash_attention_2``, which needs another package and a newer GPU, are left out, too, as is
+    ``stream_layers``, whose copies on a stream of their own no GPU has run yet.
 
     Args:
         recipe: what would be trained.
@@ -37,7 +38,6 @@ def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, 
         "lean_preparation": (False, True),
         "gradient_checkpointing": (False, True),
         "tiled_mlp": (False, True) if longer else (False,),
-        "stream_layers": (False, True),
         "activation_offload": (False, True),
         "chunked_loss": (False, True),
         "optimizer": ("adamw", "adamw_8bit"),

@@ -1,15 +1,21 @@
 """Where bytes are on a CUDA card: offloaded activations, paged states, compiled blocks. ``pytest -m gpu``."""
 
+import copy
+import time
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cria_tricks.hardware import this_device
+from cria_tricks.load.host_memory import Pinned
+from cria_tricks.load.streaming import into_slots, move_into, places_of, size_of
 from cria_tricks.tricks import keep_attention
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
+from cria_tricks.tricks.stream_layers import SLOTS, Copies, Streamed
 from tests.helpers import train
 from tests.tolerances import COMPILED_MODEL
 from tests.tricks.attention import Kernels
@@ -89,6 +95,91 @@ def test_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path):
     losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
     # Backward passes on a card add up in no fixed order, so two runs differ even without a toggle.
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def streamed(stack: nn.ModuleList) -> Streamed:
+    """Put the weights of some frozen blocks on the host, and fetch each when it runs."""
+    memory = Pinned(for_a_card=True)
+    buffers = []
+    for block in stack:
+        places = places_of(block)
+        buffers.append(memory.buffer(size_of(places)))
+        move_into(buffers[-1], places, filled=False)
+    slots = [torch.empty(buffers[0].nbytes, dtype=torch.uint8, device="cuda") for _ in range(SLOTS)]
+    into_slots(list(stack), slots)
+    torch.cuda.empty_cache()
+    return Streamed(list(stack), buffers, slots, Copies(torch.device("cuda")))
+
+
+@pytest.mark.parametrize("width", [D, 8 * D], ids=["short copies", "long copies"])
+def test_streamed_blocks_compute_the_same_bits(width):
+    """Two blocks on the card; ten passes, in which copies and kernels race if an event is missing."""
+    x = torch.randn(T, width, device="cuda", requires_grad=True)
+    found, held = {}, {}
+    for name in ("here", "streamed"):
+        torch.manual_seed(0)
+        before = torch.cuda.memory_allocated()
+        stack = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()).cuda() for _ in range(L))
+        fetching = streamed(stack.requires_grad_(False)) if name == "streamed" else None
+        held[name] = torch.cuda.memory_allocated() - before
+        found[name] = []
+        for _ in range(10):
+            y = x
+            for block in stack:
+                y = checkpoint(block, y, use_reentrant=False)
+            found[name] += [y.detach(), *torch.autograd.grad(y.sum(), x)]
+        if fetching:
+            assert fetching.fetched == L + 10 * (L - SLOTS) + 9 * (L - SLOTS)
+    print(f"{this_device().name}: {held} bytes of weights on the card")
+    assert held["here"] >= L * width * width * 4
+    assert held["streamed"] <= SLOTS * width * width * 4 + 2**20
+    assert all(map(torch.equal, found["here"], found["streamed"]))
+
+
+def test_copies_of_streamed_blocks_are_hidden_by_long_rows():
+    """The time of a pass with streaming against both times alone. Printed, and only bounded by their sum."""
+    width = 4096
+    stack = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()).half() for _ in range(L))
+    resident = copy.deepcopy(stack).requires_grad_(False).cuda()
+    fetching = streamed(stack.requires_grad_(False).cuda())
+    x = torch.randn(16_384, width, device="cuda", dtype=torch.float16, requires_grad=True)
+
+    def seconds(go) -> float:
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            go()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return sorted(times[1:])[2]
+
+    def through(blocks) -> None:
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=False)
+        y.float().sum().backward()
+
+    def copies() -> None:
+        for number in range(2 * (L - SLOTS)):
+            fetching.slots[number % SLOTS].copy_(fetching.buffers[number % L], non_blocking=True)
+
+    alone, link, together = seconds(lambda: through(resident)), seconds(copies), seconds(lambda: through(stack))
+    hidden = (alone + link - together) / min(alone, link)
+    print(f"{this_device().name}: {alone:.4f} s of kernels, {link:.4f} s of copies, {together:.4f} s together; "
+          f"{hidden:.0%} of the shorter one hidden")  # fmt: skip
+    assert together < 1.1 * (alone + link)
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
+def test_streaming_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path, quantization):
+    runs = {}
+    for value in ("false", "true", "file"):
+        settings = [*LORA, "tricks.gradient_checkpointing=true", f"tricks.quantization={quantization}"]
+        runs[value], _ = train(tiny_model, rows[:2], tmp_path / value, *settings, f"tricks.stream_layers={value}")
+    losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0] == pytest.approx(losses[2], abs=1e-3)
 
 
 def test_our_pager_on_the_card_is_torchs_adamw_bit_for_bit():
