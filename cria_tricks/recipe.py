@@ -99,15 +99,14 @@ class Tricks(_Frozen):
     stream_layers: bool | Literal["file"] = Field(
         False, description="frozen blocks wait on the host, in memory or in a file", examples=["file"]
     )
+    layer_by_layer: bool = Field(False, description="a window's micro-batches go through each streamed block together")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
     def __eq__(self, other: object) -> bool:
         """Compare all fields. In Python ``True == 1``, but all blocks checkpointed is not one block checkpointed."""
-        alike = super().__eq__(other)
-        if alike is not True:
-            return alike
         both = ("gradient_checkpointing", "tiled_mlp")
-        return all(type(getattr(self, field)) is type(getattr(other, field)) for field in both)
+        same_types = all(type(getattr(self, field)) is type(getattr(other, field, None)) for field in both)
+        return same_types and super().__eq__(other)
 
 
 class Lora(_Frozen):

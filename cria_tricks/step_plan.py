@@ -32,6 +32,8 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     ),
     # Where frozen blocks wait: load/streaming.py
     "streaming.source": ("memory", "file"),
+    # How micro-batches go through them: tricks/layer_by_layer.py, in trainer/one_pass.py
+    "streaming.layer_by_layer": (True,),
     # Contexts around a forward pass: trainer/shared.py
     "step_context": ("activation_offload",),
     # Losses: load/losses.py
@@ -67,7 +69,8 @@ class Plan:
         checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
             ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
             (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
-        streaming: from which ``source`` frozen blocks come when they run; empty if they stay on the device.
+        streaming: from which ``source`` frozen blocks come when they run, and whether a window's micro-batches go
+            through them ``layer_by_layer``; empty if the blocks stay on the device.
         training: arguments of ``TrainingArguments``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
             steps ``in_backward``, if it does.

@@ -77,7 +77,8 @@ def test_the_capstone_repeats_keys_only_where_a_card_needs_it():
 
 OFF = {
     "model": {"dtype": "float32", "attn_implementation": "eager"},
-    "quantization": {}, "peft": {}, "collator": {}, "checkpointing": {}, "streaming": {}, "training": {"gradient_accumulation_steps": 1},
+    "quantization": {}, "peft": {}, "collator": {}, "checkpointing": {}, "streaming": {},
+    "training": {"gradient_accumulation_steps": 1},
     "optimizer": {"bits": 32, "paged": False}, "loss": {"kind": "full"}, "parallel": {"strategy": "none", "data": 1},
     "after_load": (), "step_context": (), "warnings": (),
 }  # fmt: skip

@@ -67,6 +67,7 @@ class StepFacts:
         keeps_attention: whether checkpointed blocks also keep what attention's kernel returned.
         offloaded: whether the saved activations of the blocks wait in the host's memory.
         waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which are alive in the whole step.
+        window: how many micro-batches go through the blocks together.
         steps_in_backward: whether each weight takes its step when its gradient arrives, so that no gradient waits.
         optimizer_state_bits: bits of one number of the optimizer's two states.
         expandable_segments: whether torch's allocator may grow its segments.
@@ -115,6 +116,7 @@ class StepFacts:
     keeps_attention: bool = False
     offloaded: bool = False
     waiting_gradient_bytes: int = 0
+    window: int = 1
     steps_in_backward: bool = False
     optimizer_state_bits: int = 32
     expandable_segments: bool = False

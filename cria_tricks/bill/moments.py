@@ -122,13 +122,14 @@ def _of_blocks(
         until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
     """
     operations = memory.operations
-    points = block.points(memory, operations, learns=memory.gradients_wait)
+    # The gradients of a window's other micro-batches are in the open block, too, so a new one is added to theirs.
+    points = block.points(memory, operations, learns=memory.gradients_wait and memory.window == 1)
     if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
     of_a_block = sum(operation.learns for operation in operations)
     found = []
     for point in pick(points):
-        behind = _gradients_behind(memory, point, since * of_a_block)
+        behind = _gradients_behind(memory, point, (since + (memory.window > 1)) * of_a_block)
         if until is None:
             nearly = _gradients_before(memory, point, of_a_block)
         else:
@@ -212,7 +213,8 @@ def _gradients_before(memory: StepFacts, point: block.Point, of_a_block: int) ->
         return _gradients_behind(memory, point, 0)
     gradients = _gradients(memory)
     embedding = memory.shape.embedding_weights * FP32 * memory.trains_all
-    to_come = of_a_block - point.learnt + embedding * (not memory.shape.tied)
+    of_block = 0 if memory.window > 1 else of_a_block - point.learnt
+    to_come = of_block + embedding * (not memory.shape.tied)
     return replace(gradients, bytes=gradients.bytes - to_come, why="fp32: all but those still to come")
 
 
@@ -231,6 +233,9 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
     if memory.joins_documents:
         rows = memory.batch
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
+    if memory.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
+        positions = positions * (memory.window + 1)
+        mask = mask * memory.window
     others = "embedding, norms, biases" if shape.tied else "embedding, head, norms, biases"
     if shape.experts > 1:
         others += ", experts"
@@ -244,7 +249,7 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
         Line("weights: all others", leftovers * memory.other_weight_itemsize, others),
         Line("weights: adapter", added * FP32, "trained in fp32, beside the loaded ones"),
         Line("optimizer states", _states(memory), f"2 of {memory.optimizer_state_bits} bits for each trained weight"),
-        Line("batch", 3 * n * IDS + positions + mask, "token ids, labels, positions, mask"),
+        Line("batch", 3 * n * IDS * memory.window + positions + mask, "token ids, labels, positions, mask"),
     )
 
 

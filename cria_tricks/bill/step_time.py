@@ -206,7 +206,7 @@ def fetch_time(work: Work, card: Card, busy: float) -> StepPart:
     each = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
     moved = work.micro_batches * work.fetched_blocks * each
     seconds = max(0.0, moved / (card.link_rate * card.reached.link) - busy)
-    why = f"{work.fetched_blocks} blocks a micro-batch from the host, beside the computation"
+    why = f"{work.fetched_blocks:g} blocks a micro-batch from the host, beside the computation"
     return StepPart("fetched blocks", 0, 0, round(moved), seconds, why)
 
 

@@ -87,9 +87,43 @@ def waiting_at(memory: StepFacts) -> Waiting:
     first = replace(everything, bytes=one + frozen.attended, why=f"1 block x {why}")
     last = replace(everything, bytes=others + frozen.attended, why=f"{blocks - 1} blocks x {why}")
     found = Waiting(everything, last, first, replace(first, bytes=beside), first, replace(last, bytes=others))
+    if memory.window > 1:
+        return _of_window(found, memory, each, below, pinned)
     if not memory.kept_blocks:
         return found
     return _with_kept(found, memory, waits, below)
+
+
+def _of_window(alone: Waiting, memory: StepFacts, each: int, below: int, pinned: int) -> Waiting:
+    """Add what waits for the other micro-batches of a window, if all go through the blocks together.
+
+    The outputs of the last block wait for their losses, and stay, with their gradients, until the backward pass ends.
+
+    Args:
+        alone: what would wait for one micro-batch.
+        memory: the facts of a micro-batch.
+        each: what waits in each block.
+        below: what waits below the first block.
+        pinned: the part of ``each`` that stays until the whole backward pass has run.
+    """
+    blocks = memory.learning_blocks
+    others = memory.window - 1
+    output = block_input(memory)
+    gradient = output * (blocks > 0)
+    whole = others * (blocks * each + below)
+
+    def more(line: Line, size: int) -> Line:
+        return replace(line, bytes=line.bytes + size, why=f"{line.why}, for {memory.window} micro-batches")
+
+    return alone._replace(
+        # Offload takes the last block's output away where only the norm behind it needs it.
+        all=more(alone.all, whole + others * (output + gradient) + output * memory.offloaded),
+        others=more(alone.others, whole + others * (output + gradient) + gradient),
+        one=more(
+            alone.one,
+            others * (each + below + gradient + max(blocks - 1, 0) * pinned) + memory.window * (output + gradient),
+        ),
+    )
 
 
 def _with_kept(uniform: Waiting, memory: StepFacts, waits: WaitingBytes, below: int) -> Waiting:

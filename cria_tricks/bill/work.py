@@ -61,7 +61,7 @@ class Work:
             accumulation, unscaling and clipping.
         autocast: whether autocast makes the casts of 16-bit products; a model that answers is in one dtype.
         compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
-        fetched_blocks: how many blocks' weights a micro-batch fetches from the host.
+        fetched_blocks: how many blocks' weights a micro-batch fetches from the host, in the mean over a window.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
     """
 
@@ -106,7 +106,7 @@ class Work:
     autocast: bool = True
     compiled: bool = False
     link_trips: int = 0
-    fetched_blocks: int = 0
+    fetched_blocks: float = 0
 
     @property
     def row_positions(self) -> int:

@@ -22,13 +22,14 @@ from transformers import Trainer, __version__, masking_utils
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.load import losses
-from cria_tricks.load.model import quiet_libraries
+from cria_tricks.load.model import blocks_of, quiet_libraries
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.predict.cuda_on_cpu import kernels_of
 from cria_tricks.predict.fake_model import fake_model
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.shared import CONTEXTS
 from cria_tricks.tricks import packing
+from cria_tricks.tricks.layer_by_layer import one_pass
 from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 
 
@@ -78,7 +79,7 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
         live.track_all(tensors_of(training.optimizer))
         # With gradient accumulation the measured micro-batch is the last of its window. There the gradients of the
         # earlier micro-batches exist, so they stay.
-        if plan.training["gradient_accumulation_steps"] == 1:
+        if plan.training["gradient_accumulation_steps"] == 1 or training.in_one_pass:
             training.optimizer.zero_grad()
         moments: dict[str, int] = {}
 
@@ -88,11 +89,15 @@ def dry_run(plan: Plan, config: Any, rows: int, tokens: int, trained: int | None
 
         window = fake_window(plan, rows, tokens, trained)
         live.peak = live.live  # forget the peaks of the preparation
-        loss = training.forward(window[-1])
-        record_peak("forward pass")
-        loss.backward()
-        del loss
-        record_peak("backward pass")
+        if training.in_one_pass:
+            training.one_pass(window)
+            record_peak("forward and backward pass")
+        else:
+            loss = training.forward(window[-1])
+            record_peak("forward pass")
+            loss.backward()
+            del loss
+            record_peak("backward pass")
         training.clip_and_step()
         record_peak("optimizer step")
         del window  # not earlier, because transformers holds the window in the optimizer step, too
@@ -130,6 +135,24 @@ class FakeTraining:
             for name in self.plan.step_context:
                 contexts.enter_context(CONTEXTS[name](self.model))
             return self.loss_of(batch)
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether all micro-batches of a window go through the blocks together."""
+        return bool(self.plan.streaming.get("layer_by_layer"))
+
+    def one_pass(self, window: list[dict[str, Any]]) -> None:
+        """Run all micro-batches of a window together, forward and backward; only the last one knows what is trained."""
+        runs = [functools.partial(self.forward, {**window[-1], **batch}) for batch in window]
+        one_pass(blocks_of(self.model), runs, torch.Tensor.backward, self._around)
+
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        with contextlib.ExitStack() as contexts:
+            for name in self.plan.step_context:
+                contexts.enter_context(CONTEXTS[name](self.model))
+            contexts.enter_context(autocast_of(self.plan))
+            yield
 
     def clip_and_step(self) -> None:
         """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
@@ -275,13 +298,19 @@ def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
 
     The wrapping is repeated here, because making an ``Accelerator`` would change the state of the whole process.
     """
-    autocast: Any = contextlib.nullcontext
-    for name, dtype in _HALF_PRECISION.items():
-        if plan.training.get(name):
-            autocast = functools.partial(torch.autocast, "cpu", dtype)
-            model.forward = convert_outputs_to_fp32(autocast()(model.forward))
+    autocast = functools.partial(autocast_of, plan)
+    if any(plan.training.get(name) for name in _HALF_PRECISION):
+        model.forward = convert_outputs_to_fp32(autocast()(model.forward))
     # The loss gets autocast, too, because the chunked loss calls modules below ``model.forward``.
     return functools.partial(losses.find(plan, autocast), model)
+
+
+def autocast_of(plan: Plan) -> Any:
+    """Make the autocast context of the plan's precision."""
+    for name, dtype in _HALF_PRECISION.items():
+        if plan.training.get(name):
+            return torch.autocast("cpu", dtype)
+    return contextlib.nullcontext()
 
 
 _HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -131,9 +131,16 @@ def _window(training: FakeTraining, recorder: Recorder, rows: int, tokens: int, 
     recorder.line = "batch"
     recorder.moment = f"batches of {tokens:,} tokens"
     window = fake_window(training.plan, rows, tokens, _trained(rows, tokens, trained_share))
-    for batch in window[-2:]:
-        _micro_batch(training, recorder, {**window[-1], **batch}, tokens)
-    del batch, window
+    if training.in_one_pass:
+        recorder.line = "activations"
+        recorder.moment = f"forward and backward pass of {tokens:,} tokens"
+        training.one_pass(window)
+        _relabel_gradients(training, recorder)
+    else:
+        for batch in window[-2:]:
+            _micro_batch(training, recorder, {**window[-1], **batch}, tokens)
+            del batch
+    del window
     recorder.line = "optimizer states"
     recorder.moment = f"optimizer step after {tokens:,} tokens"
     training.clip_and_step()
@@ -146,6 +153,10 @@ def _micro_batch(training: FakeTraining, recorder: Recorder, batch: dict[str, An
     loss = training.forward(batch)
     recorder.moment = f"backward pass of {tokens:,} tokens"
     loss.backward()
+    _relabel_gradients(training, recorder)
+
+
+def _relabel_gradients(training: FakeTraining, recorder: Recorder) -> None:
     recorder.relabel([weight.grad for weight in training.trainable if weight.grad is not None], "gradients")
 
 

@@ -46,6 +46,7 @@ LADDER = (
     "fused_blocks",
     "tiled_mlp",
     "stream_layers",
+    "layer_by_layer",
     "compile",
 )
 """The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
@@ -55,11 +56,12 @@ NEEDS = {
     "keep_attention": ("gradient_checkpointing", "attention", "expand_kv"),
     "quantization": ("peft",),
     "stream_layers": ("peft", "gradient_checkpointing"),
+    "layer_by_layer": ("peft", "gradient_checkpointing", "stream_layers"),
     "double_quantization": ("peft", "quantization"),
     "lean_preparation": ("peft", "precision", "quantization"),
     **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
 }
-"""Toggle -> those without which it has nothing to act on, or is refused. (On an A100 attention needs no expand_kv.)"""
+"""Toggle -> those without which it has nothing to act on, or is refused."""
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""

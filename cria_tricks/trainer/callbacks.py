@@ -57,18 +57,20 @@ class StepMeter(TrainerCallback):
         self.tokens.append(torch.stack([real_tokens(inputs) * (trained > 0), trained]))
 
     @contextlib.contextmanager
-    def watching(self, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Count the bytes of the micro-batch that runs inside ``with``, if it can set a new peak."""
+    def watching(self, *micro_batches: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count the bytes of the micro-batches that run inside ``with``, if they can set a new peak."""
         trainer = self.trainer
         meter = self.trainer.meter
         later = bool(self.tokens)  # not the first micro-batch of its step, so gradients exist already
-        if self.first or not meter.counts or not meter.may_set_a_peak("train", *sizes(inputs), later):
+        tokens, trained = map(sum, zip(*map(sizes, micro_batches), strict=True))
+        if self.first or not meter.counts or not meter.may_set_a_peak("train", tokens, trained, later):
             yield
             return
         self.watched = True
         gradients = (p.grad for p in trainer.model.parameters() if p.grad is not None)
         states = (t for state in trainer.optimizer.state.values() for t in state.values() if torch.is_tensor(t))
-        meter.track((*gradients, *states, *inputs.values()))  # they were made while nothing was counted
+        batches = (tensor for batch in micro_batches for tensor in batch.values())
+        meter.track((*gradients, *states, *batches))  # they were made while nothing was counted
         with meter.watch():
             yield
 

@@ -21,6 +21,7 @@ from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments
 from cria_tricks.trainer.by_loss import KeepBest, Patience
 from cria_tricks.trainer.callbacks import Agree, SaveOnClock, StopOnBudget, StopOnSignal
+from cria_tricks.trainer.one_pass import OnePassTrainer
 from cria_tricks.trainer.pipeline import PipelineTrainer
 from cria_tricks.trainer.resumable import position
 from cria_tricks.trainer.samples import Samples
@@ -199,6 +200,8 @@ def _made(
     kind = SharedTrainer
     if plan.parallel["strategy"] == "pipeline":
         kind = PipelineTrainer
+    elif plan.streaming.get("layer_by_layer"):
+        kind = OnePassTrainer
     trainer = kind(
         plan=plan,
         meter=meter,

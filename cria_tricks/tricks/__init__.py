@@ -25,6 +25,7 @@ from cria_tricks.tricks import (
     int8,
     keep_attention,
     kv_cache,
+    layer_by_layer,
     lean_preparation,
     lora,
     mixed_precision,
@@ -72,6 +73,8 @@ TRICKS: tuple[ModuleType, ...] = (
     # The end of the step: the loss, the window of micro-batches, the optimizer.
     chunked_loss,
     gradient_accumulation,
+    # How its micro-batches go through streamed blocks.
+    layer_by_layer,
     adamw_8bit,
     paged_optimizer,
     # When the optimizer takes its steps, whichever it is.

@@ -43,6 +43,7 @@ SHORT = {
     "fused": "fused_lora=true",
     "blocks": "fused_blocks=true",
     "tile": "tiled_mlp=true",
+    "layers": "layer_by_layer=true",
     "stream": "stream_layers=true",
     "compile": "compile=true",
 }

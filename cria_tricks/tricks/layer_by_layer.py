@@ -1,0 +1,151 @@
+r"""Layer by layer: all micro-batches of a window go through a block before the next block runs.
+
+Saves    PCIe traffic of streamed layers: a block is fetched once a window and pass, not once a micro-batch: of k
+         micro-batches' fetches 1 / k remain
+Costs    activations: the block inputs of all k micro-batches wait at once, k L s, with what the loss gives back to each
+Claim    exact: a gradient is the same sum in the same order. With dropout the micro-batches draw other masks
+Needs    stream_layers and gradient_accumulation above 1; without them it has no effect
+Breaks   the memory that accumulation saves, but for the logits and the open block, which are those of one micro-batch
+Sources  Pudipeddi et al. 2020, arXiv:2002.05645 (L2L), sec. 3.2; Lamy-Poirier 2022, arXiv:2211.05953 (breadth-first)
+Ours     40 lines around a model as it is: a first run of each micro-batch only notes with what its blocks are called,
+         and a second one only computes the loss, from the last block's output
+
+Shapes: s = B T D elements, a block's input; k micro-batches; L blocks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.work import Work
+from cria_tricks.models.shape import Shape
+from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
+
+SWITCHES = ("layer_by_layer=true",)
+CLAIM = "exact"
+LESSON = "03_gradient_checkpointing"
+REFERENCE = ("one_pass",)
+PLAIN = """
+# No library has it for a model of transformers: cria_tricks.tricks.layer_by_layer.one_pass takes its blocks,
+# and for each micro-batch a function that runs the whole model.
+"""
+
+
+class _NotedAll(Exception):  # noqa: N818 (no error: it ends a run that was only to be noted)
+    """The last block was called."""
+
+
+def one_pass(
+    blocks: Sequence[torch.nn.Module],
+    runs: Sequence[Callable[[], torch.Tensor]],
+    backward: Callable[[torch.Tensor], Any],
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[torch.Tensor]:
+    """Run a window's micro-batches through the blocks together, forward and backward.
+
+    Args:
+        blocks: of a model, in their order; each maps (B, T, D) to (B, T, D).
+        runs: for each micro-batch a function that runs the whole model, and returns the loss.
+        backward: runs the backward pass of a loss, which may be scaled.
+        around: makes the context around a block, such as autocast.
+
+    Returns:
+        The losses, detached. The gradients are added to ``.grad``.
+    """
+    calls = [_noted(blocks, run) for run in runs]
+    hidden = [first for first, _ in calls]
+    for number, block in enumerate(blocks):
+        # The backward pass goes the other way, so it adds up the gradients in the order of the micro-batches.
+        for each in reversed(range(len(runs))):
+            with around():
+                hidden[each] = block(hidden[each], **calls[each][1][number])
+    del calls
+    losses = []
+    ends = []
+    for run, output in zip(runs, hidden, strict=True):
+        # Cut here, so that only one micro-batch has logits at a time.
+        end = output.detach().requires_grad_(output.requires_grad)
+        with _instead(blocks, functools.partial(_give, len(blocks) - 1, end)):
+            loss = run()
+        backward(loss)
+        losses.append(loss.detach())
+        ends.append(end)
+    if ends[0].requires_grad:
+        torch.autograd.backward(hidden, [end.grad for end in ends])
+    return losses
+
+
+def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Return with what a run calls the first block, and with which further arguments it calls each."""
+    given: list[dict[str, Any]] = []
+    first: list[torch.Tensor] = []
+
+    def note(number: int, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        first[:] = [x]
+        given.append(more)
+        if number == len(blocks) - 1:
+            raise _NotedAll
+        return x
+
+    with _instead(blocks, note), contextlib.suppress(_NotedAll):
+        run()
+    return first[0], given
+
+
+def _give(last: int, end: torch.Tensor, number: int, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Stand in for a block: the last one gives ``end``, and the others what they get."""
+    return end if number == last else x
+
+
+@contextlib.contextmanager
+def _instead(blocks: Sequence[Any], forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let the blocks run a function instead, which also gets their number."""
+    checkpointing = [block.__dict__.get("gradient_checkpointing") for block in blocks]
+    for number, block in enumerate(blocks):
+        block.forward = functools.partial(forward, number)
+        block.gradient_checkpointing = False  # up to transformers 5.22 the call of a block is checkpointed, not forward
+    try:
+        yield
+    finally:
+        for block, before in zip(blocks, checkpointing, strict=True):
+            del block.forward, block.gradient_checkpointing
+            if before is not None:
+                block.gradient_checkpointing = before
+
+
+def switch_on(plan: Plan, recipe: Recipe) -> Plan:
+    """Ask the trainer for it, if a window has several micro-batches of streamed blocks."""
+    if not recipe.tricks.layer_by_layer:
+        return plan
+    if not plan.streaming or recipe.tricks.gradient_accumulation == 1:
+        return plan.warn(
+            "layer_by_layer has no effect: without stream_layers, or with gradient_accumulation=1, no block is fetched "
+            "again for another micro-batch"
+        )
+    return plan.with_("streaming", layer_by_layer=True)
+
+
+def _acts(recipe: Recipe) -> bool:
+    tricks = recipe.tricks
+    return bool(tricks.layer_by_layer and tricks.stream_layers and tricks.gradient_accumulation > 1)
+
+
+def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
+    """Bill the block inputs of a whole window. No gradient of an earlier micro-batch waits, but that of a head."""
+    if not _acts(recipe):
+        return memory
+    waiting = memory.waiting_gradient_bytes if recipe.tricks.peft == "head" else 0
+    return replace(memory, window=recipe.tricks.gradient_accumulation, waiting_gradient_bytes=waiting)
+
+
+def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
+    """Fetch a block once a window and pass."""
+    if not _acts(recipe):
+        return work
+    return replace(work, fetched_blocks=work.fetched_blocks / work.micro_batches)
