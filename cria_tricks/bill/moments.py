@@ -122,7 +122,9 @@ def _of_blocks(
         until: how many blocks are done when the lowest is; ``None`` if it is the first block of the model.
     """
     operations = memory.operations
-    # The gradients of a window's other micro-batches are in the open block, too, so a new one is added to theirs.
+    # The gradients of a window's other micro-batches are in the open block, too, so the new ones of a matrix are added
+    # to theirs: those of both factors of its adapter, at most.
+    added = 2 * max((elements for _, elements in memory.added), default=0) * FP32 * (memory.window > 1)
     points = block.points(memory, operations, learns=memory.gradients_wait and memory.window == 1)
     if not memory.checkpointed:  # else a block first runs forward again
         points = [point for point in points if point.backward]
@@ -134,6 +136,8 @@ def _of_blocks(
             nearly = _gradients_before(memory, point, of_a_block)
         else:
             nearly = _gradients_behind(memory, point, (until - 1) * of_a_block)
+        behind = replace(behind, bytes=behind.bytes + added)
+        nearly = replace(nearly, bytes=nearly.bytes + added)
         below = point
         if memory.learns_beside and not memory.checkpointed:
             # Nothing learns below the first copy. So the frozen block beside it has no backward pass, and no gradient

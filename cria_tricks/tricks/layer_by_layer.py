@@ -37,7 +37,7 @@ PLAIN = """
 """
 
 
-class _NotedAll(Exception):  # noqa: N818 (no error: it ends a run that was only to be noted)
+class _NotedAll(Exception):
     """The last block was called."""
 
 
