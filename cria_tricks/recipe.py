@@ -97,7 +97,7 @@ class Tricks(_Frozen):
     tiled_mlp: AutoOrTokens = Field(
         False, description="the MLP takes so many tokens at a time; true or auto: as many as D", examples=[4096]
     )
-    activation_offload: bool = Field(False, description="saved activations wait in host memory")
+    activation_offload: bool | Literal["overlapped"] = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
     def __eq__(self, other: object) -> bool:

@@ -31,7 +31,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
         "compile_blocks",
     ),
     # Contexts around a forward pass: trainer/shared.py
-    "step_context": ("activation_offload",),
+    "step_context": ("activation_offload", "overlapped_offload"),
     # Losses: load/losses.py
     "loss.kind": ("full", "chunked"),
     # What trains over a frozen model: load/adapters.py
@@ -64,7 +64,8 @@ class Plan:
         collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
         checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
             ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
-            (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
+            (``mlp_tile``, or True for as many as the model is wide); the tokens of a micro-batch from which inputs of
+            blocks travel to the host and back (``travels_from``); empty if nothing is recomputed.
         training: arguments of ``TrainingArguments``.
         optimizer: the ``bits`` of an element of its states, and whether the states are ``paged``; whether it takes its
             steps ``in_backward``, if it does.

@@ -62,6 +62,7 @@ class Work:
         autocast: whether autocast makes the casts of 16-bit products; a model that answers is in one dtype.
         compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
+        travelling_blocks: how many blocks have an input that does so beside the computing.
     """
 
     shape: Shape
@@ -105,6 +106,7 @@ class Work:
     autocast: bool = True
     compiled: bool = False
     link_trips: int = 0
+    travelling_blocks: int = 0
 
     @property
     def row_positions(self) -> int:
