@@ -91,7 +91,7 @@ def _backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick:
     """
     done = memory.staying_blocks
     if memory.learns_beside or not done:
-        over = (*over, _fetched_ahead(memory))
+        over += _fetched_ahead(memory)
         return _of_blocks(memory, ("last block", waiting.others), ("first block", waiting.one), over, pick)
     kept = last_blocks(memory)
     if memory.overlapped:
@@ -118,7 +118,7 @@ def _overlapped_backward(
         pick: which points of a block become moments.
     """
     done = memory.staying_blocks
-    ahead = (*over, _fetched_ahead(memory))
+    ahead = over + _fetched_ahead(memory)
     last = "last block", waiting.others
     highest = "last offloaded block", waiting.checkpointed
     # Behind the checkpointed blocks, the first copy begins when the one before the last of them is nearly done.
@@ -131,9 +131,11 @@ def _overlapped_backward(
     return found
 
 
-def _fetched_ahead(memory: StepFacts) -> Line:
-    """Return the line of the next block's input, which comes back from the host while a block is open."""
-    return Line("fetched ahead", block_input(memory) * memory.overlapped, "the next block's input, from the host")
+def _fetched_ahead(memory: StepFacts) -> tuple[Line, ...]:
+    """Return the line of the next block's input, which comes back from the host while a block is open; else none."""
+    if not memory.overlapped:
+        return ()
+    return (Line("saved activations, ahead", block_input(memory), "the next block's input, from the host"),)
 
 
 def _of_blocks(
@@ -186,7 +188,7 @@ def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...]
     lowest block, because by then all copies above it have their gradients. Else it is the highest, because most saved
     activations still wait; then only its own copy has gradients.
     """
-    over = (*over, _fetched_ahead(memory))
+    over += _fetched_ahead(memory)
     waits = block_input(memory)  # the gradient of the input, which the copy has given already
     frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in tiled(memory)]
     blocks = memory.learning_blocks

@@ -4,8 +4,9 @@ These are the same tricks, in the same order, that switch a recipe on.
 """
 
 import functools
+from dataclasses import replace
 
-from cria_tricks.bill import moved_bytes, overlap, step_time
+from cria_tricks.bill import launches, moved_bytes, products, step_time
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
@@ -22,6 +23,9 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import TRICKS
+
+LONGEST = 2**20
+"""The longest row for which copies are tried to hide [tokens]."""
 
 
 def facts(
@@ -99,7 +103,41 @@ def travels_from(recipe: Recipe, shape: Shape, device: Device) -> int:
 
 @functools.lru_cache(maxsize=256)  # a search for the longest row asks many times
 def _travels_from(recipe: Recipe, shape: Shape, card: Card) -> int:
-    return overlap.least_tokens(_work(recipe, shape, card.device, recipe.data.max_length, 1.0), card)
+    return least_tokens(_work(recipe, shape, card.device, recipe.data.max_length, 1.0), card)
+
+
+def least_tokens(work: Work, card: Card) -> int:
+    """Return the tokens of the shortest micro-batch whose copies take no time, by bisection.
+
+    Shorter ones wait for the host, which starts one kernel after the other: there each copy delays all kernels behind
+    it. Much longer rows compute more for each token, in attention, but a token's input stays as large. So if copies are
+    hidden at one length, they are at all greater ones.
+
+    Args:
+        work: a step with ``travelling_blocks``; the length of its rows does not matter.
+        card: the card and its rates.
+
+    Returns:
+        Tokens of all rows of the micro-batch, learnt prompt vectors included; those of rows of :data:`LONGEST` tokens
+        if no length is enough.
+    """
+    least, most = 1, LONGEST
+    while least < most:
+        middle = (least + most) // 2
+        if hidden(replace(work, tokens=middle), card):
+            most = middle
+        else:
+            least = middle + 1
+    return replace(work, tokens=most).positions
+
+
+def hidden(work: Work, card: Card) -> bool:
+    """Tell whether the blocks keep the card busy for longer than copies and launches take."""
+    one = replace(work, micro_batches=1)
+    seconds = {part.name: step_time.timed(part, card, work.precision).seconds for part in step_time.counts(one)}
+    busy = sum(seconds[name] for name in step_time.BLOCKS)
+    started = launches.of_blocks(one, products.blocks(one)) + launches.TRAVEL * work.travelling_blocks
+    return busy >= max(seconds[step_time.TRAVEL], started * card.reached.launch)
 
 
 def as_long_rows_run(recipe: Recipe, shape: Shape, device: Device, tokens: int) -> Recipe:

@@ -130,12 +130,11 @@ class Overlapped(Offloaded):
         self._ended = len(blocks) == 1
         self._kept_one = False
 
-    def __enter__(self) -> "Overlapped":
+    def __enter__(self) -> None:
         self._copies.wait_for(self._copies.begun)  # an earlier pass may have ended with an error
         if len(self._blocks) > 1:
             self._hook = self._blocks[-2].register_forward_hook(self._end)
         super().__enter__()
-        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
