@@ -123,7 +123,9 @@ def _with_kept(uniform: Waiting, memory: StepFacts, waits: WaitingBytes, below: 
     all_k = k * waits.each + below
 
     def line(size: int, inputs: int, whole: int) -> Line:
-        why = f"{inputs} x {waits.why}, {whole} x all that is saved"
+        of_each = "on the host" if memory.overlapped else waits.why
+        of_whole = "its input" if others.checkpointed else "all that is saved"
+        why = f"{inputs} x {of_each}, {whole} x {of_whole}"
         return replace(uniform.all, bytes=size, why=why)
 
     return uniform._replace(

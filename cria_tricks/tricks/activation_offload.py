@@ -38,9 +38,6 @@ from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
 SWITCHES = ("activation_offload=true", "activation_offload=overlapped")
-SMALL = 2**17
-"""If copies overlap, a tensor of fewer bytes stays on the card. PCIe 3.0 carries so many in 10 us, and the host needs
-as long to start a copy (``hardware/reached.py``)."""
 CLAIM = "exact"
 LESSON = "03_gradient_checkpointing"
 REFERENCE = ("Offloaded._pack", "Offloaded._unpack", "_copy")
@@ -61,6 +58,9 @@ def forward(*arguments, **named):
 
 model.forward = forward
 """
+SMALL = 2**17
+"""If copies overlap, a tensor of fewer bytes stays on the card. PCIe 3.0 carries so many in 11 us, and the host takes
+17 us to start a copy (``hardware/reached.py``: ``LINK`` and ``LAUNCH``)."""
 
 
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):

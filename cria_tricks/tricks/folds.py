@@ -118,8 +118,8 @@ def least_tokens(work: Work, card: Card) -> int:
         card: the card and its rates.
 
     Returns:
-        Tokens of all rows of the micro-batch, learnt prompt vectors included; those of rows of :data:`LONGEST` tokens
-        if no length is enough.
+        Tokens of all rows of the micro-batch, learnt prompt vectors included; 1 if every length is enough, and those of
+        rows of :data:`LONGEST` tokens if none is.
     """
     least, most = 1, LONGEST
     while least < most:
@@ -128,7 +128,7 @@ def least_tokens(work: Work, card: Card) -> int:
             most = middle
         else:
             least = middle + 1
-    return replace(work, tokens=most).positions
+    return 1 if most == 1 else replace(work, tokens=most).positions
 
 
 def hidden(work: Work, card: Card) -> bool:
@@ -156,13 +156,13 @@ def for_shape(plan: Plan, recipe: Recipe, shape: Shape) -> Plan:
         return plan
     least = travels_from(recipe, shape, plan.device)
     plan = plan.refine("checkpointing", travels_from=least)
-    if plan.device.kind != "cuda":
-        return plan
-    if rates_of(plan.device) is None:
+    if plan.device.kind == "cuda" and rates_of(plan.device) is None:
         return plan.warn(
             f"activation_offload=overlapped: the speed of {plan.device.name} is not known, so inputs of blocks travel "
             "also where the copies take longer than the computing"
         )
+    if least == 1:
+        return plan
     return plan.warn(
         f"activation_offload=overlapped: micro-batches of fewer than {least:,} tokens are checkpointed and not "
         f"offloaded, because on {plan.device.name} their copies would take time"
