@@ -95,11 +95,11 @@ class Tricks(_Frozen):
     tiled_mlp: AutoOrTokens = Field(
         False, description="the MLP takes so many tokens at a time; true or auto: as many as D", examples=[4096]
     )
-    activation_offload: bool = Field(False, description="saved activations wait in host memory")
     stream_layers: bool | Literal["file"] = Field(
         False, description="frozen blocks wait on the host, in memory or in a file", examples=["file"]
     )
     layer_by_layer: bool = Field(False, description="a window's micro-batches go through each streamed block together")
+    activation_offload: bool | Literal["overlapped"] = Field(False, description="saved activations wait in host memory")
     compile: bool = Field(False, description="fuse a block's small operations into a few kernels (torch.compile)")
 
     def __eq__(self, other: object) -> bool:

@@ -35,7 +35,7 @@ NAMES: Mapping[str, tuple[Any, ...]] = {
     # How micro-batches go through them: tricks/layer_by_layer.py, in trainer/one_pass.py
     "streaming.layer_by_layer": (True,),
     # Contexts around a forward pass: trainer/shared.py
-    "step_context": ("activation_offload",),
+    "step_context": ("activation_offload", "overlapped_offload"),
     # Losses: load/losses.py
     "loss.kind": ("full", "chunked"),
     # What trains over a frozen model: load/adapters.py
@@ -68,7 +68,8 @@ class Plan:
         collator: how rows become batches: ``packed_length`` in tokens if they are packed, else empty.
         checkpointing: how many of the first ``blocks`` are checkpointed (``"all"`` or a number), whether they
             ``keep_attention``, and then whether several rows have a mask (``masked``); the tokens of an MLP's tile
-            (``mlp_tile``, or True for as many as the model is wide); empty if nothing is recomputed.
+            (``mlp_tile``, or True for as many as the model is wide); the tokens of a micro-batch from which inputs of
+            blocks travel to the host and back (``travels_from``); empty if nothing is recomputed.
         streaming: from which ``source`` frozen blocks come when they run, and whether a window's micro-batches go
             through them ``layer_by_layer``; empty if the blocks stay on the device.
         training: arguments of ``TrainingArguments``.

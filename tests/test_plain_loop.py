@@ -79,7 +79,7 @@ def test_a_checkpointed_block_runs_again_in_the_backward_pass(setting, runs, tin
 def test_each_forward_pass_is_in_the_contexts_of_the_plan(tiny_model, rows, monkeypatch):
     entered = []
 
-    def watch(model):
+    def watch(model, plan):
         return contextlib.nullcontext(entered.append(model))
 
     monkeypatch.setitem(plain_loop.CONTEXTS, "activation_offload", watch)

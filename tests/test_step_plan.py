@@ -176,6 +176,11 @@ PLANS = [
     (T4, "activation_offload=true", {"step_context": ("activation_offload",)}),
     (CPU, "activation_offload=true", {"step_context": ("activation_offload",), "warnings": (
         "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already",)}),
+    (T4, "gradient_checkpointing=true activation_offload=overlapped", {
+     "step_context": ("overlapped_offload",), "checkpointing": {"blocks": "all"},
+     "after_load": ("checkpoint_blocks",)}),
+    (T4, "peft=head activation_offload=overlapped", {"peft": {"kind": "head"}, "after_load": ("add_adapter",),
+     "warnings": ("activation_offload has no effect: with peft=head no block below the head keeps activations",)}),
     (card(7, 0), "compile=true", {"after_load": ("compile_blocks",)}),
     (card(7, 0), "compile=true peft=lora", ADAPTER | {"after_load": ("add_adapter", "compile_blocks")}),
     (CPU, "packing=true", {"collator": {"packed_length": 2048}}),

@@ -17,7 +17,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS, compile
+from cria_tricks.tricks import TRICKS, compile, overlapped_offload
 from tests.helpers import train
 from tests.sweeps import toggle
 
@@ -25,6 +25,7 @@ SWITCHES = [switch.replace("=8", "=2") for trick in TRICKS for switch in trick.S
 SWITCHES[SWITCHES.index("tiled_mlp=true")] = "tiled_mlp=8"  # tiles as long as the model is wide would never be full
 SWITCHES.append("gradient_checkpointing=1")  # the first of two blocks
 STEPS = 4
+OVERLAPPED = "activation_offload=overlapped"
 
 ALONE = [(switch,) for switch in SWITCHES]
 PAIRS = [pair for pair in itertools.combinations(SWITCHES, 2) if pair[0].split("=")[0] != pair[1].split("=")[0]]
@@ -91,6 +92,9 @@ for combination in REFUSED:
         WORKING += [whole for whole in [over_what_streaming_needs(combination)] if not refusal(whole)]
     elif "keep_attention=true" in combination:
         WORKING += [whole for whole in over_what_attention_needs(combination) if not refusal(whole)][:1]
+    elif OVERLAPPED in combination:  # the blocks whose inputs travel are checkpointed
+        larger = [(*combination, "gradient_checkpointing=true", *more) for more in ((), ("peft=lora",))]
+        WORKING += [whole for whole in larger if not refusal(whole)][:1]
 
 
 def warnings_of(switches: tuple[str, ...]) -> frozenset[str] | None:
@@ -127,6 +131,7 @@ TRAINED = WORKING if os.environ.get("CRIA_ALL") else covering_array()
 @pytest.mark.parametrize("switches", TRAINED, ids="+".join)
 def test_trains_to_a_lower_loss(switches, tiny_model, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(compile, "BACKEND", "eager")  # captured and run; kernels take longer, and test_compile has them
+    monkeypatch.setattr(overlapped_offload, "SMALL", 0)  # so that the inputs of these blocks travel
     torch._dynamo.reset()
     batch = rows[:2]  # the same two rows are the whole set, so every step sees them
     accumulated = "gradient_accumulation=2" in switches
@@ -169,7 +174,9 @@ def test_only_what_cannot_work_is_refused():
             "gradient_accumulation=2" in switches and any(field(one) == "optimizer_in_backward" for one in switches),
             "keep_attention=true" in switches,  # its pairs lack checkpointing, sdpa or both; see above
             {"compile=true", "tiled_mlp=8"} <= set(switches),
+            {OVERLAPPED, "layer_by_layer=true"} <= set(switches),
             streams(switches),  # its pairs lack checkpointing, an adapter or both; see above
+            OVERLAPPED in switches,  # its pairs lack checkpointing, and compile goes with none of them; see above
             {"attention=flash_attention_2", "fused_blocks=triton"} & set(switches),  # no CUDA card here
         )
         assert any(reasons), switches

@@ -16,7 +16,7 @@ from cria_tricks.bench.case import stamp
 from cria_tricks.common.errors import BadInput
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS
+from cria_tricks.tricks import TRICKS, overlapped_offload
 from tests.helpers import tiny_llama, train
 from tests.sweeps import toggle
 
@@ -34,6 +34,8 @@ def exact_toggles() -> dict[str, list[str]]:
             settings = toggle(switch)
             if switch == "expand_kv=true":
                 settings.append("tricks.attention=sdpa")  # what it acts on
+            if switch == "activation_offload=overlapped":
+                settings.append("tricks.gradient_checkpointing=true")  # what it acts on
             if switch == "tiled_mlp=true":
                 settings = ["tricks.tiled_mlp=16"]  # shorter than most documents
             if switch == "gradient_accumulation=8":
@@ -71,10 +73,12 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
         ``plain``, the losses without a toggle; ``cases``, by name: the largest and the mean difference of a step's loss
         from that, and what the technique claims.
     """
+    overlapped_offload.SMALL = 0  # so that inputs as small as these travel
     plain = losses([ALL_AT_ONCE], model, folder / "plain")
     alone = exact_toggles()
-    # Accumulation is another window, and steps in the backward pass know no window.
-    apart = ("gradient_accumulation", "optimizer_in_backward")
+    # Accumulation is another window, steps in the backward pass know no window, and the copies of an offload either
+    # overlap or do not.
+    apart = ("gradient_accumulation", "optimizer_in_backward", "activation_offload=overlapped")
     together = [setting for switch, settings in alone.items() if not switch.startswith(apart) for setting in settings]
     runs = {switch: [ALL_AT_ONCE, *settings] for switch, settings in alone.items()}
     runs["gradient_accumulation=8"][0] = IN_WINDOWS

@@ -118,7 +118,7 @@ def example(field: FieldInfo) -> str:
     """A value that is not the default: the field's own example, or the next choice."""
     if field.examples:
         return str(field.examples[0])
-    if field.annotation is bool:
+    if bool in (field.annotation, *typing.get_args(field.annotation)):
         return _written(not field.default)
     choices = typing.get_args(field.annotation)
     assert choices, f"a field without choices needs an example: {field}"

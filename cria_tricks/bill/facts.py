@@ -66,6 +66,9 @@ class StepFacts:
         kept_blocks: how many of the last blocks save everything although the first ones are checkpointed.
         keeps_attention: whether checkpointed blocks also keep what attention's kernel returned.
         offloaded: whether the saved activations of the blocks wait in the host's memory.
+        overlapped: whether they go there beside the computing. Then those of the last block stay, and so does all that
+            the loss saves; one block's input comes back ahead of its use; and blocks that are not checkpointed keep
+            theirs.
         waiting_gradient_bytes: bytes of the gradients of earlier micro-batches, which are alive in the whole step.
         window: how many micro-batches go through the blocks together.
         steps_in_backward: whether each weight takes its step when its gradient arrives, so that no gradient waits.
@@ -115,6 +118,7 @@ class StepFacts:
     kept_blocks: int = 0
     keeps_attention: bool = False
     offloaded: bool = False
+    overlapped: bool = False
     waiting_gradient_bytes: int = 0
     window: int = 1
     steps_in_backward: bool = False
@@ -135,6 +139,16 @@ class StepFacts:
     def gradients_wait(self) -> bool:
         """Whether the gradients of this micro-batch stay until its backward pass ends, with none from before."""
         return not self.accumulates and not self.steps_in_backward
+
+    @property
+    def offloads_the_end(self) -> bool:
+        """Whether the saved activations of the last block and of the loss wait in the host's memory, too."""
+        return self.offloaded and not self.overlapped
+
+    @property
+    def staying_blocks(self) -> int:
+        """How many of the last blocks save otherwise than the others: those behind the checkpointed or offloaded."""
+        return self.kept_blocks or int(self.overlapped)
 
     @property
     def keeps_nothing(self) -> bool:

@@ -38,6 +38,9 @@ NORM_CASTS = 4
 TILE = 6, 8
 """Of an MLP's tile, forward and backward, beside what its adapters and unpacking take: three products, the activation,
 the product with up, and the copy of the result or of the gradient into its place."""
+TRAVEL = 16
+"""For each block whose input travels beside the computing: two copies, with the events and waits around them. A round
+number."""
 CACHE = 2
 """For each block of a model that answers: a new token's keys and values are written into the cache."""
 MASKED = 3

@@ -32,7 +32,7 @@ def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
         copied = memory.shape.layers * matrices
     elif memory.learns_beside:
         copied = memory.learning_blocks * (matrices + memory.shape.width**2)
-    if memory.kept_blocks and not memory.offloaded:  # the last blocks save theirs
+    if memory.kept_blocks and not memory.offloads_the_end:  # the last blocks save theirs
         copied = copied * (memory.shape.layers - memory.kept_blocks) // memory.shape.layers
     size = 0
     if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
@@ -75,7 +75,7 @@ def _loss(memory: StepFacts) -> tuple[Line, ...]:
     if memory.trains_head:  # it saves its input, and a norm that trains its normalised input
         norm = norm * bool(memory.learning_blocks) + n * shape.width * (a + memory.hidden_itemsize * memory.trains_all)
     head = head_copy(memory)
-    if memory.offloaded:  # saved tensors come back from the host later, when their operation runs backward
+    if memory.offloads_the_end:  # saved tensors come back from the host later, when their operation runs backward
         norm = head = 0
     return (
         Line("final norm", norm, "for its gradients and a trained head's"),
@@ -92,7 +92,7 @@ def _log_softmax(memory: StepFacts) -> tuple[Line, ...]:
     a = memory.compute_itemsize
     head = shape.embedding_weights * a * (a < FP32 and (a != memory.other_weight_itemsize or memory.trains_head))
     logits = n * shape.vocabulary * (2 * FP32 + a * (a < FP32))
-    if memory.offloaded and not memory.trains_head:  # the copy goes to the host before the fp32 logits are made
+    if memory.offloads_the_end and not memory.trains_head:  # the copy goes to the host before the fp32 logits are made
         head, logits = 0, largest(logits, head + n * shape.vocabulary * a)
     return (
         Line("final norm", _final_norm(memory), "its input and output"),
@@ -107,7 +107,7 @@ def _final_norm(memory: StepFacts) -> int:
     a = memory.compute_itemsize
     hidden = memory.hidden_itemsize
     saved = memory.norm_bytes(1, hidden).saved
-    kept = (saved + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloaded)
+    kept = (saved + hidden * memory.trains_all) * bool(memory.learning_blocks) * (not memory.offloads_the_end)
     return memory.all_tokens * memory.shape.width * (kept + hidden + a * (a != hidden))
 
 
@@ -124,7 +124,7 @@ def head_gradient(memory: StepFacts) -> tuple[Line, ...]:
     if a < FP32:
         opened = largest(opened + weights * a, weights * (a + FP32) + given)
     kept = n * shape.width * (FP32 + memory.hidden_itemsize * memory.trains_all) + n * FP32
-    if memory.offloaded or not memory.learning_blocks:
+    if memory.offloads_the_end or not memory.learning_blocks:
         kept = 0
     return (
         Line("final norm", kept, "its input and output"),

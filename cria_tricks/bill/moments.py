@@ -86,12 +86,16 @@ def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> 
 def _backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick) -> list[Moment]:
     """Return moments of the backward pass: of the last block, while all others wait, and of the first, after them.
 
-    If only the first blocks are checkpointed, also of the two blocks on both sides of the border.
+    If only the first blocks are checkpointed, also of the two blocks on both sides of the border. If their inputs come
+    back beside the computing, also of the second block, because from there on none comes back ahead.
     """
-    if not memory.kept_blocks:
+    done = memory.staying_blocks
+    if memory.learns_beside or not done:
+        over += _fetched_ahead(memory)
         return _of_blocks(memory, ("last block", waiting.others), ("first block", waiting.one), over, pick)
     kept = last_blocks(memory)
-    done = memory.kept_blocks
+    if memory.overlapped:
+        return _overlapped_backward(memory, kept, waiting, over, pick)
     return [
         *_of_blocks(kept, ("last block", waiting.others), ("first kept block", waiting.kept), over, pick, until=done),
         *_of_blocks(
@@ -99,6 +103,39 @@ def _backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick:
             since=done,
         ),
     ]  # fmt: skip
+
+
+def _overlapped_backward(
+    memory: StepFacts, kept: StepFacts, waiting: Waiting, over: tuple[Line, ...], pick: _Pick
+) -> list[Moment]:
+    """Return moments of the backward pass if the inputs of the first blocks come back beside the computing.
+
+    Args:
+        memory: the facts of the first blocks.
+        kept: the facts of the others.
+        waiting: what waits.
+        over: the lines that are the same in the whole pass.
+        pick: which points of a block become moments.
+    """
+    done = memory.staying_blocks
+    ahead = over + _fetched_ahead(memory)
+    last = "last block", waiting.others
+    highest = "last offloaded block", waiting.checkpointed
+    # Behind the checkpointed blocks, the first copy begins when the one before the last of them is nearly done.
+    beside = ahead if kept.checkpointed else over
+    found = _of_blocks(kept, last, ("first kept block", waiting.kept), beside, pick, until=done)
+    found += _of_blocks(memory, highest, ("first block", waiting.one), over, pick, since=done)
+    if memory.shape.layers - done > 1:
+        until = memory.shape.layers - 1
+        found += _of_blocks(memory, highest, ("second block", waiting.one), ahead, pick, since=done, until=until)
+    return found
+
+
+def _fetched_ahead(memory: StepFacts) -> tuple[Line, ...]:
+    """Return the line of the next block's input, which comes back from the host while a block is open; else none."""
+    if not memory.overlapped:
+        return ()
+    return (Line("saved activations, ahead", block_input(memory), "the next block's input, from the host"),)
 
 
 def _of_blocks(
@@ -156,6 +193,7 @@ def _frozen_backward(memory: StepFacts, waiting: Waiting, over: tuple[Line, ...]
     lowest block, because by then all copies above it have their gradients. Else it is the highest, because most saved
     activations still wait; then only its own copy has gradients.
     """
+    over += _fetched_ahead(memory)
     waits = block_input(memory)  # the gradient of the input, which the copy has given already
     frozen = [replace(one, forward=one.forward + waits, backward=one.backward + waits) for one in tiled(memory)]
     blocks = memory.learning_blocks

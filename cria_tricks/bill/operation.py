@@ -139,6 +139,7 @@ class BlockTensors:
         keeps_input: whether ``kept`` contains the block's input itself.
         attended: the part of ``kept`` that a fused attention kernel returned: its output and the log-sum-exp.
         recomputed: whether this block is checkpointed. With a number of blocks, the last ones are not.
+        offloaded: whether its tensors wait in the host's memory.
     """
 
     input: int
@@ -148,6 +149,7 @@ class BlockTensors:
     keeps_input: bool
     attended: int
     recomputed: bool
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 This is a roofline model. A step is a sequence of parts. Compute and memory traffic of a part overlap, so the part
 takes the longer of the two times: operations / rate, or bytes / memory bandwidth. Traffic over PCIe is taken not to
-overlap with either, so its time is added. Only blocks that are fetched ahead of their use (``stream_layers``) overlap.
-The rates are those of the datasheet, times the share that public runs reached on this card (``hardware/reached.py``);
-after ``cria doctor --calibrate`` they are this machine's own.
+overlap with either, so its time is added. Only copies with a stream of their own run beside the blocks, and take no
+more than the time by which they outlast them. The rates are those of the datasheet, times the share that public runs
+reached on this card (``hardware/reached.py``); after ``cria doctor --calibrate`` they are this machine's own.
 
 The host starts the kernels one after the other. A card that is faster than that waits for the host; a CPU does both
 itself, so the time of the starts is added. ``launches.py`` counts them.
@@ -20,7 +20,7 @@ moves none while the card has room, and the estimate is for a step that fits.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cria_tricks.bill import launches, moved_bytes, products
@@ -31,6 +31,15 @@ from cria_tricks.recipe import Recipe, Train
 
 HEAD = ("head", "loss")
 """The parts that only a process with the head has, in a pipeline the last stage."""
+BLOCKS = (
+    *("unpacking", "casts of weights", "blocks forward", "blocks again", "blocks backward", "adapter", "attention"),
+    "between products",
+)
+"""The parts that the blocks compute."""
+TRAVEL = "inputs that travel"
+"""The part of saved activations that are copied beside them."""
+FETCHED = "fetched blocks"
+"""The part of weights that are copied beside them."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +171,7 @@ def step(work: Work, card: Card, cards: int = 1) -> Step:
     """
     counted = counts(work, cards)
     parts = [timed(one, card, work.precision) for one in counted if one.flops or one.bytes or one.link]
-    if work.fetched_blocks:
-        parts.append(fetch_time(work, card, sum(part.seconds for part in parts)))
+    parts = [beside_the_blocks(one, parts) if one.name in (TRAVEL, FETCHED) else one for one in parts]
     started = sum(one.launches for one in counted)
     parts.append(launch_time(started, card, sum(part.seconds for part in parts)))
     return Step(tuple(parts), work.micro_batches * work.batch * work.tokens, card.spread(work.precision))
@@ -195,19 +203,10 @@ def timed(counted: PartCounts, card: Card, precision: str) -> StepPart:
     )
 
 
-def fetch_time(work: Work, card: Card, busy: float) -> StepPart:
-    """Make the part that fetching blocks adds: the copies run beside all else, so they add what takes longer than that.
-
-    Args:
-        work: what the step has to do.
-        card: the card.
-        busy: the time of all other parts [s].
-    """
-    each = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
-    moved = work.micro_batches * work.fetched_blocks * each
-    seconds = max(0.0, moved / (card.link_rate * card.reached.link) - busy)
-    why = f"{work.fetched_blocks:g} blocks a micro-batch from the host, beside the computation"
-    return StepPart("fetched blocks", 0, 0, round(moved), seconds, why)
+def beside_the_blocks(travel: StepPart, parts: list[StepPart]) -> StepPart:
+    """Let copies take only the time by which they outlast the blocks, beside which they run."""
+    blocks = sum(one.seconds for one in parts if one.name in BLOCKS)
+    return replace(travel, seconds=max(0.0, travel.seconds - blocks))
 
 
 def launch_time(started: float, card: Card, busy: float) -> StepPart:
@@ -257,6 +256,13 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
         kept = runs["forward"] * work.saved(work) + work.logit_saved_bytes * work.shape.vocabulary
         why = "what the way back needs goes to the host and comes back"
         yield PartCounts("offload", 0, 0, work.link_trips * n * kept, why)
+    travelling = work.travelling_blocks
+    each = n * work.shape.width * work.hidden_itemsize
+    why = "inputs of blocks go to the host and come back, beside the computing"
+    yield PartCounts(TRAVEL, 0, 0, 2 * each * travelling, why, launches.TRAVEL * travelling)
+    of_block = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
+    why = f"{work.fetched_blocks:g} blocks a micro-batch come from the host, beside the computing"
+    yield PartCounts(FETCHED, 0, 0, work.fetched_blocks * of_block, why)
 
 
 def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:

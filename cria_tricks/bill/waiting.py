@@ -35,10 +35,18 @@ class Waiting(NamedTuple):
 
 
 def last_blocks(memory: StepFacts) -> StepFacts:
-    """Return the facts of the last block: if only the first blocks are checkpointed, it is not."""
-    if not memory.kept_blocks:
+    """Return the facts of the last block: if only the first blocks are checkpointed, or offloaded, it is not."""
+    if not memory.staying_blocks:
         return memory
-    return replace(memory, checkpointed=False, kept_blocks=0)
+    checkpointed = memory.checkpointed and not memory.kept_blocks
+    stays = memory.overlapped
+    return replace(
+        memory,
+        checkpointed=checkpointed,
+        kept_blocks=0,
+        offloaded=memory.offloaded and not stays,
+        overlapped=False,
+    )
 
 
 def _tensors_of(memory: StepFacts) -> BlockTensors:
@@ -54,6 +62,7 @@ def _tensors_of(memory: StepFacts) -> BlockTensors:
         keeps_input=INPUT in tensors or (not memory.norms_copy and FIRST_NORM in tensors),
         attended=block.attended_bytes(operations),
         recomputed=memory.checkpointed,
+        offloaded=memory.offloaded,
     )
 
 
@@ -89,8 +98,10 @@ def waiting_at(memory: StepFacts) -> Waiting:
     found = Waiting(everything, last, first, replace(first, bytes=beside), first, replace(last, bytes=others))
     if memory.window > 1:
         return _of_window(found, memory, each, below, pinned)
-    if not memory.kept_blocks:
+    if not memory.staying_blocks:
         return found
+    if memory.learns_beside:  # all its blocks are checkpointed, and the last one's input and join stay
+        return found._replace(all=replace(everything, bytes=everything.bytes + a_block.input + a_block.joined))
     return _with_kept(found, memory, waits, below)
 
 
@@ -129,29 +140,33 @@ def _of_window(alone: Waiting, memory: StepFacts, each: int, below: int, pinned:
 def _with_kept(uniform: Waiting, memory: StepFacts, waits: WaitingBytes, below: int) -> Waiting:
     """Change what waits if only the first k blocks are checkpointed, and the others keep all that they save.
 
+    The same holds if the tensors of the first k blocks are offloaded, and those of the others stay.
+
     Args:
-        uniform: what would wait if all blocks were checkpointed.
-        memory: the facts of the checkpointed blocks.
+        uniform: what would wait if all blocks were alike.
+        memory: the facts of the first blocks.
         waits: what waits in each of these.
         below: what waits below the first block.
     """
     others = last_blocks(memory)
     tensors = _tensors_of(others)
     kept = memory.block_waits(tensors)
-    k = memory.shape.layers - memory.kept_blocks
-    behind = memory.kept_blocks - 1
+    k = memory.shape.layers - memory.staying_blocks
+    behind = memory.staying_blocks - 1
     pinned = tensors.pinned
     all_k = k * waits.each + below
 
     def line(size: int, inputs: int, whole: int) -> Line:
-        why = f"{inputs} x {waits.why}, {whole} x all that is saved"
+        of_each = "on the host" if memory.overlapped else waits.why
+        of_whole = "its input" if others.checkpointed else "all that is saved"
+        why = f"{inputs} x {of_each}, {whole} x {of_whole}"
         return replace(uniform.all, bytes=size, why=why)
 
     return uniform._replace(
-        all=line(all_k + memory.kept_blocks * kept.each, k, memory.kept_blocks),
+        all=line(all_k + memory.staying_blocks * kept.each, k, memory.staying_blocks),
         others=line(all_k + behind * kept.each + kept.open_too, k, behind),
         kept=line(all_k + behind * pinned + kept.open_too, k, 0),
-        checkpointed=line(all_k - waits.each + waits.open_too + memory.kept_blocks * pinned, k - 1, 0),
+        checkpointed=line(all_k - waits.each + waits.open_too + memory.staying_blocks * pinned, k - 1, 0),
     )
 
 

@@ -63,6 +63,7 @@ class Work:
         compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
         fetched_blocks: how many blocks' weights a micro-batch fetches from the host, in the mean over a window.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
+        travelling_blocks: how many blocks have an input that does so beside the computing.
     """
 
     shape: Shape
@@ -107,6 +108,7 @@ class Work:
     compiled: bool = False
     link_trips: int = 0
     fetched_blocks: float = 0
+    travelling_blocks: int = 0
 
     @property
     def row_positions(self) -> int:

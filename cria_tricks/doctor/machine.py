@@ -37,6 +37,7 @@ _OVER = {
     "lean_preparation": "{half}",
     "attention": "{half}",
     "expand_kv": "{half} attention=sdpa",
+    "activation_offload": "gradient_checkpointing=true",
     "keep_attention": "gradient_checkpointing=true attention=sdpa",
     "optimizer_in_backward": "train.max_grad_norm=0",
 }

@@ -16,7 +16,7 @@ from transformers.integrations import moe
 
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.tricks import fused_lora
+from cria_tricks.tricks import fused_lora, overlapped_offload
 from cria_tricks.tricks.activation_offload import Offloaded
 
 
@@ -50,6 +50,7 @@ def kernels_of(device: Device) -> Iterator[None]:
         patch(bnb.optim.optimizer.Optimizer8bit, "get_state_buffer", _state_buffer),
         patch(bnb.optim.optimizer.Optimizer8bit, "prefetch_state", lambda optimizer, weight: None),
         patch(Offloaded, "HOST", "meta"),
+        patch(overlapped_offload, "copy_stream", lambda kind: overlapped_offload.CopyStream(torch.cpu)),
         patch(fused_lora, "adds_up_in_fp32", lambda x: True),
     ):
         yield

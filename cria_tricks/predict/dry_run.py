@@ -133,7 +133,7 @@ class FakeTraining:
         """Run the forward pass of a batch, and return its loss."""
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
-                contexts.enter_context(CONTEXTS[name](self.model))
+                contexts.enter_context(CONTEXTS[name](self.model, self.plan))
             return self.loss_of(batch)
 
     @property

@@ -7,6 +7,8 @@ word. So the host has a bill and a verdict of its own. It is an upper estimate, 
 from dataclasses import dataclass
 
 from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
 from cria_tricks.hardware.gpus import Host
 from cria_tricks.hardware.trust import verdict
 from cria_tricks.predict.toggles import Target, with_toggles
@@ -18,6 +20,9 @@ libraries that a run imports besides (534 MiB, of which torch alone is 222: on a
 
 LARGEST_FILE = 5 * 10**9
 """The hub's files of weights are rarely larger: save_pretrained cut models at 5 GB for years [bytes]."""
+
+OFFLOADED = "offloaded activations"
+"""The name of their line in the bill."""
 
 A_TOKEN = 72
 """Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
@@ -64,12 +69,13 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     half = 2 * target.shape.weights
     file = Line("a file of weights", min(half, LARGEST_FILE), "while it is loaded, at most")
     waiting = _taken_off(target, recipe, "activation_offload", "saved activations")
-    pinned = Line("offloaded activations", 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
+    pinned = Line(OFFLOADED, 2 * waiting, "pinned blocks are rounded up to powers of two, at most")
     # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a toggle, so this asks whether
     # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
     if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
-        each = max(waiting // target.shape.layers, 1)
-        pinned = Line("offloaded activations", target.shape.layers * _power_of_two(each) * (waiting > 0), "pinned")
+        blocks = target.shape.layers - target.memory(recipe).facts.overlapped  # then the last one's input stays
+        each = max(waiting // blocks, 1)
+        pinned = Line(OFFLOADED, blocks * _power_of_two(each) * (waiting > 0), "pinned")
     states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")
     paged = Line("paged optimizer states", states, "if the card has no room for them")
     streamed = _streamed(target, recipe)
@@ -86,6 +92,23 @@ def _streamed(target: Target, recipe: Recipe) -> Line:
     if recipe == with_toggles(recipe, {"stream_layers": "file"}):
         return Line("streamed blocks", size // target.shape.layers, "one at a time; all of them are in a file")
     return Line("streamed blocks", size, "pinned, all of them")
+
+
+def refuse_beyond_host(memory: HostBill | None) -> None:
+    """Refuse a run whose offloaded activations the host has no room for, before anything is loaded.
+
+    Raises:
+        BadInput: says how much they need, and how much the host has.
+    """
+    if memory is None or memory.host is None or memory.verdict != "does not fit":
+        return
+    pinned = sum(_bytes_of(moment, OFFLOADED) for moment in memory.moments)
+    if pinned:
+        raise BadInput(
+            f"tricks.activation_offload: {human(pinned)} of activations would wait on the host, which needs "
+            f"{human(memory.peak.bytes)} with them and has {human(memory.host.memory_bytes)}; shorten "
+            "data.max_length, or set tricks.activation_offload=false"
+        )
 
 
 def _taken_off(target: Target, recipe: Recipe, toggle: str, line: str) -> int:

@@ -23,7 +23,7 @@ from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import lora
-from cria_tricks.tricks.folds import estimate, step
+from cria_tricks.tricks.folds import estimate, for_shape, step
 
 LADDER = (
     "precision",
@@ -183,7 +183,7 @@ class Target:
         plan = resolve(recipe, self.device, self.processes)
         refuse(plan, facts_of(self.shape), self.processes)
         lora.refuse_unestimated(recipe, self.shape)
-        return plan
+        return for_shape(plan, recipe, self.shape)
 
     def works(self, recipe: Recipe) -> bool:
         """Whether the recipe works here, that is, whether :meth:`resolve` refuses nothing."""

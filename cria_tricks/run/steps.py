@@ -19,6 +19,7 @@ from cria_tricks.common.waiting import doing
 from cria_tricks.data.lengths import as_long_as
 from cria_tricks.data.prepare import eval_rows, train_rows
 from cria_tricks.data.stream import Stream
+from cria_tricks.hardware.gpus import this_host
 from cria_tricks.kwanzaa import augment
 from cria_tricks.load.model import STARTS, count_trainable, load, load_tokenizer, quiet_libraries, refuse_unfit
 from cria_tricks.measure.memory import Meter, every_tensor
@@ -27,6 +28,7 @@ from cria_tricks.measure.profiler import Profile
 from cria_tricks.models import identity
 from cria_tricks.models.configs import context_of
 from cria_tricks.models.shape import Shape
+from cria_tricks.predict.host import host_bill, refuse_beyond_host
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggles import Target, in_words
 from cria_tricks.recipe import Recipe
@@ -41,7 +43,7 @@ from cria_tricks.trainer.arguments import micro_batches_at_once
 from cria_tricks.trainer.fit import Run, fit
 from cria_tricks.trainer.progress import ShowProgress
 from cria_tricks.trainer.trackers import trackers
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, for_shape
 
 
 def carry_out(job: Job) -> dict[str, Any]:
@@ -123,7 +125,8 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     rows = known.rows
     shape = known.shape
     recipe = job.recipe
-    plan = job.plan
+    plan = for_shape(job.plan, recipe, shape) if shape else job.plan
+    job.warn(plan.warnings[len(job.plan.warnings) :])
     world = job.world
     folders = job.folders
     set_seed(recipe.train.seed)
@@ -132,6 +135,9 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     most_trained = rows["train"].most_trained(recipe.train.batch_size)
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     job.warn(recovery.doubts(estimated))
+    if shape:
+        many = len(rows["train"].rows)
+        refuse_beyond_host(host_bill(Target(shape, plan.device, world.size), longest, this_host(), many))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)
     expected = estimated.allocated_bytes if estimated else None

@@ -106,7 +106,7 @@ def loss_sum(model: Any, batch: Batch, plan: Plan) -> torch.Tensor:
     autocast = functools.partial(torch.autocast, plan.device.kind, dtype, enabled=in_16_bits)
     with contextlib.ExitStack() as contexts:
         for name in plan.step_context:  # such as activation_offload
-            contexts.enter_context(CONTEXTS[name](model))
+            contexts.enter_context(CONTEXTS[name](model, plan))
         contexts.enter_context(autocast())
         return losses.find(plan, autocast)(model, batch)
 

@@ -29,7 +29,7 @@ from transformers import TrainerControl
 
 from cria_tricks.common.errors import Diverged, Interrupted, OutOfMemory
 from cria_tricks.hardware.attention_kernels import WatchAttention
-from cria_tricks.load import losses
+from cria_tricks.load import losses, offload
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.parallel import dtensor
 from cria_tricks.step_plan import Plan
@@ -48,8 +48,9 @@ from cria_tricks.trainer.shares import Share
 from cria_tricks.trainer.strategy import Spread
 from cria_tricks.tricks.activation_offload import Offloaded
 
-CONTEXTS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Any]]] = {
-    "activation_offload": lambda model: Offloaded(every_tensor(model)),
+CONTEXTS: dict[str, Callable[[Any, Plan], contextlib.AbstractContextManager[Any]]] = {
+    "activation_offload": lambda model, plan: Offloaded(every_tensor(model)),
+    "overlapped_offload": offload.overlapped,
 }
 """For each name in ``Plan.step_context``: makes, from a model, the context around its forward pass."""
 
@@ -175,7 +176,7 @@ class SharedTrainer(ResumableTrainer):
         """Enter the contexts that the plan names, around a forward pass."""
         with contextlib.ExitStack() as contexts:
             for name in self.plan.step_context:
-                contexts.enter_context(CONTEXTS[name](self.model))
+                contexts.enter_context(CONTEXTS[name](self.model, self.plan))
             yield
 
     def floating_point_ops(self, inputs):

@@ -1,18 +1,23 @@
 r"""Activation offload: saved activations wait in host memory until the backward pass needs them.
 
 Saves    activations on the card: with gradient checkpointing L x s -> 0; only those of the block that is being
-         recomputed remain                                                                              [bytes]
+         recomputed remain. overlapped: L x s -> 2 x s, the input of the open block and the next one   [bytes]
 Costs    PCIe traffic: s of each block goes to the host and comes back. The copies run on the stream that computes, so
-         the computation waits for them. As many bytes of pinned memory on the host
+         the computation waits for them. overlapped: on a stream of their own, so it waits only where a copy takes
+         longer than a block computes. As many bytes of pinned memory on the host
 Claim    exact: the same bits come back
 Needs    CUDA; best with gradient checkpointing, because without it every operation's saved inputs travel: a tensor that
-         three products read travels three times
+         three products read travels three times. overlapped needs it, and sends nothing but inputs of checkpointed
+         blocks; a micro-batch so short that copies would cost time stays on the card
 Breaks   jobs with more activations than host memory: a Colab machine shows 12.7 GB, less than its card, and pinned
          blocks are rounded up to powers of two. The int8 products of bitsandbytes hide their inputs from autograd, so
-         these stay on the card
+         these stay on the card. overlapped: compile, and strategies other than ddp, are refused
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
 Ours     25 lines of hooks, in production too, because torch's save_on_cpu also copies the frozen weights that products
-         save (all 16-bit ones), although they are on the card anyway. TRL overlaps the copies on a stream of their own
+         save (all 16-bit ones), although they are on the card anyway. transformers has save_on_cpu around each
+         checkpointed block (activation_checkpointing_kwargs={"offload": True}), on the stream that computes. TRL
+         (activation_offloading=True) has a stream of its own and holds up to five tensors on their way; overlapped
+         (``overlapped_offload.py``) holds one, so that a bill can count it. No card of ours has run overlapped
 
 Shapes: s = B T D elements, the input of one of L blocks.
 """
@@ -27,11 +32,12 @@ import torch
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.operation import BlockTensors, WaitingBytes
 from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
 
-SWITCHES = ("activation_offload=true",)
+SWITCHES = ("activation_offload=true", "activation_offload=overlapped")
 CLAIM = "exact"
 LESSON = "03_gradient_checkpointing"
 REFERENCE = ("Offloaded._pack", "Offloaded._unpack", "_copy")
@@ -52,6 +58,9 @@ def forward(*arguments, **named):
 
 model.forward = forward
 """
+SMALL = 2**17
+"""If copies overlap, a tensor of fewer bytes stays on the card. PCIe 3.0 carries so many in 11 us, and the host takes
+17 us to start a copy (``hardware/reached.py``: ``LINK`` and ``LAUNCH``)."""
 
 
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):
@@ -96,23 +105,44 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _copy(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool = False) -> torch.Tensor:
-    """Copy a tensor with its strides: another layout could mean another kernel, and another rounding."""
+    return fill(room_for(tensor, device, pin_memory=pin_memory), tensor)
+
+
+def room_for(tensor: torch.Tensor, device: torch.device | str, *, pin_memory: bool = False) -> torch.Tensor:
+    """Allocate a tensor with the same strides: another layout could mean another kernel, and another rounding."""
     kind: dict[str, Any] = {"dtype": tensor.dtype, "device": device, "pin_memory": pin_memory}
-    if 0 not in tensor.stride():
-        return torch.empty_like(tensor, **kind).copy_(tensor, non_blocking=True)
+    if 0 in tensor.stride():
+        return torch.empty_strided(tensor.shape, tensor.stride(), **kind)
+    return torch.empty_like(tensor, **kind)
+
+
+def fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Start to copy the numbers of one tensor into another with the same strides, and return that."""
     # A stride of 0: the tensor is expanded, as attention's mask is for all heads. Its numbers are in memory only once,
     # so copy them only once.
-    once = tuple(slice(None if stride else 1) for stride in tensor.stride())
-    copied = torch.empty_strided(tensor.shape, tensor.stride(), **kind)
-    copied[once].copy_(tensor[once], non_blocking=True)
-    return copied
+    once = tuple(slice(None if stride else 1) for stride in source.stride())
+    target[once].copy_(source[once], non_blocking=True)
+    return target
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Put the context around every forward pass; ``trainer/shared.py`` gives it the model's weights."""
-    if not recipe.tricks.activation_offload:
+    """Put the context around every forward pass; ``trainer/shared.py`` gives it the model's weights.
+
+    Raises:
+        BadInput: if copies cannot overlap with what else is on.
+    """
+    wanted = recipe.tricks.activation_offload
+    if not wanted:
         return plan
-    plan = plan.around("activation_offload")
+    if wanted == "overlapped":
+        if recipe.tricks.peft == "head":
+            return plan.warn(
+                "activation_offload has no effect: with peft=head no block below the head keeps activations"
+            )
+        _refuse_to_overlap(recipe)
+        plan = plan.around("overlapped_offload")
+    else:
+        plan = plan.around("activation_offload")
     if plan.device.kind != "cuda":
         return plan.warn(
             "activation_offload gains nothing without CUDA, and costs a copy: activations are in host memory already"
@@ -120,25 +150,65 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     return plan
 
 
+def _refuse_to_overlap(recipe: Recipe) -> None:
+    asked = "tricks.activation_offload=overlapped"
+    if not recipe.tricks.gradient_checkpointing:
+        raise BadInput(
+            f"{asked}: it sends the inputs of checkpointed blocks, and none is checkpointed; set "
+            "tricks.gradient_checkpointing=true"
+        )
+    if recipe.tricks.compile:
+        raise BadInput(f"{asked}: compiled blocks do not tell where the last one begins; set tricks.compile=false")
+    if recipe.parallel.strategy not in ("none", "ddp"):
+        raise BadInput(
+            f"{asked}: it follows one process through all blocks, one after the other; use parallel.strategy=ddp, or "
+            "tricks.activation_offload=true"
+        )
+
+
+def travelling_blocks(recipe: Recipe, shape: Shape) -> int:
+    """Return the number of blocks whose input travels if copies overlap: the checkpointed ones, but never the last."""
+    if recipe.tricks.gradient_checkpointing is True:
+        return shape.layers - 1
+    return min(int(recipe.tricks.gradient_checkpointing), shape.layers - 1)
+
+
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill no saved tensors but those of the open block, which come back; on a CPU leave the bill as it is."""
-    if not recipe.tricks.activation_offload or memory.device.kind != "cuda":
+    """Bill no saved tensors but those of the open block, which come back; on a CPU leave the bill as it is.
+
+    If copies overlap, bill also what stays, and the input that comes back ahead of its use.
+    """
+    wanted = recipe.tricks.activation_offload
+    if not wanted or memory.device.kind != "cuda":
         return memory
     # bill/block.py needs the flag, because the tensors of the open block come back one by one.
     rule = functools.partial(on_the_host, memory.block_waits)
-    return replace(memory, offloaded=True, block_waits=rule)
+    found = replace(memory, offloaded=True, block_waits=rule)
+    if wanted != "overlapped":
+        return found
+    an_input = memory.all_tokens * shape.width * memory.hidden_itemsize
+    if an_input < SMALL or not memory.checkpointed or not travelling_blocks(recipe, shape):
+        return memory
+    return replace(found, overlapped=True)
 
 
 def on_the_host(waits: Callable[[BlockTensors], WaitingBytes], block: BlockTensors) -> WaitingBytes:
-    """Count what waits on the card: of each block only what int8 products pin there.
+    """Count what waits on the card: of each block that is offloaded, only what int8 products pin there.
 
     Args:
         waits: the rule without offload; it still holds for the additional bytes of the open block.
         block: what one block leaves for its backward pass.
     """
+    if not block.offloaded:
+        return waits(block)
     return WaitingBytes(block.pinned, waits(block).open_too, "what int8 saves; the rest is on the host")
 
 
 def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     """Send all that autograd saves over the PCIe link twice: to the host, and back."""
-    return replace(work, link_trips=2 * recipe.tricks.activation_offload)
+    wanted = recipe.tricks.activation_offload
+    if not wanted:
+        return work
+    if wanted == "overlapped":
+        return replace(work, travelling_blocks=travelling_blocks(recipe, shape))
+    return replace(work, link_trips=2)

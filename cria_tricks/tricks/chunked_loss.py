@@ -161,7 +161,7 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     logits = at_most(TOKENS_PER_CHUNK, memory.trained_tokens) * shape.vocabulary
     normed = n * shape.width * memory.hidden_itemsize
     norm = normed
-    if not memory.offloaded:
+    if not memory.offloads_the_end:
         norm += loss.normalised(memory)
     hidden = 2 * a  # bytes for an element of a trained token's hidden state, and for its gradient
     if memory.hidden_itemsize != a:

@@ -3,7 +3,10 @@
 These are the same tricks, in the same order, that switch a recipe on.
 """
 
-from cria_tricks.bill import moved_bytes, step_time
+import functools
+from dataclasses import replace
+
+from cria_tricks.bill import launches, moved_bytes, products, step_time
 from cria_tricks.bill.bill import Bill
 from cria_tricks.bill.block_operations import walk
 from cria_tricks.bill.constants import FP32
@@ -15,9 +18,14 @@ from cria_tricks.bill.product_operations import adapted
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
+from cria_tricks.hardware.gpus import rates_of
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
+from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import TRICKS
+
+LONGEST = 2**20
+"""The longest row for which copies are tried to hide [tokens]."""
 
 
 def facts(
@@ -36,6 +44,7 @@ def facts(
     tokens = tokens or recipe.data.max_length
     if trained_tokens is None:
         trained_tokens = batch * (tokens - 1)  # a row's first token has no token before it that predicts it
+    recipe = as_long_rows_run(recipe, shape, device, tokens)
     found = StepFacts(
         shape=shape,
         device=device,
@@ -77,8 +86,91 @@ def work(recipe: Recipe, shape: Shape, device: Device, tokens: int | None = None
         tokens: tokens of a row; ``data.max_length`` when left out.
         trained_share: which share of the tokens is trained, from 0 to 1.
     """
-    batch = recipe.train.batch_size
     tokens = tokens or recipe.data.max_length
+    return _work(as_long_rows_run(recipe, shape, device, tokens), shape, device, tokens, trained_share)
+
+
+def travels_from(recipe: Recipe, shape: Shape, device: Device) -> int:
+    """Return the tokens of a micro-batch from which inputs of blocks travel beside the computing.
+
+    It is 1 on a CPU, and on a card whose rates are not known.
+    """
+    card = rates_of(device)
+    if device.kind != "cuda" or card is None:
+        return 1
+    return _travels_from(recipe, shape, card)
+
+
+@functools.lru_cache(maxsize=256)  # a search for the longest row asks many times
+def _travels_from(recipe: Recipe, shape: Shape, card: Card) -> int:
+    return least_tokens(_work(recipe, shape, card.device, recipe.data.max_length, 1.0), card)
+
+
+def least_tokens(work: Work, card: Card) -> int:
+    """Return the tokens of the shortest micro-batch whose copies take no time, by bisection.
+
+    Shorter ones wait for the host, which starts one kernel after the other: there each copy delays all kernels behind
+    it. Much longer rows compute more for each token, in attention, but a token's input stays as large. So if copies are
+    hidden at one length, they are at all greater ones.
+
+    Args:
+        work: a step with ``travelling_blocks``; the length of its rows does not matter.
+        card: the card and its rates.
+
+    Returns:
+        Tokens of all rows of the micro-batch, learnt prompt vectors included; 1 if every length is enough, and those of
+        rows of :data:`LONGEST` tokens if none is.
+    """
+    least, most = 1, LONGEST
+    while least < most:
+        middle = (least + most) // 2
+        if hidden(replace(work, tokens=middle), card):
+            most = middle
+        else:
+            least = middle + 1
+    return 1 if most == 1 else replace(work, tokens=most).positions
+
+
+def hidden(work: Work, card: Card) -> bool:
+    """Tell whether the blocks keep the card busy for longer than copies and launches take."""
+    one = replace(work, micro_batches=1)
+    seconds = {part.name: step_time.timed(part, card, work.precision).seconds for part in step_time.counts(one)}
+    busy = sum(seconds[name] for name in step_time.BLOCKS)
+    started = launches.of_blocks(one, products.blocks(one)) + launches.TRAVEL * work.travelling_blocks
+    return busy >= max(seconds[step_time.TRAVEL], started * card.reached.launch)
+
+
+def as_long_rows_run(recipe: Recipe, shape: Shape, device: Device, tokens: int) -> Recipe:
+    """Return the recipe as it runs for rows of so many tokens: short ones are checkpointed and not offloaded."""
+    if recipe.tricks.activation_offload != "overlapped":
+        return recipe
+    of_prompt = recipe.prompt.tokens * (recipe.tricks.peft == "prompt_tuning")
+    if recipe.train.batch_size * (tokens + of_prompt) >= travels_from(recipe, shape, device):
+        return recipe
+    return recipe.model_copy(update={"tricks": recipe.tricks.model_copy(update={"activation_offload": False})})
+
+
+def for_shape(plan: Plan, recipe: Recipe, shape: Shape) -> Plan:
+    """Write into a plan what depends on the model's shape: which micro-batches are too short to travel."""
+    if "overlapped_offload" not in plan.step_context:
+        return plan
+    least = travels_from(recipe, shape, plan.device)
+    plan = plan.refine("checkpointing", travels_from=least)
+    if plan.device.kind == "cuda" and rates_of(plan.device) is None:
+        return plan.warn(
+            f"activation_offload=overlapped: the speed of {plan.device.name} is not known, so inputs of blocks travel "
+            "also where the copies take longer than the computing"
+        )
+    if least == 1:
+        return plan
+    return plan.warn(
+        f"activation_offload=overlapped: micro-batches of fewer than {least:,} tokens are checkpointed and not "
+        f"offloaded, because on {plan.device.name} their copies would take time"
+    )
+
+
+def _work(recipe: Recipe, shape: Shape, device: Device, tokens: int, trained_share: float) -> Work:
+    batch = recipe.train.batch_size
     found = Work(
         shape=shape,
         device=device,

@@ -23,6 +23,7 @@ import torch
 
 from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
+from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
 from cria_tricks.recipe import Recipe
 from cria_tricks.step_plan import Plan
@@ -120,9 +121,18 @@ def _instead(blocks: Sequence[Any], forward: Callable[..., torch.Tensor]) -> Ite
 
 
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
-    """Ask the trainer for it, if a window has several micro-batches of streamed blocks."""
+    """Ask the trainer for it, if a window has several micro-batches of streamed blocks.
+
+    Raises:
+        BadInput: with an offload that follows one micro-batch through all blocks.
+    """
     if not recipe.tricks.layer_by_layer:
         return plan
+    if recipe.tricks.activation_offload == "overlapped":
+        raise BadInput(
+            "tricks.layer_by_layer=true with tricks.activation_offload=overlapped: that follows one micro-batch through "
+            "all blocks; set tricks.activation_offload=true"
+        )
     if not plan.streaming or recipe.tricks.gradient_accumulation == 1:
         return plan.warn(
             "layer_by_layer has no effect: without stream_layers, or with gradient_accumulation=1, no block is fetched "

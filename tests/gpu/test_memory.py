@@ -1,5 +1,6 @@
 """Where bytes are on a CUDA card: offloaded activations, paged states, compiled blocks. ``pytest -m gpu``."""
 
+import contextlib
 import copy
 import time
 
@@ -11,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from cria_tricks.hardware import this_device
 from cria_tricks.load.host_memory import Pinned
 from cria_tricks.load.streaming import into_slots, move_into, places_of, size_of
-from cria_tricks.tricks import keep_attention
+from cria_tricks.tricks import keep_attention, overlapped_offload
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
+from cria_tricks.tricks.overlapped_offload import Overlapped, copy_stream
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from cria_tricks.tricks.stream_layers import SLOTS, Copies, Streamed
 from tests.helpers import train
@@ -52,6 +54,59 @@ def test_offloaded_activations_leave_the_card_and_come_back_bit_for_bit(checkpoi
     print(f"{this_device().name}: {held} bytes on the card after the forward pass")
     assert held["here"] >= (L - 1) * 4 * B * T * D
     assert all(map(torch.equal, found["here"], found["offloaded"]))
+
+
+def seconds_of(run, many: int = 5) -> float:
+    """The least of some runs, in seconds of the card."""
+    found = []
+    for _ in range(many):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1000)
+    return min(found)
+
+
+def test_overlapped_copies_change_no_bit_and_hide_behind_the_blocks():
+    """Long enough that a block computes for longer than the copy of its input takes, on any card."""
+    wide, tokens, copies = 2048, 8192, copy_stream("cuda")
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide)) for _ in range(L)]
+    stack = nn.ModuleList(layers).cuda().half().requires_grad_(False)
+    x = torch.randn(1, tokens, wide, device="cuda", dtype=torch.float16, requires_grad=True)
+
+    def step(context) -> list[torch.Tensor]:
+        x.grad = None
+        with context:
+            y = x
+            for block in stack:
+                y = checkpoint(block, y, use_reentrant=False)
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    ways = {
+        "here": contextlib.nullcontext,
+        "synchronous": lambda: Offloaded(stack.parameters()),
+        "overlapped": lambda: Overlapped(stack.parameters(), stack, copies=copies),
+    }
+    found, seconds, peaks = {}, {}, {}
+    for name, make in ways.items():
+        for _ in range(3):  # the first one pins memory; several, because a race need not show at once
+            found[name] = [tensor.clone() for tensor in step(make())]
+            assert all(map(torch.equal, found[name], found["here"])), name
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(make())
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        seconds[name] = seconds_of(lambda make=make: step(make()))
+    added = seconds["synchronous"] - seconds["here"]
+    hidden = 1 - (seconds["overlapped"] - seconds["here"]) / added
+    print(f"{this_device().name}: {seconds} s, {hidden:.0%} of the copies hidden; {peaks} bytes more at the peak")
+    assert peaks["here"] - peaks["overlapped"] >= (L - 4) * x.nbytes
+    assert hidden > 0.5
+    assert copies.begun == copies.awaited
 
 
 def test_dropout_on_the_card_is_replayed_by_our_checkpoint():
@@ -180,6 +235,16 @@ def test_streaming_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path, quan
     losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
     assert losses[0] == pytest.approx(losses[2], abs=1e-3)
+
+
+def test_overlapped_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(overlapped_offload, "SMALL", 0)
+    runs = {}
+    for value in ("false", "overlapped"):
+        settings = [*LORA, "tricks.gradient_checkpointing=true", f"tricks.activation_offload={value}"]
+        runs[value], _ = train(tiny_model, rows[:2], tmp_path / value, *settings)
+    losses = [[entry["loss"] for entry in run.training] for run in runs.values()]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 def test_our_pager_on_the_card_is_torchs_adamw_bit_for_bit():

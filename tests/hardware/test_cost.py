@@ -208,6 +208,39 @@ def test_what_toggles_do_to_a_step():
     assert together.link_bytes == 2 * 3 / 4 * 4 * 11_272_192
 
 
+def test_copies_that_overlap_take_the_time_by_which_they_outlast_the_blocks():
+    shape, card = find_shape("llama-3.2-1b"), CARDS["t4"]
+    recipe = with_settings(capstone(T4), [f"tricks.{setting}" for setting in USUAL])
+    overlapped = with_settings(recipe, ["tricks.activation_offload=overlapped"])
+    synchronous = with_settings(recipe, ["tricks.activation_offload=true"])
+    plain, hidden, added = (folds.step(one, shape, card).seconds for one in (recipe, overlapped, synchronous))
+    assert hidden == plain < added
+    travel = part(step_time.TRAVEL, ["activation_offload=overlapped"])
+    assert travel.link_bytes == 2 * 8 * 2048 * (shape.layers - 1) * shape.width * 4
+    slow = replace(card, link_rate=card.link_rate / 1000)
+    seconds = {one.name: one.seconds for one in folds.step(overlapped, shape, slow).parts}
+    blocks = sum(seconds[name] for name in step_time.BLOCKS if name in seconds)
+    link = travel.link_bytes / (slow.link_rate * slow.reached.link)
+    assert seconds[step_time.TRAVEL] == pytest.approx(link - blocks)
+
+
+def test_short_rows_are_not_offloaded_because_their_copies_would_take_time():
+    """At the least length the blocks outlast both the copies and the host's launches; one token less, and not."""
+    shape = find_shape("smollm2")
+    recipe = with_settings(capstone(T4), ["tricks.activation_offload=overlapped", "train.batch_size=2"])
+    for card in (CARDS["t4"], CARDS["a100"]):
+        least = folds.travels_from(recipe, shape, card.device)
+        assert least % 2 == 0, "two rows, equally long"
+        for row, enough in ((least // 2 - 1, False), (least // 2, True), (2 * least, True)):
+            work = replace(folds.work(recipe, shape, card.device, 2 * least), tokens=row)
+            assert work.travelling_blocks == shape.layers - 1
+            assert folds.hidden(work, card) is enough
+    card = CARDS["a100"]
+    slow = folds.least_tokens(work, replace(card, link_rate=card.link_rate / 50))
+    assert slow > folds.least_tokens(work, card), "a slower link needs rows with more attention"
+    assert folds.least_tokens(work, replace(card, link_rate=1e3)) == 2 * 2**20
+
+
 def test_on_a_t4_grouped_rows_without_a_mask_pay_for_the_math_kernel():
     grouped, expanded = part("attention", []), part("attention", ["expand_kv=true"])
     assert "math attention holds all" in grouped.why

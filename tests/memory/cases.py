@@ -11,7 +11,7 @@ from cria_tricks.models.configs import find_config
 from cria_tricks.models.shape import shape_of
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks.folds import estimate
+from cria_tricks.tricks.folds import estimate, for_shape
 
 GIB = 2**30
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * GIB)
@@ -34,6 +34,7 @@ SHORT = {
     "checkpoint": "gradient_checkpointing=true",
     "keep": "keep_attention=true",
     "offload": "activation_offload=true",
+    "overlap": "activation_offload=overlapped",
     "chunked": "chunked_loss=true",
     "packing": "packing=true",
     "accumulate": "gradient_accumulation=8",
@@ -76,8 +77,10 @@ def counted(toggles: str, batch: int, tokens: int, *, model: str, device: Device
 
     from cria_tricks.predict.dry_run import dry_run
 
-    plan = resolve(recipe(toggles, batch, tokens), device)
-    return dry_run(plan, AutoConfig.for_model(**{**find_config(model), **fields}), batch, tokens).peak_bytes
+    wanted = recipe(toggles, batch, tokens)
+    config = {**find_config(model), **fields}
+    plan = for_shape(resolve(wanted, device), wanted, shape_of(config, model))
+    return dry_run(plan, AutoConfig.for_model(**config), batch, tokens).peak_bytes
 
 
 def skip_experts_shaped_by_numbers(model: str) -> None:

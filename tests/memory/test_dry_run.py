@@ -21,7 +21,7 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import packing
+from cria_tricks.tricks import overlapped_offload, packing
 from cria_tricks.tricks.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
 from tests.memory.cases import skip_experts_shaped_by_numbers
@@ -58,6 +58,9 @@ peft=lora precision=bf16 gradient_checkpointing=2
 gradient_checkpointing=true attention=sdpa keep_attention=true
 2 peft=lora precision=bf16 gradient_checkpointing=1 attention=sdpa keep_attention=true
 peft=lora packing=true gradient_checkpointing=2 attention=sdpa keep_attention=true activation_offload=true
+peft=lora gradient_checkpointing=true activation_offload=overlapped
+2 gradient_checkpointing=1 precision=bf16 attention=sdpa activation_offload=overlapped
+peft=side_network gradient_checkpointing=true activation_offload=overlapped
 peft=lora fused_lora=true
 peft=lora quantization=nf4 precision=bf16 lean_preparation=true fused_lora=true
 peft=lora quantization=int8 precision=bf16 fused_lora=true gradient_checkpointing=true
@@ -112,7 +115,8 @@ def peaks(folder, line: str, out) -> tuple[DryRun, int]:
 
 
 @pytest.mark.parametrize("line", sample(SETS, 14))
-def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_path):
+def test_a_dry_run_has_the_peak_of_the_real_step(line, smollm2, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(overlapped_offload, "SMALL", 0)  # so that the inputs of these short rows travel
     folder = tiny_model if "fp16" in line else smollm2  # CPUs emulate fp16: SmolLM2's vocabulary would take minutes
     found, peak = peaks(folder, line, tmp_path)
     assert abs(found.peak_bytes - peak) <= 128, f"{found} for {peak}"
@@ -215,6 +219,20 @@ def test_what_is_offloaded_is_in_the_hosts_memory_and_not_on_the_card():
             adapter = 6 * 16 * 4 * (2 * 512 + 2 * 384 + 3 * 768)
             lasting = large.weights_bytes - small.weights_bytes + 2 * adapter
             assert grown - lasting == pytest.approx(more, abs=6 * 6000), "but for the random state"
+
+
+def test_of_overlapped_inputs_the_card_keeps_the_last_one(monkeypatch):
+    """In the backward pass there is one more, which comes back ahead, and none for each further block."""
+    monkeypatch.setattr(overlapped_offload, "SMALL", 0)
+    settings = ("tricks.peft=lora", "tricks.attention=sdpa", "tricks.gradient_checkpointing=true")
+    s = 64 * 256 * 4
+    found = {}
+    for value in ("true", "overlapped", "false"):
+        for layers in (2, 8):
+            counted = tiny(T4, *settings, f"tricks.activation_offload={value}", layers=layers)
+            found[value, layers] = counted.moments["forward pass"]
+    kept = {layers: found["false", layers] - found["overlapped", layers] for layers in (2, 8)}
+    assert kept == {2: 0 * s, 8: 6 * s}, "of two blocks the embedding's result is kept in any case"
 
 
 def test_paged_states_are_not_on_the_card():

@@ -109,6 +109,7 @@ def test_the_card_holds_two_workspaces_and_a_context_besides():
 # Against the dry run: the same kernels, the same loss path.
 
 ONE = "tricks.gradient_checkpointing=1"
+TWO = "tricks.gradient_checkpointing=2"
 SAMPLE = [
     ("smollm2", 2, "", 1, 512, T4),
     ("smollm2", 2, "fp16 sdpa checkpoint", 3, 512, T4),
@@ -199,6 +200,12 @@ SAMPLE = [
     ("smollm2", 3, "side sdpa checkpoint keep expand backward", 2, 1024, T4),
     ("qwen2.5-0.5b", 3, "lora lora.r=256 int8 bf16 sdpa chunked fused backward", 1, 17, A100),
     ("llama-3.2-3b", 2, "head fp16 sdpa backward", 2, 64, T4),
+    ("smollm2", 5, "lora nf4 fp16 lean sdpa expand chunked checkpoint overlap fused blocks", 1, 4096, T4),
+    ("smollm2", 4, f"{TWO} lora bf16 sdpa chunked keep overlap", 2, 2048, A100),
+    ("smollm2", 4, "side sdpa chunked checkpoint overlap", 1, 4096, T4),
+    ("smollm2", 4, "sdpa fp16 backward checkpoint overlap tricks.tiled_mlp=500", 1, 8192, T4),
+    ("llama-3.1-8b", 3, "lora lora.dora=true int8 fp16 sdpa chunked checkpoint overlap", 1, 2048, A100),
+    ("smollm2", 3, "lora fp16 sdpa chunked checkpoint overlap", 1, 64, T4),
 ]
 
 
@@ -371,6 +378,20 @@ def test_offloaded_activations_wait_on_the_host_of_a_card_only():
     embedded = N * D * 2  # checkpointing asks for a gradient of what the embedding gave, and so that stays
     assert row(bill("lora fp16 sdpa offload checkpoint"), "saved activations", "loss") == embedded
     assert row(bill("lora fp16 sdpa offload", device=CPU), "saved activations", "loss") > 0
+
+
+def test_of_overlapped_inputs_the_last_stays_and_one_comes_back_ahead():
+    memory = bill("lora fp16 sdpa checkpoint overlap")
+    embedded = N * D * 2
+    assert row(memory, "saved activations", "loss") == embedded + N * D * 2
+    ahead = {moment.name: row(memory, "saved activations, ahead", moment.name) for moment in memory.moments}
+    assert set(ahead.values()) == {0, N * D * 2}
+    assert {name for name, size in ahead.items() if size} == {"last block", "first kept block", "second block"}
+    plain = bill("lora fp16 sdpa checkpoint")
+    open_last = [next(one.bytes for one in found.moments if one.name == "last block") for found in (plain, memory)]
+    assert open_last[0] - open_last[1] == (L - 3) * N * D * 2, "all but its own input, the next one and the embedding's"
+    on_a_cpu = [bill(toggles, device=CPU).peak_bytes for toggles in ("lora checkpoint overlap", "lora checkpoint")]
+    assert on_a_cpu[0] == on_a_cpu[1]
 
 
 def test_chunked_loss_holds_the_logits_of_a_chunk():

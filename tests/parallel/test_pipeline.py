@@ -295,7 +295,7 @@ def contexts_of_a_run(folder: Path) -> tuple[int, list[float]]:
     """How often this stage entered the plan's context in one step of four micro-batches, and the losses."""
     entered = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONTEXTS, "activation_offload", lambda model: contextlib.nullcontext(entered.append(model)))
+        patch.setitem(CONTEXTS, "activation_offload", lambda model, plan: contextlib.nullcontext(entered.append(model)))
         history, _ = trained(folder, "tricks.activation_offload=true", "train.max_steps=1", "train.eval_steps=9")
     return len(entered), [entry["loss"] for entry in history if "loss" in entry]
 

@@ -144,7 +144,7 @@ def test_switch_in_a_step(tiny_model, monkeypatch, tmp_path, rows):
     """The context lies around every forward pass of the training, and around none of the evaluation."""
     made: list[Offloaded] = []
 
-    def make(model):
+    def make(model, plan):
         made.append(Offloaded(model.parameters()))
         return made[-1]
 

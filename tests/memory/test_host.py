@@ -1,0 +1,57 @@
+"""A host without room for what is offloaded is refused before anything is loaded, with both numbers."""
+
+import pytest
+
+from cria_tricks.common.errors import BadInput
+from cria_tricks.common.units import human
+from cria_tricks.hardware import T4
+from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.host import OFFLOADED, host_bill, refuse_beyond_host
+from cria_tricks.predict.toggles import Target
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.run import steps
+from tests.memory.cases import recipe
+
+LONG = "lora nf4 fp16 lean sdpa expand chunked checkpoint fused blocks"
+TARGET = Target(find_shape("llama-3.1-8b"), T4)
+
+
+def bytes_on_the_host(toggles: str) -> int:
+    found = host_bill(TARGET, recipe(toggles, tokens=30_000), COLAB)
+    return sum(line.bytes for moment in found.moments for line in moment.lines if line.name == OFFLOADED)
+
+
+def test_each_input_that_waits_is_a_pinned_block_of_a_power_of_two():
+    an_input = 2**28  # 30,000 tokens of 4,096 numbers of two bytes are 234 MiB
+    assert bytes_on_the_host(f"{LONG} offload") == 32 * an_input
+    assert bytes_on_the_host(f"{LONG} overlap") == 31 * an_input, "the last one stays on the card"
+    assert bytes_on_the_host(LONG) == 0
+
+
+@pytest.mark.parametrize("way", ["offload", "overlap"])
+def test_too_small_a_host_is_refused_with_the_number(way):
+    wanted = recipe(f"{LONG} {way}", tokens=60_000)
+    memory = host_bill(TARGET, wanted, COLAB)
+    with pytest.raises(BadInput, match="of activations would wait on the host") as refused:
+        refuse_beyond_host(memory)
+    assert human(memory.peak.bytes) in str(refused.value)
+    assert human(COLAB.memory_bytes) in str(refused.value)
+    refuse_beyond_host(host_bill(TARGET, wanted, KAGGLE))
+    refuse_beyond_host(host_bill(TARGET, wanted, None))
+    small = Host("a small machine", 10**9)
+    refuse_beyond_host(host_bill(TARGET, recipe(LONG, tokens=60_000), small))  # nothing is offloaded: no promise broken
+
+
+def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
+    from cria_tricks.run.run import train
+
+    def load(*_, **__):
+        pytest.fail("weights were loaded")
+
+    too_large = host_bill(TARGET, recipe(f"{LONG} offload", tokens=60_000), COLAB)
+    monkeypatch.setattr(steps, "host_bill", lambda *_: too_large)
+    monkeypatch.setattr(steps, "load", load)
+    wanted = with_settings(Recipe(model="random:tiny"), ["tricks.activation_offload=true", "train.max_steps=1"])
+    with pytest.raises(BadInput, match="of activations would wait on the host"):
+        train(wanted, tmp_path / "run")
