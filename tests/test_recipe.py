@@ -78,6 +78,7 @@ fused_blocks = false
 tiled_mlp = false
 activation_offload = false
 stream_layers = false
+layer_by_layer = false
 compile = false
 [lora]
 r = 16
@@ -566,7 +567,7 @@ def test_an_unknown_recipe_without_a_near_one_lists_them_all():
         recipes.get("xyzzy")
     assert str(caught.value) == (
         "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, "
-        "kwanzaa_curated_small, baseline, or name a .toml file"
+        "kwanzaa_curated_small, big_14b, big_14b_small, baseline, or name a .toml file"
     )
 
 

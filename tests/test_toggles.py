@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import TRICKS, compile, overlapped_offload
+from cria_tricks.tricks import TRICKS, compile
 from tests.helpers import train
 from tests.sweeps import toggle
 

@@ -1,6 +1,6 @@
 """Each exact toggle alone, and as many together as can be, keep the loss trajectory of 20 steps; ``-s`` prints them."""
 
-from cria_tricks.tricks import overlapped_offload
+from cria_tricks.load import overlapped_offload
 from tests.tolerances import TRAJECTORY
 from tests.trajectories import measure
 

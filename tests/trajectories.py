@@ -14,9 +14,10 @@ import torch
 
 from cria_tricks.bench.case import stamp
 from cria_tricks.common.errors import BadInput
+from cria_tricks.load import overlapped_offload
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import TRICKS, overlapped_offload
+from cria_tricks.tricks import TRICKS
 from tests.helpers import tiny_llama, train
 from tests.sweeps import toggle
 

@@ -1,14 +1,14 @@
-"""Find the blocks of a loaded model whose inputs travel to the host and back (``tricks/overlapped_offload.py``)."""
+"""Find the blocks of a loaded model whose inputs travel to the host and back (``load/overlapped_offload.py``)."""
 
 from typing import Any
 
 from torch import nn
 
+from cria_tricks.load import overlapped_offload
 from cria_tricks.load.model import blocks_of
+from cria_tricks.load.overlapped_offload import Overlapped
 from cria_tricks.measure.memory import every_tensor
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import overlapped_offload
-from cria_tricks.tricks.overlapped_offload import Overlapped
 
 
 def overlapped(model: Any, plan: Plan) -> Overlapped:

@@ -16,7 +16,8 @@ from transformers.integrations import moe
 
 from cria_tricks.hardware import Device
 from cria_tricks.hardware.attention_kernels import kernel_for
-from cria_tricks.tricks import fused_lora, overlapped_offload
+from cria_tricks.load import overlapped_offload
+from cria_tricks.tricks import fused_lora
 from cria_tricks.tricks.activation_offload import Offloaded
 
 

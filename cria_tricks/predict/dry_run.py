@@ -131,10 +131,16 @@ class FakeTraining:
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Run the forward pass of a batch, and return its loss."""
-        with contextlib.ExitStack() as contexts:
-            for name in self.plan.step_context:
-                contexts.enter_context(CONTEXTS[name](self.model, self.plan))
+        with self.around():
             return self.loss_of(batch)
+
+    @contextlib.contextmanager
+    def around(self, *more: Any) -> Iterator[None]:
+        """Enter the contexts that the plan names, and more."""
+        with contextlib.ExitStack() as contexts:
+            for context in (*(CONTEXTS[name](self.model, self.plan) for name in self.plan.step_context), *more):
+                contexts.enter_context(context)
+            yield
 
     @property
     def in_one_pass(self) -> bool:
@@ -142,17 +148,9 @@ class FakeTraining:
         return bool(self.plan.streaming.get("layer_by_layer"))
 
     def one_pass(self, window: list[dict[str, Any]]) -> None:
-        """Run all micro-batches of a window together, forward and backward; only the last one knows what is trained."""
+        """Run a window's micro-batches together, forward and backward; only the last one knows what is trained."""
         runs = [functools.partial(self.forward, {**window[-1], **batch}) for batch in window]
-        one_pass(blocks_of(self.model), runs, torch.Tensor.backward, self._around)
-
-    @contextlib.contextmanager
-    def _around(self) -> Iterator[None]:
-        with contextlib.ExitStack() as contexts:
-            for name in self.plan.step_context:
-                contexts.enter_context(CONTEXTS[name](self.model))
-            contexts.enter_context(autocast_of(self.plan))
-            yield
+        one_pass(blocks_of(self.model), runs, torch.Tensor.backward, lambda: self.around(autocast_of(self.plan)))
 
     def clip_and_step(self) -> None:
         """Clip the gradients and update the weights, as the trainer does after the last micro-batch of a window."""
@@ -307,10 +305,8 @@ def _loss(plan: Plan, model: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
 
 def autocast_of(plan: Plan) -> Any:
     """Make the autocast context of the plan's precision."""
-    for name, dtype in _HALF_PRECISION.items():
-        if plan.training.get(name):
-            return torch.autocast("cpu", dtype)
-    return contextlib.nullcontext()
+    found = [torch.autocast("cpu", dtype) for name, dtype in _HALF_PRECISION.items() if plan.training.get(name)]
+    return found[0] if found else contextlib.nullcontext()
 
 
 _HALF_PRECISION = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""List the values to try for each toggle, and all sets of toggles with these values."""
+"""List the toggles in their order, the values to try for each, and all sets of toggles with these values."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,6 +6,44 @@ from typing import Any
 
 from cria_tricks.hardware.device import Device
 from cria_tricks.recipe import Recipe
+
+LADDER = (
+    "precision",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "activation_offload",
+    "peft",
+    "quantization",
+    "double_quantization",
+    "optimizer",
+    "paged_optimizer",
+    "optimizer_in_backward",
+    "attention",
+    "expand_kv",
+    "keep_attention",
+    "packing",
+    "chunked_loss",
+    "lean_preparation",
+    "fused_lora",
+    "fused_blocks",
+    "tiled_mlp",
+    "stream_layers",
+    "layer_by_layer",
+    "compile",
+)
+"""The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
+
+NEEDS = {
+    "expand_kv": ("attention",),
+    "keep_attention": ("gradient_checkpointing", "attention", "expand_kv"),
+    "quantization": ("peft",),
+    "stream_layers": ("peft", "gradient_checkpointing"),
+    "layer_by_layer": ("peft", "gradient_checkpointing", "stream_layers"),
+    "double_quantization": ("peft", "quantization"),
+    "lean_preparation": ("peft", "precision", "quantization"),
+    **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
+}
+"""Toggle -> those without which it has nothing to act on, or is refused."""
 
 
 def choices(recipe: Recipe, device: Device, width: int) -> dict[str, tuple[Any, ...]]:

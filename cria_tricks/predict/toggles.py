@@ -18,50 +18,12 @@ from cria_tricks.models.shape import Shape
 from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
-from cria_tricks.predict.toggle_values import all_sets, choices
+from cria_tricks.predict.toggle_values import LADDER, NEEDS, all_sets, choices
 from cria_tricks.recipe import Recipe, Tricks
 from cria_tricks.resolve import resolve
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import lora
 from cria_tricks.tricks.folds import estimate, for_shape, step
-
-LADDER = (
-    "precision",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "activation_offload",
-    "peft",
-    "quantization",
-    "double_quantization",
-    "optimizer",
-    "paged_optimizer",
-    "optimizer_in_backward",
-    "attention",
-    "expand_kv",
-    "keep_attention",
-    "packing",
-    "chunked_loss",
-    "lean_preparation",
-    "fused_lora",
-    "fused_blocks",
-    "tiled_mlp",
-    "stream_layers",
-    "layer_by_layer",
-    "compile",
-)
-"""The fields of ``recipe.tricks`` in the order of the lessons; each field comes after those that it needs."""
-
-NEEDS = {
-    "expand_kv": ("attention",),
-    "keep_attention": ("gradient_checkpointing", "attention", "expand_kv"),
-    "quantization": ("peft",),
-    "stream_layers": ("peft", "gradient_checkpointing"),
-    "layer_by_layer": ("peft", "gradient_checkpointing", "stream_layers"),
-    "double_quantization": ("peft", "quantization"),
-    "lean_preparation": ("peft", "precision", "quantization"),
-    **dict.fromkeys(("chunked_loss", "fused_lora", "fused_blocks"), ("peft",)),
-}
-"""Toggle -> those without which it has nothing to act on, or is refused."""
 
 LONGEST = 2**20
 """The longest row that :func:`longest` tries [tokens]: four times the longest context in ``models/catalogue.py``."""

@@ -17,7 +17,7 @@ Ours     25 lines of hooks, in production too, because torch's save_on_cpu also 
          save (all 16-bit ones), although they are on the card anyway. transformers has save_on_cpu around each
          checkpointed block (activation_checkpointing_kwargs={"offload": True}), on the stream that computes. TRL
          (activation_offloading=True) has a stream of its own and holds up to five tensors on their way; overlapped
-         (``overlapped_offload.py``) holds one, so that a bill can count it. No card of ours has run overlapped
+         (``load/overlapped_offload.py``) holds one, so that a bill can count it. No card of ours has run overlapped
 
 Shapes: s = B T D elements, the input of one of L blocks.
 """

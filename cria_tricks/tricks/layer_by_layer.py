@@ -87,7 +87,7 @@ def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[t
     given: list[dict[str, Any]] = []
     first: list[torch.Tensor] = []
 
-    def note(number: int, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def note(number: int, x: torch.Tensor, /, **more: Any) -> torch.Tensor:
         first[:] = [x]
         given.append(more)
         if number == len(blocks) - 1:
@@ -99,7 +99,7 @@ def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[t
     return first[0], given
 
 
-def _give(last: int, end: torch.Tensor, number: int, x: torch.Tensor, **more: Any) -> torch.Tensor:
+def _give(last: int, end: torch.Tensor, number: int, x: torch.Tensor, /, **more: Any) -> torch.Tensor:
     """Stand in for a block: the last one gives ``end``, and the others what they get."""
     return end if number == last else x
 
@@ -130,8 +130,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         return plan
     if recipe.tricks.activation_offload == "overlapped":
         raise BadInput(
-            "tricks.layer_by_layer=true with tricks.activation_offload=overlapped: that follows one micro-batch through "
-            "all blocks; set tricks.activation_offload=true"
+            "tricks.layer_by_layer=true with tricks.activation_offload=overlapped: that follows one micro-batch "
+            "through all blocks; set tricks.activation_offload=true"
         )
     if not plan.streaming or recipe.tricks.gradient_accumulation == 1:
         return plan.warn(

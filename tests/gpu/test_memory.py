@@ -10,12 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cria_tricks.hardware import this_device
+from cria_tricks.load import overlapped_offload
 from cria_tricks.load.host_memory import Pinned
+from cria_tricks.load.overlapped_offload import Overlapped, copy_stream
 from cria_tricks.load.streaming import into_slots, move_into, places_of, size_of
-from cria_tricks.tricks import keep_attention, overlapped_offload
+from cria_tricks.tricks import keep_attention
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
-from cria_tricks.tricks.overlapped_offload import Overlapped, copy_stream
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
 from cria_tricks.tricks.stream_layers import SLOTS, Copies, Streamed
 from tests.helpers import train

@@ -14,6 +14,7 @@ from transformers.integrations import moe
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device, this_device
+from cria_tricks.load import overlapped_offload
 from cria_tricks.measure.memory import LiveBytes, every_tensor
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.configs import find_config
@@ -21,7 +22,7 @@ from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import overlapped_offload, packing
+from cria_tricks.tricks import packing
 from cria_tricks.tricks.activation_offload import Offloaded
 from tests.helpers import prepare, train, trained_weights
 from tests.memory.cases import skip_experts_shaped_by_numbers

@@ -266,28 +266,6 @@ def test_switch(deep, rows, tmp_path, name):
             assert torch.equal(runs[stream][1][key], weight), key
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "nf4", "fused"])
-def test_a_window_in_one_pass(deep, rows, tmp_path, name):
-    """Losses, gradients' norms and weights equal those of micro-batches one by one, bit for bit."""
-    sets = [one for one in (*ON, *SETS[name]) if "accumulation" not in one]
-    sets += [
-        "tricks.gradient_accumulation=3",
-        f"train.max_steps={STEPS}",
-        "train.save_steps=1000",
-        "train.eval_steps=3",
-    ]
-    runs = {}
-    for order in ("false", "true"):
-        more = ("tricks.stream_layers=true", f"tricks.layer_by_layer={order}")
-        run, loaded = train(deep, rows, tmp_path / order, *sets, *more, eval_rows=rows[:3])
-        said = [{key: value for key, value in one.items() if key in SAME} for one in run.history]
-        runs[order] = said, trained_weights(loaded), run.attention_kernel
-    assert runs["true"][0] == runs["false"][0]
-    assert runs["true"][2] == runs["false"][2]
-    for key, weight in runs["false"][1].items():
-        assert torch.equal(runs["true"][1][key], weight), key
-
-
 SAME = ("step", "loss", "grad_norm", "eval_loss")
 
 

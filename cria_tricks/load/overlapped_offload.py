@@ -1,6 +1,6 @@
 """Overlapped activation offload: saved tensors go to the host and come back while the card computes on.
 
-``activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here copies have a
+``tricks/activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here copies have a
 stream of their own, :class:`CopyStream`, and two streams know nothing of each other. Three waits keep the numbers
 right:
 

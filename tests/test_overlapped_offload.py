@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 import cria_tricks.trainer.shared
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
-from cria_tricks.load import offload
+from cria_tricks.load import offload, overlapped_offload
+from cria_tricks.load.overlapped_offload import CopyStream, Overlapped
 from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target, suggestions
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
-from cria_tricks.tricks import activation_offload, folds, overlapped_offload
-from cria_tricks.tricks.overlapped_offload import CopyStream, Overlapped
+from cria_tricks.tricks import activation_offload, folds
 from tests.helpers import prepare, train, trained_weights
 from tests.tricks.test_gradient_checkpointing import KINDS, L, kept, stack
 
