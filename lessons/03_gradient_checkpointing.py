@@ -404,23 +404,8 @@ assert offload.bytes_to_host == L * s + s  # the blocks' inputs, and the loss's
 assert all(torch.equal(p, q) for p, q in zip(plain_grads, gradients(), strict=True))
 
 # %% [markdown]
-# **A third switch, for long rows: tiles.** At 32,768 tokens the largest part of the bill is the block that is being
-# recomputed (the *open block*), because its MLP has four tensors of 8,192 numbers for each token. With
-# `tricks.tiled_mlp=true` the MLP takes 2,048 tokens at a time, forward and backward. So the tensors of only one such
-# tile exist. The adapters' gradients are summed over the tiles, in another order than without them, so the result is
-# exact within rounding. Here is the bill of a long row, with the techniques of the later lessons on:
-
-# %%
-long_row = ["data.max_length=32768", "tricks.gradient_accumulation=1"]
-open_block = {}
-for tiles in ("false", "true"):
-    settings = [*long_row, f"tricks.tiled_mlp={tiles}"]
-    bill = course.bill(with_settings(course.so_far("13_lean_preparation"), settings))
-    open_block[tiles] = sum(line.bytes for line in bill.peak.lines if line.name.startswith("open block"))
-    print(
-        f"tiled_mlp={tiles:5}: peak {bill.peak_bytes / 2**30:.1f} GiB, open block {open_block[tiles] / 2**30:.1f} GiB"
-    )
-assert open_block["true"] < 0.6 * open_block["false"]
+# **For long rows**, with tens of thousands of tokens, the block that is being recomputed is at least as large as all
+# saved inputs together. Lesson 30 cuts its MLP into tiles (`tiled_mlp`), and sends the inputs to the host.
 
 # %% [markdown]
 # ## 6. Where it breaks

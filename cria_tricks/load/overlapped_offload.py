@@ -1,8 +1,8 @@
 """Overlapped activation offload: saved tensors go to the host and come back while the card computes on.
 
-``tricks/activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here copies have a
-stream of their own, :class:`CopyStream`, and two streams know nothing of each other. Three waits keep the numbers
-right:
+``tricks/activation_offload.py`` copies on the stream that computes, so the computation waits for each copy. Here copies
+have a stream of their own, :class:`CopyStream`, and two streams know nothing of each other. Three waits keep the
+numbers right:
 
 - A copy begins when the computing stream has done all that it was given before. By then the tensor that goes to the
   host has its numbers, and nobody uses the memory any more into which another one comes back.

@@ -42,7 +42,7 @@ from cria_tricks.tricks.gradient_checkpointing import generators_of, restore, st
 
 SWITCHES = ("tiled_mlp=true",)
 CLAIM = "exact within rounding"
-LESSON = "03_gradient_checkpointing"
+LESSON = "30_long_rows"
 REFERENCE = ("_Keep", "_Tiles", "tiled")
 PLAIN = """
 from transformers import AutoModelForCausalLM
