@@ -44,6 +44,7 @@ SURPRISES = {
     "27": "a public T4 run reached 11 % of the card's peak FLOP/s",
     "28": "a short job on an A100 costs over four times a T4's",
     "29": "autograd saves four inner tensors of an MLP; two are enough",
+    "31": "4.6 GiB of gradients freed, 3.6 gained",
 }
 """The surprise of each lesson, by its number."""
 
@@ -54,12 +55,16 @@ def lessons(page: Path) -> str:
     for path in notebooks.lessons():
         heading = re.search(r"^# # (.+?)(?::.*)?$", path.read_text(encoding="utf-8"), re.M)
         assert heading, path
-        if page.name == "README.md":  # a repository has notebooks, and the site has pages
+        surprise = SURPRISES[path.stem[:2]]
+        if page.name == "README.md":  # a repository has notebooks, and the site has pages; README has little room
+            number, _, title = heading[1].partition(". ")
             read, run = f"{notebooks.SITE}lessons/{path.stem}.html", f"notebooks/{path.stem}.ipynb"
+            rows.append((f"[{number}]({run})", f"[{title}]({read})", surprise))
         else:
             read, run = f"lessons/{path.stem}.md", notebooks.colab_address(path.stem)
-        rows.append((f"[{heading[1]}]({read})", SURPRISES[path.stem[:2]], f"[run]({run})"))
-    return table(("lesson", "the surprise", ""), rows)
+            rows.append((f"[{heading[1]}]({read})", surprise, f"[run]({run})"))
+    names = ("run", "lesson", "the surprise") if page.name == "README.md" else ("lesson", "the surprise", "")
+    return table(names, rows)
 
 
 def links(page: Path) -> str:
