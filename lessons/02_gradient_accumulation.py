@@ -454,17 +454,8 @@ course.show(course.staircase("02_gradient_accumulation"), "Figure 4. The bill so
 
 # %% [markdown]
 # The opposite is a toggle, too. With `tricks.optimizer_in_backward=true` each weight takes its optimizer step as soon
-# as its gradient arrives, and the gradient is freed. So all gradients together never exist. Two things need all
-# gradients before the first step: accumulation, and clipping by their common norm. So `true` refuses both, and several
-# processes too. With `optimizer_in_backward=clip` each weight's gradient is clipped by itself instead.
-
-# %%
-settings = ["tricks.gradient_accumulation=1", "train.max_grad_norm=0", "tricks.optimizer_in_backward=true"]
-stepping = course.bill(with_settings(course.so_far("03_gradient_checkpointing"), settings))
-kept, freed = (next(line.bytes for line in one.state if line.name == "gradients") for one in (alone, stepping))
-print(f"in the optimizer step: {kept / MIB:,.0f} MiB of gradients, or {freed / MIB:,.0f} MiB, those of the embedding")
-print(f"the peak: {alone.peak_bytes / MIB:,.0f} MiB, or {stepping.peak_bytes / MIB:,.0f} MiB")
-assert freed == 4 * 128_256 * 2048
+# as its gradient arrives, and the gradient is freed. It cannot be combined with accumulation. [Lesson
+# 31](31_weights_elsewhere.py) builds it.
 
 # %% [markdown]
 # ## 6. Where it breaks

@@ -19,7 +19,7 @@ SURPRISES = {
     "02": "with one row at a time it only costs memory",
     "03": "another dropout mask: right loss, wrong gradients",
     "04": "the rank hardly changes the memory; freezing does",
-    "05": "half the bytes of the weights, and a larger bill",
+    "05": "half the bytes of weights, and a larger bill",
     "06": "the weights shrink by 1,377 MiB, the peak by 239",
     "07": "it saves 5,539 MiB of full fine-tuning, 64 of the job",
     "08": "with room for 79 pages of 80, all 80 travel",
@@ -31,7 +31,7 @@ SURPRISES = {
     "14": "the first loss is right, yet the run is another",
     "15": "of ten rules of thumb, two hold",
     "16": "the savings add up to 43,866 MiB of a bill of 32,046",
-    "17": "the whole run: plan, train, resume, evaluate",
+    "17": "plan, train, resume and evaluate",
     "18": "a dead run logs a falling loss, then 0.0",
     "19": "7.3 GiB of tensors reserve 9.3 GiB",
     "20": "two cards wait most for the longest row",
@@ -42,9 +42,10 @@ SURPRISES = {
     "25": "where one more card stops helping",
     "26": "a character takes 12 bytes in lists, 0.6 in an array",
     "27": "a public T4 run reached 11 % of the peak FLOP/s",
-    "28": "a short job on an A100 costs over four times a T4's",
+    "28": "a short A100 job costs over four times a T4's",
     "29": "of four saved tensors of an MLP two are enough",
     "30": "one open block is as large as all block inputs",
+    "31": "4.6 GiB of gradients freed, 3.6 gained",
 }
 """The surprise of each lesson, by its number."""
 
@@ -55,12 +56,16 @@ def lessons(page: Path) -> str:
     for path in notebooks.lessons():
         heading = re.search(r"^# # (.+?)(?::.*)?$", path.read_text(encoding="utf-8"), re.M)
         assert heading, path
-        if page.name == "README.md":  # a repository has notebooks, and the site has pages
+        surprise = SURPRISES[path.stem[:2]]
+        if page.name == "README.md":  # a repository has notebooks, and the site has pages; README has little room
+            number, _, title = heading[1].partition(". ")
             read, run = f"{notebooks.SITE}lessons/{path.stem}.html", f"notebooks/{path.stem}.ipynb"
+            rows.append((f"[{number}]({run})", f"[{title}]({read})", surprise))
         else:
             read, run = f"lessons/{path.stem}.md", notebooks.colab_address(path.stem)
-        rows.append((f"[{heading[1]}]({read})", SURPRISES[path.stem[:2]], f"[run]({run})"))
-    return table(("lesson", "the surprise", ""), rows)
+            rows.append((f"[{heading[1]}]({read})", surprise, f"[run]({run})"))
+    names = ("run", "lesson", "the surprise") if page.name == "README.md" else ("lesson", "the surprise", "")
+    return table(names, rows)
 
 
 def links(page: Path) -> str:

@@ -34,7 +34,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("stream_layers=true", "stream_layers=file")
 CLAIM = "exact"
-LESSON = "03_gradient_checkpointing"
+LESSON = "31_weights_elsewhere"
 REFERENCE = ("Streamed.enter", "Streamed._send", "Copies")
 PLAIN = """
 from accelerate import cpu_offload
