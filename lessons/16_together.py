@@ -90,8 +90,8 @@ assert first == {"alone": CHECKPOINTING, "on the ladder": CHECKPOINTING, "beside
 
 # %% [markdown]
 # Checkpointing saves most alone and on the ladder, LoRA beside all, and only the middle column adds up to what is
-# really saved. The paged optimizer saves 9,428 MiB alone, and 12 in the end. `expand_kv` saves nothing on the ladder, and
-# 1,320 beside all. None of these numbers is wrong.
+# really saved. The paged optimizer saves 9,428 MiB alone, and 12 in the end. `expand_kv` saves nothing on the ladder,
+# and 1,320 beside all. None of these numbers is wrong.
 #
 # They are by hand. The repository has two counts to hold them against: a dry run of the same ladder, and real steps of
 # a two-layer model on a CPU, with each of its switches alone, taken out, and in a row.

@@ -159,7 +159,8 @@ PLANS = [
     (card(7, 9), "attention=sdpa expand_kv=true precision=fp16", whole_matrices(fp16=True)
      | model(attention="sdpa_expanded")),
     (card(8, 0), "attention=sdpa expand_kv=true precision=fp16", whole_matrices(fp16=True)
-     | model(attention="sdpa_expanded") | {"warnings": ("expand_kv gains nothing on a card: its flash kernel takes grouped heads as they are",)}),
+     | model(attention="sdpa_expanded")
+     | {"warnings": ("expand_kv gains nothing on a card: its flash kernel takes grouped heads as they are",)}),
     (card(8, 0), "attention=sdpa expand_kv=true", model(attention="sdpa_expanded")),
     (CPU, "attention=sdpa expand_kv=true", model(attention="sdpa_expanded") | {"warnings": (
         "expand_kv gains nothing without CUDA: the CPU's flash kernel takes grouped heads as they are",)}),
