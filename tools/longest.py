@@ -1,4 +1,4 @@
-"""The table of the longest rows on each card, made by the estimate: ``python -m tools.longest`` writes it into its page.
+"""The table of the longest rows on each card, by the estimate: ``python -m tools.longest`` writes it into its page.
 
 A column more is one line of :data:`WAYS`, a model or a card one name more.
 """
