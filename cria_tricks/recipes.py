@@ -10,7 +10,7 @@ from pathlib import Path
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest, same
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.recipe import Data, Recipe, Train, Tricks, from_toml, with_settings
+from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, from_toml, with_settings
 
 ROOM = 21 * 2**29
 """A GPU of this memory holds the Kwanzaa run without saving memory, with a margin: 10.5 GiB [bytes]."""
@@ -175,6 +175,77 @@ def big_14b_small(device: Device | None = None) -> Recipe:
     )
 
 
+def full_1b(device: Device | None = None) -> Recipe:
+    """All weights of Llama-3.2-1B on a free T4: rows of up to 1,024 tokens, 11.8 GiB reserved by dry run.
+
+    The weights and what AdamW keeps of them take 8.4 GiB. So each weight takes its step in the backward pass, and no
+    gradient waits; that rules out gradient accumulation and a limit for the norm of all gradients.
+    """
+    device = device or this_device()
+    return Recipe(
+        name="full_1b",
+        model="llama-3.2-1b",
+        data=Data(train="history_notes", eval="history_notes", max_length=1024),
+        tricks=Tricks(
+            gradient_checkpointing=True,
+            precision=best_precision(device),
+            optimizer="adamw_8bit",
+            optimizer_in_backward=True,
+            attention="sdpa",
+            expand_kv=device.needs_expand_kv,
+        ),
+        # All weights move, so the rate is a tenth of an adapter's.
+        train=Train(learning_rate=2e-5, max_grad_norm=0, on_oom=_on_oom(device)),
+    )
+
+
+def full_1b_small(device: Device | None = None) -> Recipe:
+    """All weights of SmolLM2-135M by the same switches, in minutes on two CPU cores."""
+    changes = ["name=full_1b_small", "model=smollm2", "data.train=nguzo_saba", "data.eval=nguzo_saba"]
+    return with_settings(full_1b(device), changes)
+
+
+def long_8b(device: Device | None = None) -> Recipe:
+    """QLoRA of Llama-3.1-8B on a T4 with rows of 65,536 tokens, which a host of 29 GB such as Kaggle's has room for.
+
+    Saved block inputs wait on the host, and the MLP takes 512 tokens at a time. On Colab's 12.7 GB the block inputs
+    have room up to ``--set data.max_length=32768``. Documents of ``history_notes`` are packed into such rows; for a
+    long document of your own take ``--set data.train=book.txt --set tricks.packing=false``.
+    """
+    device = device or this_device()
+    on_gpu = device.kind == "cuda"
+    return Recipe(
+        name="long_8b",
+        model="llama-3.1-8b",
+        data=Data(train="history_notes", eval="nguzo_saba", max_length=65_536),
+        tricks=Tricks(
+            gradient_checkpointing=True,
+            precision=best_precision(device),
+            quantization="nf4",
+            double_quantization=True,
+            peft="lora",
+            optimizer="adamw_8bit",
+            attention="sdpa",
+            expand_kv=device.needs_expand_kv,
+            packing=True,
+            chunked_loss=True,
+            lean_preparation=on_gpu,
+            fused_lora=True,
+            fused_blocks=True,
+            tiled_mlp=512,
+            activation_offload=on_gpu,
+        ),
+        lora=Lora(r=8, alpha=16),
+        train=Train(on_oom=_on_oom(device)),
+    )
+
+
+def long_8b_small(device: Device | None = None) -> Recipe:
+    """SmolLM2-135M on packed rows of 8,192 tokens by the same switches: two steps, in minutes on two CPU cores."""
+    changes = ["name=long_8b_small", "model=smollm2", "data.max_length=8192", "train.max_steps=2"]
+    return with_settings(long_8b(device), [*changes, "train.learning_rate=5e-4"])
+
+
 def _fused(device: Device) -> list[str]:
     """Fuse adapters and blocks on a CPU, where both are equal to the plain path; no GPU has run them yet."""
     fused = str(device.kind == "cpu")
@@ -186,7 +257,10 @@ def baseline(device: Device | None = None) -> Recipe:
     return Recipe(name="baseline", model="smollm2", data=Data(max_length=1024), train=Train(learning_rate=2e-5))
 
 
-_ALL = (smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, kwanzaa_curated_small, big_14b, big_14b_small, baseline)
+_ALL = (
+    *(smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, kwanzaa_curated_small, baseline),
+    *(full_1b, full_1b_small, long_8b, long_8b_small, big_14b, big_14b_small),
+)
 NAMED: dict[str, Callable[..., Recipe]] = {recipe.__name__: recipe for recipe in _ALL}
 """Recipe name -> the function that makes the recipe."""
 

@@ -19,6 +19,7 @@ from cria_tricks.hardware import Device
 NAMES: Mapping[str, tuple[Any, ...]] = {
     # Edits of the loaded model, implemented in load/model.py
     "after_load": (
+        "cast_without_cache",
         "prepare_for_kbit_training",
         "add_adapter",
         "start_at_rounding_error",

@@ -337,8 +337,8 @@ assert course.bill(after).fits
 assert not course.bill(before).fits
 
 # %% [markdown]
-# Gradients and states take 14,014 MiB less, the frozen base, now in 16 bits, 2,357, and autocast's copies of it, which
-# nobody needs any more, the same again. The peak falls by nearly all of that, and moves to where the loss goes back:
+# Gradients and states take 14,014 MiB less, the frozen base, now in 16 bits, 2,357, and the head's 16-bit copy, which
+# nobody needs any more, 501. That is nearly all by which the peak falls, because it stays where the loss goes back:
 # there the logits live three times. Now they are the largest line, 3,006 of 5,688. They wait for `chunked_loss`.
 #
 # What was your guess? At that moment, too, each number of the adapter costs 16 bytes:

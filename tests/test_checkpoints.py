@@ -25,6 +25,7 @@ from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.store.checkpoints import Checkpoints, describe, other_versions, refuse_another_run
 from cria_tricks.trainer.fit import fit
 from cria_tricks.trainer.resumable import ResumableTrainer
+from cria_tricks.tricks.optimizer_in_backward import StepInBackward
 from tests.helpers import At, Killed, kill, prepare, send, train, trained_weights
 
 SETS = ("tricks.peft=lora", "lora.dropout=0.1", "train.max_steps=7", "train.save_steps=2", "train.eval_steps=3")
@@ -113,6 +114,31 @@ def test_so_it_is_with_two_threads(setting, whole, tiny_model, rows, tmp_path):
 def test_so_it_is_with_every_kind_of_state(setting, whole, tiny_model, rows, tmp_path):
     for name, step in some_of((("SIGINT", 3), ("kill", 5)), setting):
         _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_killed_in_a_backward_pass_when_some_weights_have_stepped(
+    optimizer, whole, tiny_model, rows, tmp_path, monkeypatch
+):
+    """With steps in the backward pass the model is then half a step further; the resumed run is the whole one."""
+    more = ("tricks.peft=none", f"tricks.optimizer={optimizer}", "tricks.optimizer_in_backward=true")
+    more = (*more, "train.max_grad_norm=0")
+    expected = whole(*more)
+    step_of, taken = StepInBackward._step, []
+
+    def killed_in_the_fourth_step(self, weight):
+        step_of(self, weight)
+        taken.append(self.steps)
+        if len(taken) == 3 * len(self.weights) + 5:
+            raise Killed
+
+    monkeypatch.setattr(StepInBackward, "_step", killed_in_the_fourth_step)
+    with pytest.raises(Killed):
+        train(tiny_model, rows, tmp_path, *SETS, *more, eval_rows=rows[:2])
+    assert taken[-1] == 5, "five weights have taken their fourth step, and the others have not"
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path).newest().step == 2
+    same(*expected, *train(tiny_model, rows, tmp_path, *SETS, *more, eval_rows=rows[:2], resume=True))
 
 
 def _stop_and_resume(name, step, setting, whole, tiny_model, rows, tmp_path):

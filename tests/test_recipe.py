@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 
 from cria_tricks import recipes
+from cria_tricks.bill.bill import Bill
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.fields import ALIASES, find_field
 from cria_tricks.common.names import plain
 from cria_tricks.hardware import T4, Device
+from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
+from cria_tricks.models.shape import find_shape
+from cria_tricks.predict.host import HostBill, host_bill
+from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, Tricks, build, field_names, from_toml, with_settings
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), real_bf16=True, memory_bytes=150 * 10**9)
@@ -224,6 +229,39 @@ def test_toml_gives_the_same_recipe_back(name, tmp_path):
     path.write_text(recipe.to_toml())
     assert from_toml(path) == recipe
     assert recipes.get(str(path)) == recipe
+
+
+def on_a_t4(name: str, tokens: int, host: Host) -> tuple[Bill, HostBill]:
+    """The memory of a recipe with rows of so many tokens, on a T4 and on the machine around it."""
+    recipe = with_settings(recipes.get(name, T4), [f"data.max_length={tokens}"])
+    target = Target(find_shape(recipe.model), T4)
+    return target.memory(recipe), host_bill(target, recipe, host)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "host"),
+    [("full_1b", 1024, COLAB), ("long_8b", 65_536, KAGGLE), ("long_8b", 32_768, COLAB)],
+)
+def test_the_large_recipes_fit_a_t4_and_its_host(name, tokens, host):
+    """With rows as long as they may be, neither is tight."""
+    card, around = on_a_t4(name, tokens, host)
+    assert (card.verdict, around.verdict) == ("fits", "fits")
+
+
+def test_on_colab_a_longer_row_of_long_8b_has_no_room_on_the_host():
+    """Pinned blocks are rounded up to a power of two, so a little more than 32,768 tokens take twice the bytes."""
+    card, around = on_a_t4("long_8b", 34_000, COLAB)
+    assert (card.verdict, around.verdict) == ("fits", "does not fit")
+    most = max(around.peak.lines, key=lambda line: line.bytes)
+    assert (most.name, most.bytes) == ("offloaded activations", 32 * 2**29)
+
+
+@pytest.mark.parametrize("name", ["full_1b", "long_8b"])
+def test_a_small_twin_has_the_same_switches(name):
+    """Only the model, the rows and the run's length differ."""
+    large, small = (recipes.get(one, T4) for one in (name, f"{name}_small"))
+    assert large.tricks == small.tricks
+    assert small.model == "smollm2"
 
 
 def test_a_toml_file_needs_only_what_differs(tmp_path):

@@ -114,16 +114,21 @@ def training(**more) -> dict:
     return {"training": {"gradient_accumulation_steps": 1, **more}}
 
 
+def whole_matrices(**precision: bool) -> dict:
+    """All weights train in 16 bits: autocast's cache is off."""
+    return training(**precision) | {"after_load": ("cast_without_cache",)}
+
+
 PLANS = [
     (CPU, "", {}),
     (T4, "gradient_accumulation=8", {"training": {"gradient_accumulation_steps": 8}}),
-    (T4, "precision=fp16", training(fp16=True)),
+    (T4, "precision=fp16", whole_matrices(fp16=True)),
     (T4, "precision=fp16 peft=lora", training(fp16=True) | model("float16") | ADAPTER),
     (A100, "precision=bf16 peft=head", training(bf16=True) | model("bfloat16")
      | {"peft": {"kind": "head"}, "after_load": ("add_adapter",)}),
-    (CPU, "precision=bf16", training(bf16=True) | {"warnings": (SLOW_BF16,)}),
-    (replace(CPU, real_bf16=True), "precision=bf16", training(bf16=True)),
-    (CPU, "precision=fp16", training(fp16=True) | {"warnings": (SLOW_FP16,)}),
+    (CPU, "precision=bf16", whole_matrices(bf16=True) | {"warnings": (SLOW_BF16,)}),
+    (replace(CPU, real_bf16=True), "precision=bf16", whole_matrices(bf16=True)),
+    (CPU, "precision=fp16", whole_matrices(fp16=True) | {"warnings": (SLOW_FP16,)}),
     (T4, "quantization=int8 peft=lora", ADAPTER | {"quantization": {"load_in_8bit": True},
      "after_load": ("prepare_for_kbit_training", "add_adapter")}),
     (A100, "quantization=int8 peft=lora precision=bf16", training(bf16=True) | model("bfloat16") | ADAPTER
@@ -146,15 +151,16 @@ PLANS = [
     (T4, "lean_preparation=true peft=lora", ADAPTER | {"warnings": (
         "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and precision is "
         "fp32, peft lora",)}),
-    (T4, "lean_preparation=true precision=fp16", training(fp16=True) | {"warnings": (
+    (T4, "lean_preparation=true precision=fp16", whole_matrices(fp16=True) | {"warnings": (
         "lean_preparation has no effect: it avoids fp32 copies around LoRA in 16-bit arithmetic, and precision is "
         "fp16, peft none",)}),
     (CPU, "attention=sdpa", model(attention="sdpa")),
-    (card(8, 0), "attention=flash_attention_2 precision=bf16", training(bf16=True)
+    (card(8, 0), "attention=flash_attention_2 precision=bf16", whole_matrices(bf16=True)
      | model(attention="flash_attention_2")),
-    (card(7, 9), "attention=sdpa expand_kv=true precision=fp16", training(fp16=True)
+    (card(7, 9), "attention=sdpa expand_kv=true precision=fp16", whole_matrices(fp16=True)
      | model(attention="sdpa_expanded")),
-    (card(8, 0), "attention=sdpa expand_kv=true precision=fp16", training(fp16=True) | model(attention="sdpa_expanded")
+    (card(8, 0), "attention=sdpa expand_kv=true precision=fp16", whole_matrices(fp16=True)
+     | model(attention="sdpa_expanded")
      | {"warnings": ("expand_kv gains nothing on a card: its flash kernel takes grouped heads as they are",)}),
     (card(8, 0), "attention=sdpa expand_kv=true", model(attention="sdpa_expanded")),
     (CPU, "attention=sdpa expand_kv=true", model(attention="sdpa_expanded") | {"warnings": (

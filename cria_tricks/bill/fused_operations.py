@@ -20,6 +20,9 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 GATE_AND_UP = "gate", "up"
 """What the MLP's functions save beside their input, by the names that the operations have for it."""
 
+NORM_AT_ONCE = 2**24
+"""Numbers of its input for which a fused norm runs backward at one time, if it has more: 64 MiB in fp32."""
+
 Rule = Callable[[StepFacts], list[Operation]]
 
 
@@ -138,7 +141,10 @@ def norm_bytes(elements: int, x: int) -> NormBytes:
     """Bill a fused norm with inputs of x bytes an element: it saves the input itself; casts come on the way back."""
     # The gradients of the result and of the residual stream, and two fp32 tensors: the former times the weight, and
     # that times the input.
-    return NormBytes(elements * x, elements * x, elements * (2 * x + 2 * FP32), copies=False, apart=0)
+    backward = elements * (2 * x + 2 * FP32)
+    if elements > NORM_AT_ONCE:  # beside these gradients that of the input, of which a part is computed in fp32
+        backward = elements * 3 * x + NORM_AT_ONCE * 2 * FP32
+    return NormBytes(elements * x, elements * x, backward, copies=False, apart=0)
 
 
 def without_activated_gate(memory: StepFacts, rule: Rule) -> list[Operation]:

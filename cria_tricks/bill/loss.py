@@ -14,28 +14,21 @@ def full_loss(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     return {"loss": _loss(memory), "log-softmax": _log_softmax(memory)}
 
 
-def cast_copies(memory: StepFacts, *, kept: bool) -> Line:
-    """Return the line of autocast's 16-bit copies of the blocks' trained weights, until the forward pass ends.
+def cast_copies(memory: StepFacts) -> Line:
+    """Return the line of autocast's 16-bit copies of the adapters, which it holds until the forward pass ends.
 
-    Args:
-        memory: the facts of the step.
-        kept: whether to count them here; false if the bytes that the blocks save include them already.
+    There are none where blocks save the copies, because then they are counted there. If whole matrices train, autocast
+    caches no copies (``tricks/mixed_precision.py``).
     """
     copied = memory.trained_weights * memory.casts_adapters
-    widths = {name: memory.shape.packable[name] for name in memory.shape.packable}
-    if memory.mlp_tile:  # the copies of an MLP's weights live as long as a tile does
+    if memory.mlp_tile:  # the copies of an MLP's adapters live as long as a tile does
         inside = [sum(memory.shape.linears[name]) for name in memory.mlp if name in memory.adapted]
         copied -= memory.shape.layers * memory.rank * sum(inside) * memory.casts_adapters
-        widths = {name: widths[name] for name in widths if name not in memory.mlp}
-    matrices = sum(d_in * d_out for d_in, d_out in widths.values())
-    if memory.trains_all:
-        copied = memory.shape.layers * matrices
-    elif memory.learns_beside:
-        copied = memory.learning_blocks * (matrices + memory.shape.width**2)
     if memory.kept_blocks and not memory.offloads_the_end:  # the last blocks save theirs
         copied = copied * (memory.shape.layers - memory.kept_blocks) // memory.shape.layers
     size = 0
-    if memory.compute_itemsize < FP32 and memory.learning_blocks and kept:
+    cached = memory.learning_blocks and not memory.trains_all and not memory.learns_beside
+    if memory.compute_itemsize < FP32 and cached and (memory.checkpointed or memory.offloaded):
         size = copied * memory.compute_itemsize + _input_copy(memory)
     return Line("16-bit copies of weights", size, "by autocast, until the forward pass ends")
 
@@ -97,7 +90,7 @@ def _log_softmax(memory: StepFacts) -> tuple[Line, ...]:
     return (
         Line("final norm", _final_norm(memory), "its input and output"),
         Line("16-bit copy of the head", head, "by autocast"),
-        cast_copies(memory, kept=memory.checkpointed or memory.offloaded),  # else blocks save them
+        cast_copies(memory),
         Line("logits", logits, "as computed, in fp32, and log-softmax"),
     )
 

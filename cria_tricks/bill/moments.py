@@ -76,7 +76,7 @@ def _forward(memory: StepFacts, waiting: Waiting, before: Line, pick: _Pick) -> 
     # In its first forward pass a checkpointed block saves as little on the device as an offloaded one.
     last = last_blocks(memory)
     once = replace(last, checkpointed=False, offloaded=last.offloaded or last.checkpointed)
-    copies = cast_copies(memory, kept=memory.checkpointed or memory.offloaded)
+    copies = cast_copies(memory)
     points = [point for point in block.points(once, once.operations) if not point.backward]
     for point in pick(points):
         found.append(Moment("forward", (*fixed, before, waiting.others, copies, *_inside(point))))

@@ -9,7 +9,7 @@ seconds are not. TechPowerUp's database, for example, has no rate of 16-bit prod
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -37,6 +37,8 @@ class Host:
 COLAB = Host("Colab's free machine", 12_700_000_000)
 KAGGLE = Host("Kaggle's machine", 29_000_000_000)
 """Notebooks that are free; both print these amounts of memory in GB."""
+HOSTS = {"colab": COLAB, "kaggle": KAGGLE}
+"""What may follow a GPU's name behind an @; also an amount of memory may, such as ``32GB``."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ ASSUMED_CAPABILITY = (8, 6)
 FREE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib)(?::(\d+)\.(\d+))?")
 """A free amount of memory, such as ``8GiB`` or ``8GiB:7.5``."""
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20}
+_SPELLED = {"gib": "GiB", "gb": "GB", "mib": "MiB"}
 _SEVERAL = re.compile(r"(.+)x(\d)")
 
 
@@ -173,7 +176,8 @@ def find_gpu(text: str) -> Gpu:
 
     Args:
         text: a short name in any letter case, with or without ``rtx`` and the like in front; or an amount of memory in
-            GiB, GB (10^9 bytes) or MiB, with the compute capability behind a colon.
+            GiB, GB (10^9 bytes) or MiB, with the compute capability behind a colon. Behind an @ may follow the machine
+            around it: ``colab``, ``kaggle`` or its memory (``t4@kaggle``, ``rtx4090@64GB``).
 
     Raises:
         BadInput: for an unknown name; the message lists the known ones.
@@ -184,7 +188,10 @@ def find_gpu(text: str) -> Gpu:
         >>> find_gpu("8GiB:7.5").device.real_bf16
         False
     """
-    wanted = text.strip().lower()
+    card, at, host = text.strip().lower().partition("@")
+    if at:
+        return replace(find_gpu(card), host=_host(host.strip()))
+    wanted = card
     free = FREE.fullmatch(wanted)
     if free:
         return _free(*free.groups())
@@ -201,6 +208,16 @@ def find_gpu(text: str) -> Gpu:
     near = nearest(wanted, GPUS, cutoff=0.5)
     meant = f"did you mean {near}? " if near else ""
     raise BadInput(f"unknown card {text}: {meant}{there_are}")
+
+
+def _host(text: str) -> Host:
+    """Find the machine that is named behind an @."""
+    free = FREE.fullmatch(text)
+    if free and not free[3]:
+        return Host(f"a machine of {free[1]} {_SPELLED[free[2]]}", round(float(free[1]) * _UNITS[free[2]]))
+    if text not in HOSTS:
+        raise BadInput(f"unknown machine @{text}: there are {', '.join(HOSTS)}, and any amount of memory, such as 32GB")
+    return HOSTS[text]
 
 
 def this_host() -> Host:
@@ -240,7 +257,6 @@ def _free(amount: str, unit: str, major: str | None, minor: str | None) -> Gpu:
     memory = round(float(amount) * _UNITS[unit])
     if memory < 2**20:
         raise BadInput(f"--gpu {amount}{unit}: must be at least 1 MiB")
-    spelled = {"gib": "GiB", "gb": "GB", "mib": "MiB"}[unit]
-    name = f"a card of {amount} {spelled} (compute capability {capability[0]}.{capability[1]}{assumed})"
+    name = f"a card of {amount} {_SPELLED[unit]} (compute capability {capability[0]}.{capability[1]}{assumed})"
     device = Device("cuda", name, capability, real_bf16=capability >= (8, 0), memory_bytes=memory)
     return Gpu(device, "given")

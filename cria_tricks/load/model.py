@@ -26,7 +26,7 @@ from cria_tricks.models import Weights, network, pretrained
 from cria_tricks.models.shape import BESIDE_HEAD
 from cria_tricks.processes.numbers import processes
 from cria_tricks.step_plan import Plan
-from cria_tricks.tricks import compile, keep_attention, tiled_mlp
+from cria_tricks.tricks import compile, keep_attention, mixed_precision, tiled_mlp
 
 CAUSAL = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The names of transformers' classes for models that predict the next token."""
@@ -229,6 +229,11 @@ def forbid_cpu_repacking(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def _cast_without_cache(model: Any, plan: Plan) -> Any:
+    mixed_precision.cast_without_cache(model.base_model)
+    return model
+
+
 def _prepare_for_kbit_training(model: Any, plan: Plan) -> Any:
     # peft's usual preparation, which casts the weights that are not quantised to fp32. Gradient checkpointing is an
     # edit of its own.
@@ -301,6 +306,7 @@ def _compile_blocks(model: Any, plan: Plan) -> Any:
 
 
 EDITS: dict[str, Callable[[Any, Plan], Any]] = {
+    "cast_without_cache": _cast_without_cache,
     "prepare_for_kbit_training": _prepare_for_kbit_training,
     "add_adapter": add_adapter,
     STARTS: _start_at_rounding_error,

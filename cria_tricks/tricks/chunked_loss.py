@@ -170,7 +170,7 @@ def chunk_by_chunk(memory: StepFacts) -> dict[str, tuple[Line, ...]]:
     at_the_loss = (
         Line("final norm", norm, "its input and output"),
         Line("16-bit copy of the head", loss.head_copy(memory), "by autocast, once for all chunks"),
-        loss.cast_copies(memory, kept=memory.checkpointed or memory.offloaded),
+        loss.cast_copies(memory),
         Line("hidden states for the loss", picked, "of trained tokens, with gradients"),
         Line("logits", 2 * logits * FP32, f"of {TOKENS_PER_CHUNK} tokens in fp32, and their exp"),
     )

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from cria_tricks.bill import fused_operations, moved_bytes
 from cria_tricks.bill.facts import StepFacts
+from cria_tricks.bill.fused_operations import NORM_AT_ONCE
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.device import Device
@@ -67,9 +68,24 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, root, weight = ctx.saved_tensors
-        grad = (dy * weight).to(_at_least_fp32(x))
-        inner = (grad * x).mean(-1, keepdim=True)
-        return grad.addcmul_(x, inner.mul_(root).mul_(root), value=-1).mul_(root).to(x.dtype), None, None
+        if x.numel() <= NORM_AT_ONCE:
+            return _of_input(dy, x, root, weight), None, None
+        # Of long rows some tokens at a time, because the tensors on the way are in fp32. Each token is a row by itself,
+        # so the bits are the same.
+        dx = torch.empty_like(x)
+        along = min(1, x.dim() - 2)
+        at_once = max(NORM_AT_ONCE * x.shape[along] // x.numel(), 1)
+        pieces = (one.split(at_once, along) for one in (dx, dy, x, root))
+        for dx_piece, dy_piece, x_piece, root_piece in zip(*pieces, strict=True):
+            dx_piece.copy_(_of_input(dy_piece, x_piece, root_piece, weight))
+        return dx, None, None
+
+
+def _of_input(dy: torch.Tensor, x: torch.Tensor, root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute the gradient of a norm's input."""
+    grad = (dy * weight).to(_at_least_fp32(x))
+    inner = (grad * x).mean(-1, keepdim=True)
+    return grad.addcmul_(x, inner.mul_(root).mul_(root), value=-1).mul_(root).to(x.dtype)
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.dtype:

@@ -1,22 +1,24 @@
 r"""Mixed precision: multiply in 16 bits, keep what is trained in 32.
 
 Saves    activations and frozen weights: 4 bytes -> 2 bytes an element               [bytes]
-Costs    a 16-bit copy of each trained weight, which waits for the backward pass. Eager attention saves its
-         probabilities in fp32 and in 16 bits. fp16: a loss scale, and now and then a skipped step. bf16: 8 significant
-         bits, where fp16 has 11
+Costs    a 16-bit copy of each trained weight, which waits for the backward pass, if its block is not recomputed. Eager
+         attention saves its probabilities in fp32 and in 16 bits. fp16: a loss scale, and now and then a skipped step.
+         bf16: 8 significant bits, where fp16 has 11
 Claim    approximate: products are rounded to 11 (fp16) or 8 (bf16) significant bits
 Needs    fp16: any GPU. bf16: compute capability 8.0; a T4 says that it supports bf16, but emulates it slowly
 Breaks   trained weights that are stored in fp16, because torch's GradScaler refuses them ("Attempting to unscale FP16
          gradients"); so adapters stay in fp32
 Sources  Micikevicius et al. 2018, arXiv:1710.03740, sec. 3.1 (master weights), 3.2 (loss scaling)
 Ours     a product in 16 bits, the dynamic loss scale, and a step on fp32 master weights. torch's autocast chooses the
-         dtype operation by operation, and its GradScaler looks at all gradients in one kernel
+         dtype operation by operation, and its GradScaler looks at all gradients in one kernel. We switch autocast's
+         cache of cast weights off where whole matrices train: it would hold all copies until the forward pass ends
 
 Shapes: none; every matrix product is concerned.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,7 +33,7 @@ from cria_tricks.step_plan import Plan
 SWITCHES = ("precision=fp16", "precision=bf16")
 CLAIM = "approximate"
 LESSON = "01_mixed_precision"
-REFERENCE = ("half_linear", "LossScale.step")
+REFERENCE = ("half_linear", "LossScale.step", "cast_without_cache")
 PLAIN = """
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -109,6 +111,27 @@ class LossScale:
         return True
 
 
+def cast_without_cache(decoder: torch.nn.Module) -> None:
+    """Switch autocast's cache off while a decoder runs, unless it writes an answer.
+
+    The cache keeps the 16-bit copy of each trained weight until the forward pass ends, in case the weight is used once
+    more. A decoder uses each weight once, so the cache saves no cast, but holds the copies that a checkpointed block or
+    an evaluation could free at once. Only a model that answers uses all weights again, for each new token.
+    """
+    before: list[bool] = []
+
+    def off(_: Any, arguments: Any, named: dict[str, Any]) -> None:
+        before.append(torch.is_autocast_cache_enabled())
+        if named.get("past_key_values") is None:  # without earlier tokens there is no answer
+            torch.set_autocast_cache_enabled(False)
+
+    def as_before(_: Any, arguments: Any, result: Any) -> None:
+        torch.set_autocast_cache_enabled(before.pop())
+
+    decoder.register_forward_pre_hook(off, with_kwargs=True)
+    decoder.register_forward_hook(as_before, always_call=True)  # also after an error
+
+
 def switch_on(plan: Plan, recipe: Recipe) -> Plan:
     """Compute in 16 bits by autocast; store frozen weights in 16 bits, and trained weights in fp32."""
     precision = recipe.tricks.precision
@@ -126,6 +149,8 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
         plan = plan.warn("precision=fp16: this CPU emulates fp16, so it saves memory but is far slower than fp32")
     if recipe.tricks.peft != "none":  # all that is loaded is frozen, so it needs no fp32 master copy
         plan = plan.with_("model", dtype=DTYPE[precision])
+    if recipe.tricks.peft in ("none", "side_network"):  # else no matrix of a block trains
+        plan = plan.then("cast_without_cache")
     return plan.with_("training", **{precision: True})
 
 

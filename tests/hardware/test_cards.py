@@ -8,7 +8,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware import T4, Device
 from cria_tricks.hardware.cards import CARDS, FLAVORS, TPUS, find_card, find_flavor
-from cria_tricks.hardware.gpus import GPUS, find_gpu, rates_of
+from cria_tricks.hardware.gpus import COLAB, GPUS, KAGGLE, Host, find_gpu, rates_of
 from cria_tricks.predict.selection_guide import MACHINES
 
 
@@ -130,6 +130,27 @@ def test_what_names_no_gpu_is_refused_in_one_line_that_lists_what_there_is(text)
     said = str(caught.value)
     assert "\n" not in said
     assert text == "0GiB" or all(name in said for name in (*GPUS, "8GiB:7.5")), said
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("t4", COLAB),
+        ("T4@kaggle", KAGGLE),
+        ("p100 @ Kaggle", KAGGLE),
+        ("8GiB:7.5@32GB", Host("a machine of 32 GB", 32 * 10**9)),
+        ("rtx4090", None),
+    ],
+)
+def test_the_machine_around_a_card_may_be_named(text, host):
+    assert find_gpu(text).host == host
+    assert find_gpu(text).device == find_gpu(text.partition("@")[0]).device
+
+
+@pytest.mark.parametrize("text", ["t4@", "t4@cloud", "t4@32GB:7.5"])
+def test_an_unknown_machine_is_refused_in_one_line(text):
+    with pytest.raises(BadInput, match=r"unknown machine @.*: there are colab, kaggle, and any amount of memory"):
+        find_gpu(text)
 
 
 def test_names_are_found_however_they_are_written():

@@ -16,6 +16,7 @@ from cria_tricks.load import fused
 from cria_tricks.load import model as load_model
 from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.models.shape import find_shape
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
@@ -55,6 +56,25 @@ def test_math():
         assert torch.autograd.gradcheck(lambda *pair, act=activation: gated(*pair, act), (drawn(3, 5), drawn(3, 5)))
     cos, sin = angles(2, 5, 8, torch.float64)
     assert torch.autograd.gradcheck(lambda *pair: rotate(*pair, cos, sin), (drawn(2, 3, 5, 8), drawn(2, 1, 5, 8)))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 70, 64), (1, 50, 3, 64), (90, 64)], ids=str)
+def test_math_of_a_long_row_is_the_same_in_parts(dtype, shape, monkeypatch):
+    """A norm runs backward for some tokens at a time: bit for bit as at once, and with fewer bytes at its peak."""
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    weight, dy = torch.randn(64).to(dtype), torch.randn(shape).to(dtype)
+    found, peaks = {}, {}
+    for at_once in (2**24, 400):
+        monkeypatch.setattr(fused_blocks, "NORM_AT_ONCE", at_once)
+        y = rms_norm(x, weight, EPS)
+        with LiveBytes() as live:
+            live.track_all([x, dy, weight])
+            (found[at_once],) = torch.autograd.grad(y, x, dy)
+        peaks[at_once] = live.peak
+    assert torch.equal(found[2**24], found[400])
+    assert peaks[400] < peaks[2**24]
 
 
 @DTYPES

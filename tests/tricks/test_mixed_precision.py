@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import DynamicCache
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4
+from cria_tricks.load.model import blocks_of
 from cria_tricks.measure.counting import SavedBytes
+from cria_tricks.measure.memory import LiveBytes
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
 from cria_tricks.tricks.mixed_precision import LossScale, half_linear
@@ -169,3 +172,57 @@ def test_switch(precision, dtype, tiny_model, rows, tmp_path, monkeypatch):
     assert run.steps == 6
     if precision == "bf16":
         assert run.skipped_steps == 0
+
+
+def one_step(model, ids) -> tuple[int, list[torch.Tensor]]:
+    """The bytes that are alive at the end of the forward pass, and the loss with all gradients."""
+    with LiveBytes() as live, torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+        alive = live.live
+    loss.backward()
+    return alive, [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("peft", ["none", "side_network"])
+def test_switch_no_copy_of_a_matrix_outlives_its_block(peft, tiny_model, rows):
+    """Without autocast's cache a checkpointed step gives the same bits, and holds no copy of a trained matrix."""
+    ids = torch.tensor([rows[0]["input_ids"]])
+    found = {}
+    for cached in (False, True):
+        _, plan, loaded = prepare(
+            tiny_model, "tricks.precision=bf16", "tricks.gradient_checkpointing=true", f"tricks.peft={peft}"
+        )
+        assert plan.after_load[0] == "cast_without_cache"
+        if cached:
+            loaded.model.base_model._forward_pre_hooks.clear()
+            loaded.model.base_model._forward_hooks.clear()
+        found[cached] = one_step(loaded.model.train(), ids)
+    blocks = [block for block in blocks_of(loaded.model) if next(block.parameters()).requires_grad]
+    matrices = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() == 2)
+    assert found[True][0] - found[False][0] == 2 * matrices
+    assert all(map(torch.equal, found[True][1], found[False][1]))
+    assert len(found[True][1]) > 2
+
+
+def test_autocast_caches_again_where_a_model_answers(tiny_model):
+    """There each new token uses all weights once more. After the model, or an error in it, all is as before."""
+    _, _, loaded = prepare(tiny_model, "tricks.precision=bf16")
+    seen = []
+    loaded.model.lm_head.register_forward_pre_hook(lambda *_: seen.append(("head", torch.is_autocast_cache_enabled())))
+    loaded.model.model.norm.register_forward_pre_hook(
+        lambda *_: seen.append(("norm", torch.is_autocast_cache_enabled()))
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        loaded.model(ids)
+        loaded.model(ids, past_key_values=DynamicCache(), use_cache=True)
+        with pytest.raises(IndexError):
+            loaded.model(torch.tensor([[10**6]]))
+        assert torch.is_autocast_cache_enabled()
+    assert seen == [("norm", False), ("head", True), ("norm", True), ("head", True)]
+
+
+@pytest.mark.parametrize("peft", ["lora", "head", "prompt_tuning"])
+def test_adapters_are_cast_as_autocast_does_it(peft):
+    plan = resolve(with_settings(Recipe(), ["tricks.precision=fp16", f"tricks.peft={peft}"]), T4)
+    assert "cast_without_cache" not in plan.after_load
