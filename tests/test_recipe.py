@@ -605,7 +605,8 @@ def test_an_unknown_recipe_without_a_near_one_lists_them_all():
         recipes.get("xyzzy")
     assert str(caught.value) == (
         "unknown recipe xyzzy: there are smoke, kwanzaa, kwanzaa_small, kwanzaa_curated, "
-        "kwanzaa_curated_small, big_14b, big_14b_small, baseline, or name a .toml file"
+        "kwanzaa_curated_small, baseline, full_1b, full_1b_small, long_8b, long_8b_small, big_14b, big_14b_small, "
+        "or name a .toml file"
     )
 
 
