@@ -411,8 +411,13 @@ for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
 # half, but its blocks need `file` in Colab. `cria plan` prints a verdict on the host, because Linux ends a process that
 # asks for too much memory without a message.
 #
+# With gradient accumulation every micro-batch would fetch all blocks again. `tricks.layer_by_layer=true` changes the
+# order: all micro-batches of a window go through a block before the next block runs, forward and backward, so each block
+# comes once a window and pass. The sums are the same, in the same order. The price: the block inputs of the whole window
+# wait at once.
+#
 # Two recipes have all settings. `cria plan full_1b --gpu t4` shows the bill of training all weights of Llama-3.2-1B.
-# `cria plan big_14b --gpu t4` shows that of a 14B with streamed layers.
+# `cria plan big_14b --gpu t4` shows that of a 14B whose blocks come from a file, layer by layer.
 #
 # **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
 # weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4):

@@ -26,6 +26,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "`activation_offload`": ("tricks.activation_offload=true",),
     "both": ("tricks.tiled_mlp=true", "tricks.activation_offload=true"),
     "both, fused": ("tricks.tiled_mlp=true", "tricks.activation_offload=true", *FUSED),
+    "`stream_layers`": ("tricks.stream_layers=true",),
+    "all": ("tricks.tiled_mlp=true", "tricks.activation_offload=true", *FUSED, "tricks.stream_layers=true"),
 }
 """Column -> what it sets over :func:`qlora`."""
 
@@ -48,7 +50,7 @@ def qlora(model: str, device: Device) -> Recipe:
 
 
 def cell(model: str, gpu: str, settings: Iterable[str]) -> str:
-    """The longest row, a + if the model's context ends there, and what the host needs if activations wait there."""
+    """The longest row, a + if the model's context ends there, and what the host needs if something waits there."""
     shape, device = find_shape(model), find_gpu(gpu).device
     target, recipe = Target(shape, device), with_settings(qlora(model, device), settings)
     most = longest(target, recipe)
@@ -57,7 +59,7 @@ def cell(model: str, gpu: str, settings: Iterable[str]) -> str:
     tokens = min(most, shape.context)
     ends = "+" if most > tokens else ""
     found = f"{tokens:,}{ends}"
-    if not recipe.tricks.activation_offload:
+    if not (recipe.tricks.activation_offload or recipe.tricks.stream_layers):
         return found
     host = host_bill(target, with_settings(recipe, [f"data.max_length={tokens}"]), None)
     assert host is not None, "these are cards"

@@ -30,11 +30,16 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("layer_by_layer=true",)
 CLAIM = "exact"
-LESSON = "03_gradient_checkpointing"
+LESSON = "31_weights_elsewhere"
 REFERENCE = ("one_pass",)
 PLAIN = """
-# No library has it for a model of transformers: cria_tricks.tricks.layer_by_layer.one_pass takes its blocks,
-# and for each micro-batch a function that runs the whole model.
+import torch
+from transformers import AutoModelForCausalLM
+from cria_tricks.tricks.layer_by_layer import one_pass  # no library has it for a model of transformers
+
+model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+ids = torch.arange(3, 19)[None]
+one_pass(model.model.layers, [lambda: model(ids, labels=ids).loss] * 2, torch.Tensor.backward)
 """
 
 
