@@ -412,9 +412,9 @@ for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
 # asks for too much memory without a message.
 #
 # With gradient accumulation every micro-batch would fetch all blocks again. `tricks.layer_by_layer=true` changes the
-# order: all micro-batches of a window go through a block before the next block runs, forward and backward, so each block
-# comes once a window and pass. The sums are the same, in the same order. The price: the block inputs of the whole window
-# wait at once.
+# order: all micro-batches of a window go through a block before the next block runs, forward and backward. So each
+# block comes once a window and pass. The sums are the same, in the same order. The price: the block inputs of the whole
+# window wait at once.
 #
 # Two recipes have all settings. `cria plan full_1b --gpu t4` shows the bill of training all weights of Llama-3.2-1B.
 # `cria plan big_14b --gpu t4` shows that of a 14B whose blocks come from a file, layer by layer.
