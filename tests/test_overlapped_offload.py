@@ -160,8 +160,10 @@ def test_a_second_backward_pass_fetches_again(copies):
     y.backward(retain_graph=True)
     once = gradients(blocks, x)
     out = there.bytes_to_host
-    y.backward()
+    y.backward(retain_graph=True)
     assert there.bytes_to_host == out
+    on_the_device = [one for reference in there._order if (one := reference()).tensor is not None]
+    assert [one.host for one in on_the_device] == [None], "the last block's input, which has stayed"
     assert there.bytes_to_device == 2 * out
     assert all(torch.equal(2 * first, both) for first, both in zip(once, gradients(blocks, x), strict=True))
 
