@@ -129,7 +129,7 @@ def three_lengths(theme: Theme):
 course.show(
     three_lengths,
     "Figure 1. Llama-3.1-8B: the weights do not grow with the row, block inputs and the open block grow alike. The "
-    "last bar is what this lesson makes of the third.",
+    "last bar is the third with tiles and offload: still a little beyond a T4, so a bit shorter rows fit.",
 )
 
 # %% [markdown]
@@ -265,19 +265,20 @@ def three_passes(theme: Theme):
     for row, label in enumerate(("naive", "saved before")):
         top = 2.2 + 5.6 * row
         sketch.text(0, top + 1.5, label, align="left")
+        first = 2.8 * row  # naive tiles stand before x, because x is saved when they have run
         for n, left in enumerate((8.5, 21, 33.5)):
             if n < 2:
-                sketch.tensor(left, top, 2.2, 3, "x", color=0, kept=n == 1 or row == 1)
+                sketch.tensor(left + 7.4 * (1 - row), top, 2.2, 3, "x", color=0, kept=n == 1)
             for tile in range(4):
                 if n != 1 or row == 0:
-                    sketch.tensor(left + 2.8 + 1.8 * tile, top, 1.4, 3, "", color=1, kept=n == 2)
+                    sketch.tensor(left + first + 1.8 * tile, top, 1.4, 3, "", color=1, kept=n == 2)
     return sketch.figure
 
 
 course.show(
     three_passes,
-    "Figure 2. The narrow boxes are tiles that run forward; filled ones keep their tensors for a moment. The naive "
-    "tiles run in the repetition as well, only to reach the point where x is saved.",
+    "Figure 2. A checkpointed block. Narrow boxes are tiles that run forward; filled boxes are saved, dashed ones are "
+    "not. The naive tiles run in the repetition as well, only because x is saved after them.",
 )
 
 # %% [markdown]
@@ -366,7 +367,7 @@ assert all(map(torch.equal, torch.autograd.grad(loss, [x, *weights]), here))
 #
 # **The link.** Copying the input of a block takes $2DT / \text{link}$ seconds. Computing the block takes $2WT /
 # \text{rate}$ or more, where $W$ is the number of its weights. From which length on is the copy shorter? A surprise:
-# $T$ cancels. Only the two rates decide. With those that public runs reached on a T4:
+# $T$ cancels, so at every length or at none. With the rates that public runs reached on a T4:
 
 # %%
 t4 = find_card("t4")
@@ -580,7 +581,7 @@ course.check(
 #     return y
 #
 #
-# width = 400e12 / (13 * 50e9)  # 615: any larger model computes longer than it copies
+# width = 400e12 / (13 * 50e9)  # 615: any wider model computes longer than it copies
 # ```
 #
 # </details>
