@@ -30,7 +30,7 @@ from cria_tricks.step_plan import Plan
 
 SWITCHES = ("layer_by_layer=true",)
 CLAIM = "exact"
-LESSON = "03_gradient_checkpointing"
+LESSON = "31_weights_elsewhere"
 REFERENCE = ("one_pass",)
 PLAIN = """
 # No library has it for a model of transformers: cria_tricks.tricks.layer_by_layer.one_pass takes its blocks,
