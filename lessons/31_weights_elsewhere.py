@@ -8,7 +8,7 @@
 # %% [markdown]
 # # 31. All weights, and weights that are elsewhere
 # > **Promise.** Training *all* weights of Llama-3.2-1B takes 20.4 GiB, and a T4 has 14.74. You free each gradient as
-# > it arrives, and with 8-bit AdamW the step fits. Then you keep the frozen blocks of an 8B model in the host's memory,
+# > it arrives, and with 8-bit AdamW the step takes 11.3. Then you keep an 8B model's frozen blocks in host memory,
 # > and its step needs 3.3 GiB. Neither of these two changes a bit of the result.
 #
 # > **Card.** saves the gradients of all weights but the largest; the frozen weights of all blocks but two / costs
@@ -24,7 +24,7 @@ import copy
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cria_tricks import course
+from cria_tricks import course, recipes
 from cria_tricks.bench.figures import capacity
 from cria_tricks.bench.style import Theme
 from cria_tricks.common.errors import BadInput
@@ -85,6 +85,7 @@ for name, recipe in ways.items():
     found = course.bill(recipe)
     print(f"{name:28}{found.peak_bytes / GIB:5.1f} GiB, with CUDA's own {found.least_bytes / GIB:.1f}: {found.verdict}")
 assert [course.bill(recipe).fits for recipe in ways.values()] == [False, False, False, True]
+assert f"{found.peak_bytes / GIB:.1f}" == "11.3"
 
 
 # %% tags=["hide-input"]
@@ -119,24 +120,18 @@ def four_bills(theme: Theme):
 course.show(four_bills, "Figure 1. Either change alone leaves the step too large for a T4; both together fit.")
 
 # %% [markdown]
-# **A surprise.** The gradients take 4.6 GiB. How much does freeing them gain at the end of the backward pass?
-
+# **A surprise.** The gradients take 4.6 GiB. How much does the peak fall when they are freed?
 
 # %%
-def at_the_end(recipe):
-    """Bytes at the end of the backward pass, where the embedding gets its gradient."""
-    return next(moment.bytes for moment in course.bill(recipe).moments if moment.name == "embedding")
-
-
 llama = find_shape(full.model)
-gain = at_the_end(full) - at_the_end(ways["steps in the backward pass"])
+gain = course.bill(full).peak_bytes - course.bill(ways["steps in the backward pass"]).peak_bytes
 print(f"predicted {4 * llama.weights / GIB:.1f} GiB, by the bill {gain / GIB:.1f}")
 assert gain == 4 * (llama.weights - llama.vocabulary * llama.width)
 
 # %% [markdown]
 # In this model one matrix of 1,002 MiB is both embedding and head. Each use gives a gradient, and their sum is a third
 # tensor of that size. All three exist for a moment, with the switch as without it. You gain the gradients of all
-# *other* weights. (The peak may fall by less: it moves to another moment, as in lesson 3.)
+# *other* weights.
 #
 # ## 2. From scratch, in two parts
 # **A step for each gradient.** A *hook* is a function that torch calls at a certain moment: here, when the gradient of
@@ -405,19 +400,21 @@ for model, tokens in (("llama-3.1-8b", 256), ("qwen3-14b", 2048)):
         said = f"host {host.peak.bytes / 1e9:4.1f} GB ({host.verdict} in Colab)"
         print(f"{model:13} stream_layers={stream:6} card {needed:4.1f} GiB, {said}")
         assert model != "llama-3.1-8b" or (needed < 4) == (stream != "false")
+for recipe in (recipes.full_1b(T4), recipes.big_14b(T4)):
+    found = course.bill(recipe)
+    print(
+        f"{recipe.name:7} peak {found.peak_bytes / GIB:4.1f} GiB, card {found.needed_bytes / GIB:4.1f}: {found.verdict}"
+    )
+assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_bytes
 
 # %% [markdown]
 # So the 8B fits a card of 4 GiB, and Colab's 12.7 GB hold its blocks. The 14B fits a T4 anyway; streamed, it takes
 # half, but its blocks need `file` in Colab. `cria plan` prints a verdict on the host, because Linux ends a process that
 # asks for too much memory without a message.
 #
-# With gradient accumulation every micro-batch would fetch all blocks again. `tricks.layer_by_layer=true` changes the
-# order: all micro-batches of a window go through a block before the next block runs, forward and backward. So each
-# block comes once a window and pass. The sums are the same, in the same order. The price: the block inputs of the whole
-# window wait at once.
-#
-# Two recipes have all settings. `cria plan full_1b --gpu t4` shows the bill of training all weights of Llama-3.2-1B.
-# `cria plan big_14b --gpu t4` shows that of a 14B whose blocks come from a file, layer by layer.
+# Two recipes have all settings, for `cria plan` and `cria train`. `full_1b` trains all weights of Llama-3.2-1B.
+# `big_14b` streams a 14B from a file, with `tricks.layer_by_layer=true`: all micro-batches of a step go through a block
+# before the next block comes, so each pass fetches it once.
 #
 # **Why not keep the optimizer on the host, too?** DeepSpeed can do that, and the processor takes the step. For each
 # weight the host holds an fp32 copy (4 bytes), two states (8) and a gradient (2 or 4):
@@ -461,7 +458,7 @@ print(refusal(both, "tricks.gradient_accumulation=8"))
 
 # %% [markdown]
 # **Clipping.** The norm of *all* gradients is known when the last one has arrived, and then the others are gone.
-# `optimizer_in_backward=clip` limits the gradient of each weight by itself. That is another rule, so other results.
+# `optimizer_in_backward=clip` limits the gradient of each weight by itself. That is another rule.
 
 # %%
 print(refusal(both, "train.max_grad_norm=1"))
@@ -482,8 +479,7 @@ for hooked in (False, True):
 
 # %% [markdown]
 # The switch divides each gradient by the scale and looks whether it is finite. The first one that is not ends the steps
-# of this backward pass. But weights nearer to the loss have taken theirs, so in this one case it differs from a plain
-# run.
+# of this backward pass. But weights nearer to the loss have taken theirs: here it differs from a plain run.
 #
 # **No message, and wrong gradients.** Streamed blocks without checkpointing: the loss is right, but the backward pass
 # finds other blocks' weights in the slots. Only the last two blocks are right, and block 3, whose adapter needs nothing
@@ -499,8 +495,8 @@ print(refusal(bits["NF4"], "tricks.gradient_checkpointing=false"))
 
 # %% [markdown]
 # ## 7. Exercises
-# 1. **Predict.** A streamed model has 40 blocks, and an optimizer step has 8 micro-batches. How many blocks does the
-#    second step fetch? Your answer is a whole number.
+# 1. **Predict.** A streamed model has 40 blocks, and an optimizer step has 8 micro-batches, one after the other. How
+#    many blocks does the second step fetch? Your answer is a whole number.
 # 2. **Build.** Fill in `careful(optimizer, limit)`. It returns a hook, a function of one weight: if the weight's
 #    gradient is finite, it scales a gradient whose norm is above `limit` down to that norm and lets `optimizer` take
 #    its step. In any case it frees the gradient.
