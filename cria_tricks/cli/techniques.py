@@ -41,7 +41,7 @@ def tricks(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    shown = table("set", "here", "exact?", "MiB saved", "lesson", numbers=["MiB saved", "lesson"])
+    shown = table("set", "here", "exact?", "MiB less", "lesson", numbers=["MiB less", "lesson"])
     for row in rows:
         for one, here in row["here"].items():
             less = _mib(row["off_the_capstone_bytes"].get(one))
@@ -50,7 +50,7 @@ def tricks(as_json: Json = False) -> None:
 
 
 TRICKS = (
-    "MiB saved: what the peak of the course's job (QLoRA of Llama-3.2-1B on a T4, with all that saves memory) would "
+    "MiB less: what the peak of the course's job (QLoRA of Llama-3.2-1B on a T4, with all that saves memory) would "
     "grow by without it; empty where the job does not use it.\n"
     "gradient_checkpointing=8 checkpoints the first 8 blocks only: true is all blocks, 1 is one.\n"
     "One technique in full: cria explain nf4. Why something does not work here: cria doctor."
