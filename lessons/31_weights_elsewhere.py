@@ -436,7 +436,7 @@ for model in ("llama-3.2-1b", "llama-3.1-8b"):
 # | [GaLore](https://arxiv.org/abs/2403.03507) | states of low rank | states 65.5 % smaller; 7B in 24 GB |
 # | [APOLLO](https://arxiv.org/abs/2412.05270) | coarser learning rates | 7B under 12 GB, quantised |
 # | [L2L](https://arxiv.org/abs/2002.05645) | steps on the host | 50B on a 16 GB V100, host 512 GB |
-# | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | 1,000B on one DGX-2 |
+# | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | |
 #
 # LOMO saves gradients, as this lesson does, and the states as well. The next four save states. All five learn in
 # another way than AdamW, so results differ. The last two stream layers.

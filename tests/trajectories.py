@@ -35,8 +35,11 @@ def exact_toggles() -> dict[str, list[str]]:
             settings = toggle(switch)
             if switch == "expand_kv=true":
                 settings.append("tricks.attention=sdpa")  # what it acts on
-            if switch == "activation_offload=overlapped":
+            if switch == "activation_offload=overlapped" or switch.startswith("stream_layers"):
                 settings.append("tricks.gradient_checkpointing=true")  # what it acts on
+            if switch == "layer_by_layer=true":
+                settings += ["tricks.stream_layers=true", "tricks.gradient_checkpointing=true"]
+                settings.append("tricks.gradient_accumulation=3")
             if switch == "tiled_mlp=true":
                 settings = ["tricks.tiled_mlp=16"]  # shorter than most documents
             if switch == "gradient_accumulation=8":
@@ -77,12 +80,13 @@ def measure(model: Path, folder: Path) -> dict[str, Any]:
     overlapped_offload.SMALL = 0  # so that inputs as small as these travel
     plain = losses([ALL_AT_ONCE], model, folder / "plain")
     alone = exact_toggles()
-    # Accumulation is another window, steps in the backward pass know no window, and the copies of an offload either
-    # overlap or do not.
-    apart = ("gradient_accumulation", "optimizer_in_backward", "activation_offload=overlapped")
+    # Accumulation is another window, steps in the backward pass know no window, the copies of an offload either overlap
+    # or do not, and streamed blocks are not compiled.
+    apart = ("gradient_accumulation", "optimizer_in_backward", "activation_offload=overlapped", "stream", "layer_by")
     together = [setting for switch, settings in alone.items() if not switch.startswith(apart) for setting in settings]
     runs = {switch: [ALL_AT_ONCE, *settings] for switch, settings in alone.items()}
-    runs["gradient_accumulation=8"][0] = IN_WINDOWS
+    for in_windows in ("gradient_accumulation=8", "layer_by_layer=true"):
+        runs[in_windows][0] = IN_WINDOWS
     for left_out in (("fused", "tiled"), ("compile",)):  # torch.compile changes blocks itself and refuses ours
         others = [setting for setting in together if not any(word in setting for word in left_out)]
         runs[f"all but {' and '.join(left_out)}"] = [ONE_BY_ONE, "tricks.gradient_accumulation=8", *others]

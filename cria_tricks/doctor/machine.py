@@ -39,6 +39,7 @@ _OVER = {
     "expand_kv": "{half} attention=sdpa",
     "activation_offload": "gradient_checkpointing=true",
     "keep_attention": "gradient_checkpointing=true attention=sdpa",
+    "stream_layers": "gradient_checkpointing=true",
     "optimizer_in_backward": "train.max_grad_norm=0",
 }
 

@@ -7,6 +7,7 @@ word. So the host has a bill and a verdict of its own. It is an upper estimate, 
 from dataclasses import dataclass
 
 from cria_tricks.bill.lines import Line, Moment
+from cria_tricks.bill.waiting import block_input
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.units import human
 from cria_tricks.hardware.gpus import Host
@@ -73,9 +74,12 @@ def host_bill(target: Target, recipe: Recipe, host: Host | None, rows: int = 0) 
     # With all blocks checkpointed, each block's input is one tensor. Only tricks/ reads a toggle, so this asks whether
     # setting it would change the recipe. It would for a number of blocks, also for 1: then the bound above stays.
     if recipe == with_toggles(recipe, {"gradient_checkpointing": True}):
-        blocks = target.shape.layers - target.memory(recipe).facts.overlapped  # then the last one's input stays
-        each = max(waiting // blocks, 1)
-        pinned = Line(OFFLOADED, blocks * _power_of_two(each) * (waiting > 0), "pinned")
+        known = target.memory(recipe).facts
+        inputs = known.window * (target.shape.layers - known.overlapped)  # if copies overlap, the last block's stays
+        each = block_input(known)
+        if known.keeps_attention:  # then a block keeps more, in tensors of their own
+            each = max(waiting // inputs, each)
+        pinned = Line(OFFLOADED, inputs * _power_of_two(each) * (waiting > 0), "pinned")
     states = _taken_off(target, recipe, "paged_optimizer", "optimizer states")
     paged = Line("paged optimizer states", states, "if the card has no room for them")
     streamed = _streamed(target, recipe)
