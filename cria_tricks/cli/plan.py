@@ -33,10 +33,7 @@ def plan(
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            help="A card (t4, rtx3060), its memory (8GiB), or here; with its machine: t4@kaggle. Left out: this "
-            "machine's card, or a t4."
-        ),
+        typer.Option(help="A card (t4, rtx3060, t4@kaggle), its memory (8GiB), or here; else this machine's, or a t4."),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
