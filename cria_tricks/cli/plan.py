@@ -33,11 +33,7 @@ def plan(
     model: Annotated[str | None, typer.Option(help="A short name, a hub id, a folder or a config.json.")] = None,
     gpu: Annotated[
         str | None,
-<<<<<<< HEAD
         typer.Option(help="A card (t4, rtx3060; t4@kaggle), its memory (8GiB), or here. Default: yours, or a t4."),
-=======
-        typer.Option(help="A card (t4, rtx3060, t4@kaggle), its memory (8GiB), or here; else this machine's, or a t4."),
->>>>>>> longest
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the real step on tensors without data.")] = False,
