@@ -7,7 +7,12 @@ from cria_tricks.bench.tables import table
 from cria_tricks.data.samples import answer_line
 from cria_tricks.kwanzaa.page import NAMES
 
-SYSTEMS = {"base": "the base alone", "adapter": "with the adapter", "trivial": "an answer without a model"}
+SYSTEMS = {
+    "base": "the base alone",
+    "adapter": "with the adapter",
+    "trivial": "an answer without a model",
+    "reference": "the data's own answers",
+}
 SHOWN = 3
 """Answers that a page shows."""
 WIDTH = 240
@@ -18,13 +23,12 @@ def scores(study: Mapping[str, Any], data: str) -> str:
     """Write the scores of an evaluation, over all rows and by their kind, each with its 95 % interval."""
     found = study["evaluations"][data]
     systems = [system for system in SYSTEMS if system in found["systems"]]
-    groups = {"all": {"rows": found["rows"], "systems": found["systems"]}, **found["kinds"]}
-    rows = []
-    for group, about in groups.items():
-        for score, name in NAMES.items():
-            if score in about["systems"]["adapter"] and score != "perplexity":
-                values = [_value(about["systems"][system].get(score)) for system in systems]
-                rows.append([f"{group}, {about['rows']}", name, *values])
+    rows = _score_rows("all", found, systems)
+    cut_off = [found["systems"][system]["cut_off"] for system in systems]
+    counts = ["" if count is None else f"{count} of {found['rows']}" for count in cut_off]
+    rows.append([f"all, {found['rows']}", "answers cut off at the token limit", *counts])
+    for kind, about in found["kinds"].items():
+        rows += _score_rows(kind, about, systems)
     return table(["rows", "score", *(SYSTEMS[system] for system in systems)], rows)
 
 
@@ -43,6 +47,15 @@ def chosen(examples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Choose examples that are spread over the rows, so that the last ones, refusals, are among them."""
     step = max(1, (len(examples) - 1) // (SHOWN - 1))
     return list(examples[::step][:SHOWN])
+
+
+def _score_rows(group: str, about: Mapping[str, Any], systems: Sequence[str]) -> list[list[str]]:
+    rows = []
+    for score, name in NAMES.items():
+        if score in about["systems"]["adapter"] and score != "perplexity":
+            values = [_value(about["systems"][system].get(score)) for system in systems]
+            rows.append([f"{group}, {about['rows']}", name, *values])
+    return rows
 
 
 def _value(found: Mapping[str, float] | None) -> str:
