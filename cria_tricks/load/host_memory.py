@@ -59,7 +59,11 @@ class MappedFile:
         end = begin + -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             # Not truncate(), which makes a file of holes: writing into a full disk would then kill the process.
-            os.posix_fallocate(self.file.fileno(), begin, end - begin)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.file.fileno(), begin, end - begin)
+            else:  # macOS
+                self.file.write(bytes(end - begin))
+                self.file.flush()
         except OSError as error:
             raise BadInput(
                 f"tricks.stream_layers=file: {tempfile.gettempdir()} has no room for {human(end)} ({error.strerror}); "

@@ -160,8 +160,8 @@ def _refuse_unknown(target: Target, aim: str, may_change: tuple[str, ...]) -> No
 
 
 def _candidates(target: Target, recipe: Recipe, exact: Iterable[str], may_change: Iterable[str]) -> Iterator[Recipe]:
-    """Yield the recipe with each set of toggles and each micro-batch that works here, with all blocks recomputed."""
-    fields: dict[str, tuple[Any, ...]] = dict.fromkeys(exact, (False, True))
+    """Yield the recipe with each set of toggles (its own values, too) and each micro-batch, all blocks recomputed."""
+    fields: dict[str, tuple[Any, ...]] = {n: tuple({False: 0, True: 0, getattr(recipe.tricks, n): 0}) for n in exact}
     attention = recipe.tricks.attention
     fields["attention"] = (attention, "sdpa") if attention == "eager" else (attention,)
     values = choices(recipe, target.device, target.shape.width) | {"packing": (False, True), "compile": (False, True)}
