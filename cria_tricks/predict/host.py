@@ -23,7 +23,8 @@ LARGEST_FILE = 5 * 10**9
 """The hub's files of weights are rarely larger: save_pretrained cut models at 5 GB for years [bytes]."""
 
 OFFLOADED = "offloaded activations"
-"""The name of their line in the bill."""
+STREAMED = "streamed blocks"
+"""The names of their lines in the bill."""
 
 A_TOKEN = 72
 """Bytes of a token of the data: a place in two Python lists (ids and labels), and an integer object for each."""
@@ -94,24 +95,31 @@ def _streamed(target: Target, recipe: Recipe) -> Line:
     known = target.memory(recipe).facts
     size = known.block_weight_bytes * (known.blocks_on_device is not None)
     if recipe == with_toggles(recipe, {"stream_layers": "file"}):
-        return Line("streamed blocks", size // target.shape.layers, "one at a time; all of them are in a file")
-    return Line("streamed blocks", size, "pinned, all of them")
+        return Line("a streamed block", size // target.shape.layers, "all of them are in a file")
+    return Line(STREAMED, size, "pinned, all of them")
 
 
 def refuse_beyond_host(memory: HostBill | None) -> None:
-    """Refuse a run whose offloaded activations the host has no room for, before anything is loaded.
+    """Refuse a run whose offloaded activations or streamed blocks the host has no room for, before anything is loaded.
 
     Raises:
         BadInput: says how much they need, and how much the host has.
     """
     if memory is None or memory.host is None or memory.verdict != "does not fit":
         return
-    pinned = sum(_bytes_of(moment, OFFLOADED) for moment in memory.moments)
-    if pinned:
+    training = memory.moments[-1]
+    needs = f"would wait on the host, which needs {human(memory.peak.bytes)} with them and has"
+    needs += f" {human(memory.host.memory_bytes)}"
+    offloaded = _bytes_of(training, OFFLOADED)
+    streamed = _bytes_of(training, STREAMED)
+    if offloaded > streamed:
         raise BadInput(
-            f"tricks.activation_offload: {human(pinned)} of activations would wait on the host, which needs "
-            f"{human(memory.peak.bytes)} with them and has {human(memory.host.memory_bytes)}; shorten "
-            "data.max_length, or set tricks.activation_offload=false"
+            f"tricks.activation_offload: {human(offloaded)} of activations {needs}; shorten data.max_length, or set "
+            "tricks.activation_offload=false"
+        )
+    if streamed:
+        raise BadInput(
+            f"tricks.stream_layers=true: {human(streamed)} of frozen blocks {needs}; set tricks.stream_layers=file"
         )
 
 

@@ -7,7 +7,7 @@ from cria_tricks.common.units import human
 from cria_tricks.hardware import T4
 from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
 from cria_tricks.models.shape import find_shape
-from cria_tricks.predict.host import OFFLOADED, host_bill, refuse_beyond_host
+from cria_tricks.predict.host import OFFLOADED, STREAMED, host_bill, refuse_beyond_host
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run import steps
@@ -55,3 +55,27 @@ def test_a_run_asks_before_it_loads(tmp_path, monkeypatch):
     wanted = with_settings(Recipe(model="random:tiny"), ["tricks.activation_offload=true", "train.max_steps=1"])
     with pytest.raises(BadInput, match="of activations would wait on the host"):
         train(wanted, tmp_path / "run")
+
+
+def test_streamed_blocks_that_the_host_cannot_hold_are_refused_with_the_number():
+    target = Target(find_shape("qwen3-14b"), T4)
+    wanted = recipe("lora nf4 fp16 lean sdpa expand chunked checkpoint 8bit stream")
+    memory = host_bill(target, wanted, COLAB)
+    assert memory is not None
+    blocks = sum(line.bytes for line in memory.moments[-1].lines if line.name == STREAMED)
+    assert blocks == target.memory(wanted).facts.block_weight_bytes
+    with pytest.raises(BadInput, match=rf"{human(blocks)} of frozen blocks would .* set tricks.stream_layers=file"):
+        refuse_beyond_host(memory)
+    from_file = with_settings(wanted, ["tricks.stream_layers=file"])
+    in_file = host_bill(target, from_file, COLAB)
+    assert in_file is not None
+    assert in_file.verdict == "fits"
+    assert memory.peak.bytes - in_file.peak.bytes == blocks - blocks // target.shape.layers
+    refuse_beyond_host(in_file)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(32_768, 8), (32_769, 16)])
+def test_one_token_more_than_a_power_of_two_doubles_what_is_pinned(tokens, gib):
+    memory = host_bill(TARGET, recipe(f"{LONG} offload", tokens=tokens), COLAB)
+    assert memory is not None
+    assert sum(line.bytes for line in memory.moments[-1].lines if line.name == OFFLOADED) == gib * 2**30
