@@ -150,7 +150,8 @@ class Overlapped(Offloaded):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stay or tensor.nbytes < SMALL or tensor.numel() < self._least:
+        # An empty tensor stays, too: torch's checkpoint saves one (in 2.11).
+        if storage._cdata in self._stay or tensor.nbytes < max(SMALL, 1) or tensor.numel() < self._least:
             return tensor
         if self._ended:
             return self._keep(tensor)
