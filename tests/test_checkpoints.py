@@ -520,10 +520,11 @@ def test_paged_states_are_put_back_in_pages():
     """On a CPU bitsandbytes gives plain memory for a page, but the way is the same; tests/gpu looks at real pages."""
     from types import SimpleNamespace
 
-    from bitsandbytes.optim import PagedAdamW8bit
+    from bitsandbytes.optim import GlobalOptimManager, PagedAdamW8bit
 
     from cria_tricks.trainer.resumable import ResumableTrainer
 
+    GlobalOptimManager.get_instance().initialize()  # it may remember the embedding of an earlier run
     weight = torch.nn.Parameter(torch.randn(100, 100))
     optimizer = PagedAdamW8bit([weight])
     weight.grad = torch.randn(100, 100)

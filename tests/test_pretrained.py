@@ -271,6 +271,7 @@ def test_nothing_else_of_the_package_calls_from_pretrained():
         if (lines := loads(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert others.pop("models/pretrained.py")
+    assert len(others.pop("models/blockwise.py")) == 2  # after the same two checks of the files
     # Makes a folder out of a wheel's file, which is then loaded like any other; the file is pinned by the wheel.
     assert len(others.pop("models/__init__.py")) == 2
     assert not others

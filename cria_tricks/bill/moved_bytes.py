@@ -313,3 +313,9 @@ def saved_with_tiles(work: Work, before: Callable[[Work], float]) -> float:
     elif work.written_in_place:
         inner -= wide
     return before(work) - inner * work.shape.inner
+
+
+def fetched(work: Work) -> float:
+    """Return the bytes of the weights of streamed blocks that come from the host."""
+    of_block = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
+    return work.fetched_blocks * of_block

@@ -37,9 +37,8 @@ BLOCKS = (
 )
 """The parts that the blocks compute."""
 TRAVEL = "inputs that travel"
-"""The part of saved activations that are copied beside them."""
 FETCHED = "fetched blocks"
-"""The part of weights that are copied beside them."""
+"""The parts of the copies that run beside them: of saved activations, and of weights."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +259,14 @@ def _micro_batch(work: Work) -> Iterator[PartCounts]:
     each = n * work.shape.width * work.hidden_itemsize
     why = "inputs of blocks go to the host and come back, beside the computing"
     yield PartCounts(TRAVEL, 0, 0, 2 * each * travelling, why, launches.TRAVEL * travelling)
-    of_block = work.stored_itemsize * sum(d_in * d_out for d_in, d_out in work.shape.packable.values())
-    why = f"{work.fetched_blocks:g} blocks a micro-batch come from the host, beside the computing"
-    yield PartCounts(FETCHED, 0, 0, work.fetched_blocks * of_block, why)
+    fetched = moved_bytes.fetched(work) * (not work.fetches_once)
+    yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host, beside the computing")
 
 
 def _once_a_step(work: Work, cards: int) -> Iterator[PartCounts]:
     """Count the parts that run once for all micro-batches of a step."""
+    fetched = moved_bytes.fetched(work) * work.fetches_once
+    yield PartCounts(FETCHED, 0, 0, fetched, "blocks come from the host once, beside the computing")
     trained = work.trained_weights
     each = work.optimizer_bytes + work.gradient_bytes
     update = launches.of_update(work)

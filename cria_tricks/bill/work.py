@@ -61,7 +61,8 @@ class Work:
             accumulation, unscaling and clipping.
         autocast: whether autocast makes the casts of 16-bit products; a model that answers is in one dtype.
         compiled: whether ``torch.compile`` fuses the small operations of a block into a few kernels.
-        fetched_blocks: how many blocks' weights a micro-batch fetches from the host, in the mean over a window.
+        fetched_blocks: how many blocks' weights a micro-batch fetches from the host.
+        fetches_once: whether all micro-batches of a step share these.
         link_trips: how often saved activations cross PCIe: 2 with activation offload, to the host and back, else 0.
         travelling_blocks: how many blocks have an input that does so beside the computing.
     """
@@ -107,7 +108,8 @@ class Work:
     autocast: bool = True
     compiled: bool = False
     link_trips: int = 0
-    fetched_blocks: float = 0
+    fetched_blocks: int = 0
+    fetches_once: bool = False
     travelling_blocks: int = 0
 
     @property

@@ -40,6 +40,7 @@ _OVER = {
     "activation_offload": "gradient_checkpointing=true",
     "keep_attention": "gradient_checkpointing=true attention=sdpa",
     "stream_layers": "gradient_checkpointing=true",
+    "layer_by_layer": "gradient_checkpointing=true stream_layers=true gradient_accumulation=2",
     "optimizer_in_backward": "train.max_grad_norm=0",
 }
 

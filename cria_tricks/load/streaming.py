@@ -41,25 +41,44 @@ class OnHost:
         folder = Path(weights.path)
         self.model = blockwise.without_blocks(folder, weights.name, **options)
         for block in blockwise.blocks(self.model, folder, weights.name, **options):
-            self._take(block.requires_grad_(False))
-
-    def _take(self, block: torch.nn.Module) -> None:
-        places = places_of(block)
-        buffer = self.memory.buffer(size_of(places))
-        move_into(buffer, places, filled=False)
-        self.memory.done_with(buffer)
-        self.blocks.append(block)
-        self.buffers.append(buffer)
+            self.buffers.append(_taken(block.requires_grad_(False), self.memory))
+            self.blocks.append(block)
 
     def start(self) -> Streamed:
         """Put all else of the blocks, such as adapters, on the device, and fetch each block's weights when it runs."""
-        size = max(buffer.nbytes for buffer in self.buffers)
-        slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.blocks[:SLOTS]]
-        into_slots(self.blocks, slots)
-        for block in self.blocks:
-            block.to(self.device)
-        copies = Copies(self.device) if self.device.type == "cuda" else CopiesOnCpu()
-        return Streamed(self.blocks, self.buffers, slots, copies, self.memory.done_with)
+        return _fetch(self.blocks, self.buffers, self.memory, self.device)
+
+
+def stream(blocks: Sequence[torch.nn.Module], device: str = "cpu") -> Streamed:
+    """Take the frozen weights of blocks that are loaded already to the host, and fetch each block when it runs."""
+    memory = Pinned(for_a_card=device == "cuda")
+    buffers = [_taken(block, memory) for block in blocks]
+    return _fetch(blocks, buffers, memory, torch.device(device))
+
+
+def _taken(block: torch.nn.Module, memory: Pinned | MappedFile) -> torch.Tensor:
+    """Move a block's frozen weights to the host, and return their buffer."""
+    places = places_of(block)
+    buffer = memory.buffer(size_of(places))
+    move_into(buffer, places, filled=False)
+    memory.done_with(buffer)
+    return buffer
+
+
+def _fetch(
+    blocks: Sequence[torch.nn.Module],
+    buffers: Sequence[torch.Tensor],
+    memory: Pinned | MappedFile,
+    device: torch.device,
+) -> Streamed:
+    """Make the slots, move all else of the blocks to the device, and begin to fetch."""
+    size = max(buffer.nbytes for buffer in buffers)
+    slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in blocks[:SLOTS]]
+    into_slots(blocks, slots)
+    for block in blocks:
+        block.to(device)
+    copies = Copies(device) if device.type == "cuda" else CopiesOnCpu()
+    return Streamed(blocks, buffers, slots, copies, memory.done_with)
 
 
 def into_slots(blocks: Sequence[torch.nn.Module], slots: Sequence[torch.Tensor]) -> None:

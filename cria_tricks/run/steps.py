@@ -136,7 +136,7 @@ def _attempt(job: Job, known: recovery.Known, of: results.Made, monitor: Monitor
     estimated = _estimate(longest, shape, plan, most_trained, world.size)
     job.warn(recovery.doubts(estimated))
     if shape:
-        many = len(rows["train"].rows)
+        many = 0 if recipe.data.stream else len(rows["train"].rows)
         refuse_beyond_host(host_bill(Target(shape, plan.device, world.size), longest, this_host(), many))
     batch = recipe.train.batch_size * micro_batches_at_once(plan)
     eval_batches = math.ceil(len(rows["eval"].rows) / batch / world.data)

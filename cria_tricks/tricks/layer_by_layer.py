@@ -163,4 +163,4 @@ def seconds(work: Work, shape: Shape, recipe: Recipe) -> Work:
     """Fetch a block once a window and pass."""
     if not _acts(recipe):
         return work
-    return replace(work, fetched_blocks=work.fetched_blocks / work.micro_batches)
+    return replace(work, fetches_once=True)

@@ -37,11 +37,15 @@ CLAIM = "exact"
 LESSON = "31_weights_elsewhere"
 REFERENCE = ("Streamed.enter", "Streamed._send", "Copies")
 PLAIN = """
-from accelerate import cpu_offload
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
+from cria_tricks.load.streaming import stream  # accelerate's cpu_offload fetches a module when it runs, not ahead
 
 model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-cpu_offload(model.model.layers)  # fetches each module when it runs, not ahead; for a forward pass only
+model.model.layers.requires_grad_(False)
+stream(model.model.layers)
+arguments = TrainingArguments(
+    "plain", max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+)
 """
 SLOTS = 2
 """Blocks on the device at a time: one that runs, and the one that runs next."""

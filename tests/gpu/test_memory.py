@@ -11,14 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from cria_tricks.hardware import this_device
 from cria_tricks.load import overlapped_offload
-from cria_tricks.load.host_memory import Pinned
 from cria_tricks.load.overlapped_offload import Overlapped, copy_stream
-from cria_tricks.load.streaming import into_slots, move_into, places_of, size_of
+from cria_tricks.load.streaming import stream
 from cria_tricks.tricks import keep_attention
 from cria_tricks.tricks.activation_offload import Offloaded
 from cria_tricks.tricks.gradient_checkpointing import checkpointed
 from cria_tricks.tricks.paged_optimizer import PagedAdamW, Pager
-from cria_tricks.tricks.stream_layers import SLOTS, Copies, Streamed
+from cria_tricks.tricks.stream_layers import SLOTS
 from tests.helpers import train
 from tests.tolerances import COMPILED_MODEL
 from tests.tricks.attention import Kernels
@@ -153,20 +152,6 @@ def test_offloading_in_the_trainer_keeps_the_run(tiny_model, rows, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
-def streamed(stack: nn.ModuleList) -> Streamed:
-    """Put the weights of some frozen blocks on the host, and fetch each when it runs."""
-    memory = Pinned(for_a_card=True)
-    buffers = []
-    for block in stack:
-        places = places_of(block)
-        buffers.append(memory.buffer(size_of(places)))
-        move_into(buffers[-1], places, filled=False)
-    slots = [torch.empty(buffers[0].nbytes, dtype=torch.uint8, device="cuda") for _ in range(SLOTS)]
-    into_slots(list(stack), slots)
-    torch.cuda.empty_cache()
-    return Streamed(list(stack), buffers, slots, Copies(torch.device("cuda")))
-
-
 @pytest.mark.parametrize("width", [D, 8 * D], ids=["short copies", "long copies"])
 def test_streamed_blocks_compute_the_same_bits(width):
     """Two blocks on the card; ten passes, in which copies and kernels race if an event is missing."""
@@ -176,7 +161,7 @@ def test_streamed_blocks_compute_the_same_bits(width):
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
         stack = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()).cuda() for _ in range(L))
-        fetching = streamed(stack.requires_grad_(False)) if name == "streamed" else None
+        fetching = stream(stack.requires_grad_(False), "cuda") if name == "streamed" else None
         held[name] = torch.cuda.memory_allocated() - before
         found[name] = []
         for _ in range(10):
@@ -197,7 +182,7 @@ def test_copies_of_streamed_blocks_are_hidden_by_long_rows():
     width = 4096
     stack = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()).half() for _ in range(L))
     resident = copy.deepcopy(stack).requires_grad_(False).cuda()
-    fetching = streamed(stack.requires_grad_(False).cuda())
+    fetching = stream(stack.requires_grad_(False).cuda(), "cuda")
     x = torch.randn(16_384, width, device="cuda", dtype=torch.float16, requires_grad=True)
 
     def seconds(go) -> float:
