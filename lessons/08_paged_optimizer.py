@@ -400,7 +400,7 @@ print(f"bitsandbytes' AdamW in 32 bits is {furthest:.0e} away from torch's")
 assert 0 < furthest < 1e-5
 
 # %% [markdown]
-# Three tokens. It is on in our recipe because it costs nothing there, and for the day that you choose a larger model.
+# Four tokens. It is on in our recipe because it costs nothing there, and for the day that you choose a larger model.
 # (The last line is a footnote to *exact*: paging moves no bit, but in 32 bits the switch also takes bitsandbytes' AdamW
 # for torch's, which rounds elsewhere.)
 
