@@ -2,7 +2,8 @@
 
 ``cria train`` runs the shared trainer (``trainer/shared.py``) instead. That one adds evaluation, checkpoints, byte
 counts, several processes and a stop at a loss that is not finite. What is left here is the training itself. From the
-same :class:`cria_tricks.step_plan.Plan` both get the same losses (``tests/test_plain_loop.py``).
+same :class:`cria_tricks.step_plan.Plan` both get the same losses (``tests/test_plain_loop.py``). Here micro-batches run
+one by one, also where the plan says ``layer_by_layer``: the numbers are the same, and blocks are fetched more often.
 """
 
 import contextlib
