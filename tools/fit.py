@@ -59,8 +59,9 @@ SAMPLE = {"T": 64, "k": 2}
 """Tokens and micro-batches for which comparisons are answered."""
 
 LEFT_OUT = frozenset(
-    ("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks", "tiled_mlp", "optimizer_in_backward")
-)
+    ("gradient_accumulation", "keep_attention", "fused_lora", "fused_blocks", "tiled_mlp", "optimizer_in_backward",
+     "stream_layers", "layer_by_layer")
+)  # fmt: skip
 """Techniques that the page has no switch for; accumulation is a number of its own."""
 VALUES: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else (False, True)
