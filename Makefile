@@ -28,10 +28,11 @@ test-gpu: $(READY)
 	$(VENV)/bin/python -m pytest -m gpu -rA > build/test-gpu.txt; failed=$$?; cat build/test-gpu.txt; exit $$failed
 
 # The site into build/site, in some two minutes: every lesson is run in a kernel, what has not changed comes from
-# build/lessons. (The variable silences a notice about the theme's next version.)
+# build/lessons. --quiet would hide warnings from --strict. (The variable silences a notice about the theme's next
+# version.)
 site: $(READY)
 	$(PIP) --editable '.[site]'
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 # The same, made again at every change. mkdocs 1.6 needs to be told to reload.
 serve: $(READY)

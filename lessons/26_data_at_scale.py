@@ -485,8 +485,9 @@ assert lost
 # ## 7. Exercises
 # 1. **Predict.** A book of 100,500 tokens, rows of 2,048, overlap 256. How many rows (a whole number)?
 # 2. **Build.** Documents were put in another order: `order[k]` is the old number of what is now document k + 1. Write
-#    `renumber(text, order)`, which returns the text, a string, with the new numbers in labels such as [2], [1][3] or
-#    [12], and nothing else changed. With the order `[2, 3, 1]`, [2] becomes [1]. (Two `replace` in a row will not do.)
+#    `renumber(text, order)`, which returns the text, a string, with the new numbers in labels such as `[2]`, `[1][3]`
+#    or `[12]`, and nothing else changed. With the order `[2, 3, 1]`, `[2]` becomes `[1]`. (Two `replace` in a row will
+#    not do.)
 # 3. **Reach.** 128 numbers in bands of $r$. What is the largest $r$, of 4, 8, 16 and 32, for which two texts of
 #    similarity 0.8 meet in at least nine cases of ten?
 

@@ -181,8 +181,7 @@ def report(timings: Sequence[Timing], backend: str) -> dict[str, Any]:
     Returns:
         - ``backend`` and ``processes``, the number of processes;
         - ``collectives``: each :class:`Timing`, with its two bandwidths;
-        - ``lines``: by kind of collective, the fitted ``latency`` [s] and ``rate`` [bytes/s], and ``error``, the
-          largest relative error of the line;
+        - ``lines``: by kind of collective, the fitted ``latency`` [s], ``rate`` [bytes/s], largest relative ``error``;
         - ``notes``: what a reader must know to understand the numbers.
     """
     lines: dict[str, dict[str, float]] = {}

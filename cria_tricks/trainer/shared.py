@@ -209,10 +209,8 @@ class SharedTrainer(ResumableTrainer):
         """Compute the mean loss over all trained tokens of all rows, whatever the batch size.
 
         A loader draws a random number when it begins. The random state is restored afterwards, so that evaluating more
-        often, or once more after a resume, changes nothing in the training.
-
-        Returns:
-            The metrics, with the answers of ``eval.samples``; none if a signal has cut the evaluation off.
+        often, or once more after a resume, changes nothing in the training. The metrics come back with the answers of
+        ``eval.samples``, and empty if a signal has cut the evaluation off.
         """
         began = time.perf_counter()
         self.moment = "evaluation"
