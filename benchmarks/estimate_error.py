@@ -38,8 +38,9 @@ from cria_tricks.load.refusals import facts_of, refuse
 from cria_tricks.models.catalogue import CATALOGUE, CONFIGS
 from cria_tricks.models.shape import shape_of
 from cria_tricks.predict.dry_run import DryRun, dry_run
-from cria_tricks.recipe import Recipe, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.tricks.folds import estimate
 
 RESULTS = HERE / "results" / "dry-run" / "estimate_error.json"

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from cria_tricks.common.errors import BadInput, Diverged, Interrupted, OutOfMemory
     from cria_tricks.common.version import __version__
     from cria_tricks.predict.answer import PlanAnswer
-    from cria_tricks.recipe import Recipe, Tricks
+    from cria_tricks.recipe import Recipe
     from cria_tricks.run.api import estimate, plan, train
+    from cria_tricks.settings import Tricks
 
 __all__ = [
     "BadInput",
@@ -35,7 +36,8 @@ _MODULES = {
     "run.api": ("estimate", "plan", "train"),
     "common.errors": ("BadInput", "Diverged", "Interrupted", "OutOfMemory"),
     "predict.answer": ("PlanAnswer",),
-    "recipe": ("Recipe", "Tricks"),
+    "recipe": ("Recipe",),
+    "settings": ("Tricks",),
     "common.version": ("__version__",),
 }
 """The module of each public name. It is imported only when the name is first used, because importing takes seconds, and

@@ -10,7 +10,8 @@ from pathlib import Path
 from cria_tricks.common.errors import BadInput
 from cria_tricks.common.names import hint, nearest, same
 from cria_tricks.hardware import Device, this_device
-from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, from_toml, with_settings
+from cria_tricks.recipe import Recipe, from_toml, with_settings
+from cria_tricks.settings import Data, Lora, Train, Tricks
 
 ROOM = 21 * 2**29
 """A GPU of this memory holds the Kwanzaa run without saving memory, with a margin: 10.5 GiB [bytes]."""

@@ -7,7 +7,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import rules
 from cria_tricks.hardware import Device, this_device
 from cria_tricks.parallel import strategies
-from cria_tricks.recipe import Recipe, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import TRICKS, gradient_accumulation, keep_attention, trick_name
 

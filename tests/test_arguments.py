@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware import T4, Device
 from cria_tricks.recipe import Recipe, with_settings
@@ -130,7 +129,7 @@ def test_an_evaluation_counts_only_for_the_step_it_is_of():
 
 def test_partial_batches_and_partial_windows_count():
     found = {
-        (batch, window): [steps_per_epoch(Recipe().train.model_copy(update={"batch_size": batch}), window, rows)
+        (batch, window): [Recipe().train.model_copy(update={"batch_size": batch}).steps_per_epoch(window, rows)
                           for rows in (1, 4, 5, 12, 13)]
         for batch, window in ((1, 1), (4, 1), (1, 4), (2, 3))
     }  # fmt: skip

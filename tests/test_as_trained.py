@@ -12,8 +12,9 @@ from cria_tricks.adapter.merge import CPU, merge
 from cria_tricks.adapter.opening import open_folder, quantization_of
 from cria_tricks.data.rows import read_jsonl
 from cria_tricks.kwanzaa.generate import reference_loss
-from cria_tricks.recipe import Recipe, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.run.run import train
+from cria_tricks.settings import Tricks
 
 ROWS = Path(__file__).parents[1] / "cria_tricks" / "data" / "nguzo_saba_eval.jsonl"
 NF4 = ("tricks.quantization=nf4", "tricks.peft=lora")

@@ -31,7 +31,8 @@ from cria_tricks.adapter.merge import merge
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data.contract_prompt import CONTRACT
 from cria_tricks.data.tokens import DATE
-from cria_tricks.recipe import Data, Recipe
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Data
 from tests.helpers import prepare
 
 TOKENS, ROWS = 1024, 1032  # SmolLM2's first tokens; eight rows of the embedding have no token

@@ -19,7 +19,8 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.model import load_tokenizer
-from cria_tricks.recipe import Lora, Recipe, Tricks
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Lora, Tricks
 from tests.helpers import prepare
 
 TINY = "random:tiny"

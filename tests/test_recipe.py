@@ -16,7 +16,8 @@ from cria_tricks.hardware.gpus import COLAB, KAGGLE, Host
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.host import HostBill, host_bill
 from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import Recipe, Tricks, build, field_names, from_toml, with_settings
+from cria_tricks.recipe import Recipe, build, field_names, from_toml, with_settings
+from cria_tricks.settings import Tricks
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), real_bf16=True, memory_bytes=150 * 10**9)
 

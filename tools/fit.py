@@ -37,8 +37,9 @@ from cria_tricks.models import catalogue
 from cria_tricks.models.configs import LONGER_THAN_CONTEXT
 from cria_tricks.models.shape import Shape, find_shape
 from cria_tricks.predict.model_settings import lora_targets
-from cria_tricks.recipe import Recipe, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.tricks.folds import estimate, facts, work
 from tools import notebooks
 

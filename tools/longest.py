@@ -13,7 +13,8 @@ from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.host import host_bill
 from cria_tricks.predict.toggles import Target, longest
-from cria_tricks.recipe import Data, Recipe, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.settings import Data, Tricks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "longest_rows.md"
 BEGIN, END = "<!-- the longest rows: python -m tools.longest -->", "<!-- end of the longest rows -->"

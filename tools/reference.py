@@ -1,7 +1,7 @@
 """The reference of all commands and of all settings, made of the code: ``python -m tools.reference``.
 
 What stands between the marks of ``docs/reference/commands.md`` is typer's own description of the command line; what
-stands in ``docs/reference/settings.md`` is made of the models in ``cria_tricks/recipe.py``.
+stands in ``docs/reference/settings.md`` is made of the models in ``cria_tricks/settings.py``.
 """
 
 import re

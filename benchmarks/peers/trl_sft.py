@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from cria_tricks.bill.step_time import steps_per_epoch
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load.model import Loaded
-from cria_tricks.recipe import Train
+from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.arguments import OPTIMIZERS
 
@@ -57,7 +56,7 @@ def train(
 
     on_cpu = plan.device.kind == "cpu"
     accumulation = plan.training["gradient_accumulation_steps"]
-    steps = steps_per_epoch(settings, accumulation, len(rows))
+    steps = settings.steps_per_epoch(accumulation, len(rows))
     ours: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": on_cpu,

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Tricks
 
 HERE = "path/to/this/folder"
 """The path that the card's code gives for the folder; a reader replaces it."""

@@ -34,7 +34,8 @@ from cria_tricks.data import sources
 from cria_tricks.hardware import Device
 from cria_tricks.load.adapter_files import SIDE_NETWORK
 from cria_tricks.models import Weights, pretrained
-from cria_tricks.recipe import Lora, Recipe, Tricks, from_toml
+from cria_tricks.recipe import Recipe, from_toml
+from cria_tricks.settings import Lora, Tricks
 
 CPU = Device("cpu", "CPU", (0, 0), real_bf16=False, memory_bytes=0)
 """Adapters are always merged on the CPU, because a GPU that trained on 4-bit weights may be too small for fp32 ones."""

@@ -27,8 +27,9 @@ from cria_tricks.load.adapter_files import SIDE_NETWORK, load_side_network
 from cria_tricks.load.adapters import add_side_network
 from cria_tricks.load.model import quiet_libraries
 from cria_tricks.models import identity, pretrained
-from cria_tricks.recipe import Recipe, Tricks, from_toml
+from cria_tricks.recipe import Recipe, from_toml
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.tricks import flash_decoding
 
 

@@ -27,7 +27,7 @@ from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
 from cria_tricks.bill.work import Work
 from cria_tricks.hardware.cards import Card, Flavor
-from cria_tricks.recipe import Recipe, Train
+from cria_tricks.recipe import Recipe
 
 HEAD = ("head", "loss")
 """The parts that only a process with the head has, in a pipeline the last stage."""
@@ -311,17 +311,6 @@ def _head(work: Work, blocks: products.Blocks) -> Iterator[PartCounts]:
     yield PartCounts("head", n * counted.flops, moved, 0, why)
     passes = n * work.logit_bytes * work.shape.vocabulary
     yield PartCounts("loss", 0, passes, 0, "passes over the logits", launches.of_loss(work))
-
-
-def steps_per_epoch(settings: Train, accumulation: int, rows: int) -> int:
-    """Return the optimizer steps of one epoch; the last step may have fewer micro-batches than the others.
-
-    Args:
-        settings: the recipe's ``train`` fields.
-        accumulation: the micro-batches of a step, in all processes together.
-        rows: the number of training rows.
-    """
-    return math.ceil(math.ceil(rows / settings.batch_size) / accumulation)
 
 
 def run_tokens(recipe: Recipe, rows: int, tokens: float) -> float:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from cria_tricks.data.rows import Chat
-from cria_tricks.recipe import Data
+from cria_tricks.settings import Data
 
 READ = "read"
 KEPT = "kept"

@@ -7,7 +7,7 @@ from cria_tricks.common.errors import BadInput
 from cria_tricks.data.counts import LEAK, LEAK_KEPT, READ, Tally
 from cria_tricks.data.duplicates import Guard
 from cria_tricks.data.rows import Chat
-from cria_tricks.recipe import Data
+from cria_tricks.settings import Data
 
 LOOKED_AT = 4000
 """How many characters of a row, from its beginning, are used to detect its language."""

@@ -4,7 +4,8 @@ import importlib.util
 
 from cria_tricks.common.errors import BadInput
 from cria_tricks.data import sources
-from cria_tricks.recipe import Data, Recipe
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Data
 
 
 def refuse(recipe: Recipe) -> None:

@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 
 from cria_tricks.bill import launches, moved_bytes, products
 from cria_tricks.bill.constants import FP32
-from cria_tricks.bill.step_time import PartCounts, Step, StepPart, ends, launch_time, steps_per_epoch, timed
+from cria_tricks.bill.step_time import PartCounts, Step, StepPart, ends, launch_time, timed
 from cria_tricks.bill.work import Work
 from cria_tricks.common.units import duration
 from cria_tricks.hardware.cards import Card
 from cria_tricks.hardware.device import Device
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Tricks
 
 BATCH = 8
 """The rows that ``cria eval`` answers together, when nothing else is asked for."""
@@ -295,7 +296,7 @@ def evaluations(recipe: Recipe, rows: int | None) -> int | None:
     if recipe.data.stream:
         epoch = train.max_steps
     elif rows is not None:
-        epoch = steps_per_epoch(train, recipe.rows_per_step // train.batch_size, rows)
+        epoch = train.steps_per_epoch(recipe.rows_per_step // train.batch_size, rows)
     elif train.eval_steps and train.max_steps:
         epoch = 0  # neither number depends on it
     else:

@@ -22,7 +22,8 @@ from cria_tricks.predict.selection_guide import (
     recommendation_for,
     refuse_unknown,
 )
-from cria_tricks.recipe import Data, Lora, Recipe, Train, Tricks, with_settings
+from cria_tricks.recipe import Recipe, with_settings
+from cria_tricks.settings import Data, Lora, Train, Tricks
 from cria_tricks.tricks.folds import step
 
 Estimate = Callable[[Recipe, Shape, Device], Bill]

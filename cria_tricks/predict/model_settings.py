@@ -7,7 +7,8 @@ experts of a mixture, and a head that does more than one product has no chunked 
 from collections.abc import Iterable
 
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Lora, Recipe
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Lora
 
 
 def lora_targets(shape: Shape) -> list[str]:

@@ -19,8 +19,9 @@ from cria_tricks.parallel.strategies import traffic
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.per_process import per_process
 from cria_tricks.predict.toggle_values import LADDER, NEEDS, all_sets, choices
-from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.step_plan import Plan
 from cria_tricks.tricks import lora
 from cria_tricks.tricks.folds import estimate, for_shape, step

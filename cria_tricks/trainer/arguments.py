@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from cria_tricks.bill.step_time import steps_per_epoch
-from cria_tricks.recipe import Train
+from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint
 from cria_tricks.trainer.resumable import loading
@@ -92,7 +91,7 @@ def training_arguments(
         BadInput: if the checkpoint's state cannot be read.
     """
     # The steps of an epoch, which is the whole run for a stream.
-    epoch = settings.max_steps if rows is None else steps_per_epoch(settings, micro_batches_of_a_step(plan), rows)
+    epoch = settings.max_steps if rows is None else settings.steps_per_epoch(micro_batches_of_a_step(plan), rows)
     total = settings.max_steps or math.ceil(epoch * settings.epochs)
     arguments = TrainingArguments(
         output_dir=str(checkpoints),

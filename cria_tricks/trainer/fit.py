@@ -15,7 +15,7 @@ from cria_tricks.data.stream import Stream
 from cria_tricks.load.model import Loaded
 from cria_tricks.measure.memory import Meter, every_tensor
 from cria_tricks.processes.world import World
-from cria_tricks.recipe import Train
+from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.store.checkpoints import Checkpoint, Checkpoints
 from cria_tricks.trainer.arguments import evaluated, micro_batches_at_once, training_arguments

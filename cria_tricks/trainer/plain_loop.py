@@ -23,7 +23,7 @@ from cria_tricks.data.batches import PadToLongest
 from cria_tricks.data.tokens import IGNORED
 from cria_tricks.load import losses
 from cria_tricks.load.model import Loaded
-from cria_tricks.recipe import Train
+from cria_tricks.settings import Train
 from cria_tricks.step_plan import Plan
 from cria_tricks.trainer.arguments import (
     leave_skipping_to_the_scaler,

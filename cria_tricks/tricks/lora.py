@@ -29,7 +29,8 @@ from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Lora, Recipe
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Lora
 from cria_tricks.step_plan import Plan
 
 ALL_LINEAR = "all-linear"

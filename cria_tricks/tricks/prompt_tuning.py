@@ -23,7 +23,8 @@ from cria_tricks.bill.facts import StepFacts
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Prompt, Recipe
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Prompt
 from cria_tricks.step_plan import Plan
 
 SWITCHES = ("peft=prompt_tuning",)

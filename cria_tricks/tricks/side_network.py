@@ -27,7 +27,8 @@ from cria_tricks.bill.operation import JOINED, Operation, stored_as_multiplied
 from cria_tricks.bill.work import Work
 from cria_tricks.common.errors import BadInput
 from cria_tricks.models.shape import Shape
-from cria_tricks.recipe import Recipe, Side
+from cria_tricks.recipe import Recipe
+from cria_tricks.settings import Side
 from cria_tricks.step_plan import Plan
 
 SWITCHES = ("peft=side_network",)

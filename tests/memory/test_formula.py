@@ -11,8 +11,9 @@ from cria_tricks.bill.step_time import counts
 from cria_tricks.common.errors import BadInput
 from cria_tricks.hardware.cards import CARDS
 from cria_tricks.models.shape import find_shape
-from cria_tricks.recipe import Recipe, Tricks
+from cria_tricks.recipe import Recipe
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.tricks.folds import estimate, facts, work
 from tools import fit
 

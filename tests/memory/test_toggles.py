@@ -12,8 +12,9 @@ from cria_tricks.parallel import STRATEGIES
 from cria_tricks.predict import toggles
 from cria_tricks.predict.links import LINKS, compute_seconds, step_seconds
 from cria_tricks.predict.toggles import LADDER, NEEDS, Target
-from cria_tricks.recipe import Tricks, with_settings
+from cria_tricks.recipe import with_settings
 from cria_tricks.resolve import resolve
+from cria_tricks.settings import Tricks
 from cria_tricks.tricks.folds import estimate
 from tests.memory.cases import A100, CPU, EVERYTHING, T4, recipe
 

@@ -17,7 +17,8 @@ from cria_tricks.models.shape import find_shape
 from cria_tricks.predict import plan_data
 from cria_tricks.predict.model_settings import lora_targets
 from cria_tricks.predict.toggles import Target
-from cria_tricks.recipe import Tricks, with_settings
+from cria_tricks.recipe import with_settings
+from cria_tricks.settings import Tricks
 from tests.site.test_browser import settles
 from tools import fit
 
