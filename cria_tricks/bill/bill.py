@@ -31,7 +31,7 @@ class Shares(NamedTuple):
 
     The shares are fitted on the replays of 204 drawn settings (``benchmarks/reserved.py``): whole models, a window of
     shorter rows before one of full rows, and no figure from a card. They are the smallest shares by which no replay is
-    underestimated by more than 2 %.
+    underestimated by more than 2 %, except for the one that :data:`EXPANDABLE` tells of.
 
     Attributes:
         activations: of all lines that depend on the batch.
