@@ -2,14 +2,15 @@
 
     python -m benchmarks.estimate_error --settings 3000 --seed 7     # an hour on one core
     python -m benchmarks.estimate_error --seed 7 --one 1234          # one of them again, moment by moment
-    python -m benchmarks.estimate_error --settings 1200 --seed 7 --later    # of the models that came later
+    python -m benchmarks.estimate_error --settings 400 --seed 7 --family later      # of the models that came later
+    python -m benchmarks.estimate_error --settings 400 --seed 7 --family toggles    # with toggles that came later
 
 A setting is a model of the catalogue, a card or a processor, one to four rows of 8 to 8,192 tokens, and every toggle
 with a value of its own, as far as they go together. Blocks are alike, in the formula as in the model, so a model is
 cut down to two to four of them, and every fiftieth setting has all. Setting number i of a seed is always the same, so
 the run may be stopped and begun again: what is in the result file is not counted again, and the estimates are made anew
 every time. After a change that moves the dry run's bytes delete the file. Writes
-``benchmarks/results/dry-run/estimate_error.json``, against which the suite holds the estimate.
+``benchmarks/results/dry-run/estimate_error.json`` and its neighbours, against which the suite holds the estimate.
 """
 
 import argparse
@@ -43,19 +44,11 @@ from cria_tricks.resolve import resolve
 from cria_tricks.settings import Tricks
 from cria_tricks.tricks.folds import estimate
 
-RESULTS = HERE / "results" / "dry-run" / "estimate_error.json"
-RESULTS_LATER = RESULTS.with_name("estimate_error_later.json")
+RESULTS = HERE / "results" / "dry-run"
 BOUNDS = -0.005, 0.02
 """What is promised of the error: at most half a per cent too small, at most two per cent too large."""
 CPU = Device("cpu", "a processor", (0, 0), real_bf16=False, memory_bytes=16 * 2**30)
 DEVICES = {"cpu": CPU, **{name: card.device for name, card in CARDS.items()}}
-FIRST = (
-    *("smollm2", "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b", "llama-3.1-8b"),
-    *("llama-3.1-70b", "mistral-7b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
-)
-"""The models that settings are drawn from; with one more in it, the settings of a seed would be others."""
-LATER = tuple(name for name in CATALOGUE if name not in FIRST)
-"""The models that have come since. ``--later`` draws from them, and its results have a file of their own."""
 PEFT = ("none", "none", "none", "lora", "lora", "lora", "lora", "head", "prompt_tuning", "side_network")
 TOGGLES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp16", "bf16"),
@@ -70,6 +63,38 @@ TOGGLES: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 """Values of each toggle; one that is there twice is drawn twice as often. Compiling changes no byte that is counted."""
+TOGGLES_LATER: dict[str, tuple[Any, ...]] = {
+    "gradient_checkpointing": (False, True, True, 2),
+    "activation_offload": (False, False, True, "overlapped"),
+    "tiled_mlp": (False, False, 64, 300, 1024),
+    "stream_layers": (False, True, "file"),
+    "optimizer_in_backward": (False, "clip"),
+    **dict.fromkeys(("layer_by_layer", "fused_lora", "fused_blocks", "keep_attention"), (False, True)),
+}
+"""Toggles, and values of toggles, that have come since."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What settings are drawn from, and the file of their results. With one thing more in it, they would be others."""
+
+    models: tuple[str, ...]
+    toggles: dict[str, tuple[Any, ...]]
+    results: Path
+
+
+_MODELS = (
+    *("smollm2", "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b", "llama-3.1-8b"),
+    *("llama-3.1-70b", "mistral-7b", "mixtral-8x7b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"),
+)
+FIRST = Family(_MODELS, TOGGLES, RESULTS / "estimate_error.json")
+LATER = Family(
+    tuple(name for name in CATALOGUE if name not in _MODELS), TOGGLES, RESULTS / "estimate_error_later.json"
+)  # fmt: skip
+"""The models that have come since."""
+NEWER = Family(tuple(CATALOGUE), {**TOGGLES, **TOGGLES_LATER}, RESULTS / "estimate_error_toggles.json")
+"""The toggles that have come since; each of its settings has one of them."""
+FAMILIES = {"first": FIRST, "later": LATER, "toggles": NEWER}
 
 
 @dataclass(frozen=True)
@@ -97,22 +122,30 @@ class Setting:
         return with_settings(Recipe(), self.sets)
 
 
-def setting(seed: int | str, number: int, models: Sequence[str] = FIRST) -> Setting:
+def setting(seed: int | str, number: int, family: Family = FIRST) -> Setting:
     """Draw setting number ``number`` of a seed: of the toggles the first draw in which they go together."""
     draw = random.Random(f"{seed} {number}")
-    model, device, peft = draw.choice(models), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
+    model, device, peft = draw.choice(family.models), draw.choice(tuple(DEVICES)), draw.choice(PEFT)
     blocks = CONFIGS[model]["num_hidden_layers"] if number % 50 == 49 else draw.randint(2, 4)
     batch, tokens = draw.randint(1, 4), round(2 ** draw.uniform(3, 13))
     trained = draw.randint(1, batch * (tokens - 1)) if draw.random() < 0.25 else None
     while True:
-        toggles = {"peft": peft, **{name: draw.choice(values) for name, values in TOGGLES.items()}}
-        toggles["activation_offload"] &= device != "cpu"  # whose copies are not billed: it warns that they gain nothing
+        toggles = {"peft": peft, **{name: draw.choice(values) for name, values in family.toggles.items()}}
+        if device == "cpu":  # its copies are not billed: it warns that they gain nothing
+            toggles["activation_offload"] = False
         sets = [f"train.batch_size={batch}", f"data.max_length={tokens}", *_sizes(draw, peft, model, blocks)]
         sets += [f"tricks.{name}={value}" for name, value in toggles.items() if value != getattr(Tricks(), name)]
+        if family is NEWER and not _has_a_later_toggle(toggles):
+            continue
         found = Setting(model, blocks, device, trained, tuple(sets))
         with contextlib.suppress(BadInput):
             refuse(resolve(found.recipe, DEVICES[device]), facts_of(shape_of(found.config, model)), 1)
             return found
+
+
+def _has_a_later_toggle(toggles: dict[str, Any]) -> bool:
+    """Whether a toggle has a value that settings of the first family never have."""
+    return any(toggles[name] not in TOGGLES.get(name, (False,)) for name in TOGGLES_LATER)
 
 
 def _sizes(draw: random.Random, peft: str, model: str, blocks: int) -> list[str]:
@@ -189,10 +222,10 @@ def bill(one: Setting) -> str:
     return "\n".join([*rows, f"needed: {memory.needed_bytes >> 10} KiB, fits: {memory.fits}"])
 
 
-def cases(seed: int, settings: int, known: dict[str, int], models: Sequence[str]) -> Iterator[tuple[Setting, int]]:
+def cases(seed: int, settings: int, known: dict[str, int], family: Family) -> Iterator[tuple[Setting, int]]:
     """Go through the settings of a seed, each with its counted bytes; what is known is not counted again."""
     for number in range(settings):
-        one = setting(seed, number, models)
+        one = setting(seed, number, family)
         peak = known.get(mark(str(one))) or count(one).peak_bytes
         yield one, peak
 
@@ -226,11 +259,11 @@ def explain(one: Setting, console: Console) -> None:
         console.print(f"{moment.name}: {moment.bytes:,} = {rows}")
 
 
-def sweep(seed: int, settings: int, out: Path, models: Sequence[str] = FIRST) -> None:
+def sweep(seed: int, settings: int, out: Path, family: Family = FIRST) -> None:
     """Count what is missing, print what is outside, and write all."""
     counted: dict[Setting, int] = {}
     console, known = Console(highlight=False, soft_wrap=True), read(out, seed)
-    for one, peak in cases(seed, max(settings, len(known)), known, models):
+    for one, peak in cases(seed, max(settings, len(known)), known, family):
         counted[one] = peak
         if outside([error(one, peak)]):
             console.print(f"{len(counted) - 1} {error(one, peak):+.2%} {one}")
@@ -248,15 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--one", type=int, help="the number of a setting: explain it, and write nothing")
-    parser.add_argument("--later", action="store_true", help="draw from the models that came later")
+    parser.add_argument("--family", choices=FAMILIES, default="first", help="models or toggles that came later")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
-    models = LATER if chosen.later else FIRST
+    family = FAMILIES[chosen.family]
     if chosen.one is not None:
-        explain(setting(chosen.seed, chosen.one, models), Console(highlight=False, soft_wrap=True))
+        explain(setting(chosen.seed, chosen.one, family), Console(highlight=False, soft_wrap=True))
         return
     try:
-        sweep(chosen.seed, chosen.settings, chosen.out or (RESULTS_LATER if chosen.later else RESULTS), models)
+        sweep(chosen.seed, chosen.settings, chosen.out or family.results, family)
     except BadInput as problem:
         parser.error(str(problem))
 

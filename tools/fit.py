@@ -203,8 +203,8 @@ def _kernels(shape: Shape) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         timed = work(recipe, seen, card.device)
         name = "/".join([memory.kernel, *(word for word, holds in (
             ("repeated", memory.repeats_keys), ("maskless", memory.maskless),
-            ("joined", memory.joins_documents), (timed.kernel, True), ("masked", timed.masked),
-            ("new", shape.experts > 1 and chosen["new"]),
+            ("joined", memory.joins_documents), ("apart", memory.own_positions),
+            (timed.kernel, True), ("masked", timed.masked), ("new", shape.experts > 1 and chosen["new"]),
         ) if holds)])  # fmt: skip
         classes[key(chosen.values())] = name
         of_kernel.setdefault(f"{name} {chosen['precision']}", {**switches, "card": card, "shape": seen})

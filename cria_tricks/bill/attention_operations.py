@@ -124,6 +124,8 @@ def _fused(memory: StepFacts, operands: _Operands, residual: int) -> Operation:
     n = memory.all_tokens
     queries = operands.queries
     kept = operands.by_name
+    if memory.shape.kv_heads == 1:  # to repeat a single head takes no memory: all query heads look at the same numbers
+        kept |= dict.fromkeys(("keys", "values"), n * memory.shape.kv_width * memory.compute_itemsize)
     if not memory.maskless:
         kept["mask"] = n * memory.tokens * memory.compute_itemsize  # T x T for each row, for all heads
     kept |= {ATTENDED: queries, LOG_SUM_EXP: n * memory.shape.heads * FP32}

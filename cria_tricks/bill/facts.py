@@ -62,6 +62,7 @@ class StepFacts:
         repeats_keys: whether keys and values are repeated for every query head before the kernel gets them.
         maskless: whether attention runs without a mask.
         joins_documents: whether each document of a packed row is attended alone, and the results are joined.
+        own_positions: whether the documents of each row begin at other places, so that rows share no positions.
         checkpointed: whether blocks save only their input, and run forward again in the backward pass.
         kept_blocks: how many of the last blocks save everything although the first ones are checkpointed.
         keeps_attention: whether checkpointed blocks also keep what attention's kernel returned.
@@ -114,6 +115,7 @@ class StepFacts:
     repeats_keys: bool = True
     maskless: bool = False
     joins_documents: bool = False
+    own_positions: bool = False
     checkpointed: bool = False
     kept_blocks: int = 0
     keeps_attention: bool = False

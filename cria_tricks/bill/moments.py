@@ -271,9 +271,7 @@ def _fixed(memory: StepFacts, *, masked: bool) -> tuple[Line, ...]:
         mask = memory.batch * memory.tokens**2
         if memory.kernel == "eager":  # added to the scores, so a float; other kernels take one byte
             mask = mask * memory.hidden_itemsize
-    rows = 1  # all rows of a batch share their positions, unless each begins its documents at other places
-    if memory.joins_documents:
-        rows = memory.batch
+    rows = memory.batch if memory.own_positions else 1
     positions = 2 * rows * memory.tokens * shape.head_width * memory.hidden_itemsize
     if memory.window > 1:  # each micro-batch keeps its own, and its loss computes the positions once more
         positions = positions * (memory.window + 1)

@@ -194,12 +194,13 @@ def switch_on(plan: Plan, recipe: Recipe) -> Plan:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill attention without a mask, document by document (for sdpa; the other kinds stay as they are).
+    """Bill attention without a mask, document by document (for sdpa), and positions for each row.
 
     If the model has a sliding window, its mask remains.
     """
     if not recipe.tricks.packing:
         return memory
+    memory = replace(memory, own_positions=True)
     # repeats=True, because sdpa_by_document (load/attention.py) always repeats the key and value heads.
     if recipe.tricks.attention == "sdpa" and shape.window:
         # A block with a sliding window always gets a mask, even if the window is longer than the row.
