@@ -143,11 +143,12 @@ def kwanzaa_curated_small(device: Device | None = None) -> Recipe:
 
 
 def big_14b(device: Device | None = None) -> Recipe:
-    """The Kwanzaa rows on Qwen3-14B, whose blocks are streamed from a file: on a free T4, with room for longer rows.
+    """QLoRA of Qwen3-14B on the Kwanzaa rows for a free T4: its frozen blocks wait in a file, which leaves much room.
 
-    On a T4 it needs 9.2 GiB, and 7.1 GiB of the host, by the bill. The four micro-batches of a window go through each
-    block together, so that the file is read once a window and pass. With all blocks on the card it would need 12.2 GiB,
-    which fits a T4, too: ``--set tricks.stream_layers=false`` is faster where the disk is slow.
+    By estimate, no T4 has run it: it needs 9.2 GiB of the card and 7.1 GiB of its host. The four micro-batches of a
+    step go through each block together, so that each pass reads the file once for all four. With all blocks on the card
+    it would need 12.3 GiB, which fits a T4 as well: ``--set tricks.stream_layers=false`` is faster where the disk is
+    slow.
     """
     return with_settings(
         capstone(device),
@@ -162,7 +163,10 @@ def big_14b(device: Device | None = None) -> Recipe:
 
 
 def big_14b_small(device: Device | None = None) -> Recipe:
-    """The same on SmolLM2-135M in fp32, for a machine without a GPU, where streaming keeps blocks out of its memory."""
+    """LoRA of SmolLM2-135M by the same two switches, for a machine without a GPU.
+
+    The data are the 32 rows of ``smoke``, and the base is not quantised. The file keeps the blocks out of the memory.
+    """
     return with_settings(
         smoke(device),
         [
@@ -177,10 +181,12 @@ def big_14b_small(device: Device | None = None) -> Recipe:
 
 
 def full_1b(device: Device | None = None) -> Recipe:
-    """All weights of Llama-3.2-1B on a free T4: rows of up to 1,024 tokens, 11.8 GiB reserved by dry run.
+    """All weights of Llama-3.2-1B on a free T4, with rows of up to 1,024 tokens.
 
-    The weights and what AdamW keeps of them take 8.4 GiB. So each weight takes its step in the backward pass, and no
-    gradient waits; that rules out gradient accumulation and a limit for the norm of all gradients.
+    By estimate, no T4 has run it: tensors take at most 11.3 GiB, in a dry run PyTorch's allocator reserves 11.8 GiB,
+    and with an upper limit for what it may reserve and CUDA's own memory ``cria plan`` counts 13.9 GiB. The weights and
+    AdamW's 8-bit states take 8.4 GiB. So each weight takes its step in the backward pass, and no gradient waits. This
+    rules out gradient accumulation, and a limit for the norm of all gradients.
     """
     device = device or this_device()
     return Recipe(
@@ -201,17 +207,18 @@ def full_1b(device: Device | None = None) -> Recipe:
 
 
 def full_1b_small(device: Device | None = None) -> Recipe:
-    """All weights of SmolLM2-135M by the same switches, in minutes on two CPU cores."""
+    """All weights of SmolLM2-135M by the same switches, on the 32 rows of ``nguzo_saba``, without a GPU."""
     changes = ["name=full_1b_small", "model=smollm2", "data.train=nguzo_saba", "data.eval=nguzo_saba"]
     return with_settings(full_1b(device), changes)
 
 
 def long_8b(device: Device | None = None) -> Recipe:
-    """QLoRA of Llama-3.1-8B on a T4 with rows of 65,536 tokens, which a host of 29 GB such as Kaggle's has room for.
+    """QLoRA of Llama-3.1-8B on a T4 with rows of 65,536 tokens, for a host with 29 GB of memory such as Kaggle's.
 
-    Saved block inputs wait on the host, and the MLP takes 512 tokens at a time. On Colab's 12.7 GB the block inputs
-    have room up to ``--set data.max_length=32768``. Documents of ``history_notes`` are packed into such rows; for a
-    long document of your own take ``--set data.train=book.txt --set tricks.packing=false``.
+    By estimate, no T4 has run it: it needs 14.0 GiB of the card and 18.3 GiB of the host. Saved block inputs wait on
+    the host, and the MLP takes 512 tokens at a time. Colab's host of 12.7 GB has room for ``--set
+    data.max_length=32768``. The recipe packs documents of ``history_notes`` into such rows; for a long document of your
+    own take ``--set data.train=book.txt --set tricks.packing=false``.
     """
     device = device or this_device()
     on_gpu = device.kind == "cuda"
@@ -242,7 +249,11 @@ def long_8b(device: Device | None = None) -> Recipe:
 
 
 def long_8b_small(device: Device | None = None) -> Recipe:
-    """SmolLM2-135M on packed rows of 8,192 tokens by the same switches, two steps, for a machine without a GPU."""
+    """QLoRA of SmolLM2-135M on packed rows of 8,192 tokens, two steps, for a machine without a GPU.
+
+    The switches are those of ``long_8b``. On a CPU it leaves out the three that are for a GPU: ``expand_kv``,
+    ``lean_preparation`` and ``activation_offload``.
+    """
     changes = ["name=long_8b_small", "model=smollm2", "data.max_length=8192", "train.max_steps=2"]
     return with_settings(long_8b(device), [*changes, "train.learning_rate=5e-4"])
 

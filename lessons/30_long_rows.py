@@ -7,11 +7,11 @@
 
 # %% [markdown]
 # # 30. Long rows: which part of a step grows
-# > **Promise.** You find out what grows with the length of a row, and take the two largest parts off the card. By
-# > estimate the longest row of Llama-3.1-8B on a T4 goes from 12,783 tokens to over four times as many.
+# > **Promise.** You find out what grows with the length of a row, and shrink the two largest parts. By estimate, with
+# > fusing (lesson 29), the longest row of Llama-3.1-8B on a T4 grows from 12,783 tokens to over four times as many.
 #
-# > **Card.** saves most of the open block, and the saved block inputs / costs PCIe traffic and host memory / exact
-# > within rounding (tiles), exact (offload) / 30 minutes / after lesson 29
+# > **Card.** saves the inner tensors of one MLP, and all saved block inputs / costs PCIe traffic and host memory /
+# > exact within rounding (tiles), exact (offload) / 30 minutes / after lesson 29
 #
 # A contract or a code repository has tens of thousands of tokens. Cut into rows of 2,048, it never shows the model how
 # page 1 and page 40 belong together. Unsloth publishes rows of 40,724 tokens for Llama-3.1-8B on a 16 GB card. What
@@ -45,11 +45,11 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 # %% [markdown]
 # ## 1. The bill
 # The course's job with a larger model: Llama-3.1-8B has $L = 32$ blocks of width $D = 4096$, and its MLPs have the
-# inner width $F = 14336$. QLoRA, gradient checkpointing, sdpa and the chunked loss are on. A step has one row of $T$
-# tokens.
+# inner width $F = 14336$. QLoRA of rank 16, gradient checkpointing, sdpa, the chunked loss and a paged 8-bit
+# optimizer are on. A step has one row of $T$ tokens.
 #
-# Three parts are large: the weights, the saved inputs of all 32 blocks, and the *open block*, which is the one that
-# checkpointing is recomputing. Which is the largest at 2,048, 16,384 and 65,536 tokens? Write your guess down first.
+# Three parts are large: the weights, the saved inputs of all 32 blocks, and the *open block*, the one that
+# checkpointing is recomputing. Which is the largest at 2,048, 16,384 and 65,536 tokens? Write down your guess.
 
 
 # %% tags=["hide-input"]
@@ -75,8 +75,8 @@ print(f"{'peak':18}" + "".join(f"{sum(bill.values()) / GIB:8.2f}" for bill in bi
 assert [max(bill, key=bill.get) for bill in bills] == ["weights, states", "weights, states", "open block"]
 
 # %% [markdown]
-# Up to 16,384 tokens it is the weights. For longer rows most people guess the inputs of 32 blocks. But the *one* open
-# block takes as much as all of them! What does one more token add? Subtract two bills:
+# At 2,048 and 16,384 tokens it is the weights. At 65,536 the *one* open block takes as much as the inputs of all 32
+# blocks! What does one more token add? Subtract two bills:
 
 
 # %%
@@ -97,10 +97,11 @@ assert abs(growth(job)["open block"] - of_mlp - others) < KIB
 # By hand, for one token, with 2 bytes a number:
 #
 # - **Block inputs**: $D$ numbers for each of $L$ blocks, $2LD$ bytes.
-# - **The MLP of the open block**: four saved tensors of $F$ numbers (lesson 29), and two gradients of this size at the
-#   deepest point of the backward pass. So $6F$ numbers, $12F$ bytes.
-# - **The rest of the open block**: attention's tensors, the norms' fp32 copies, gradients: $22D$ bytes. With sdpa this
-#   is linear in $T$. Eager attention would also store $32\,T^2$ scores, 256 GiB at 65,536 tokens.
+# - **The MLP of the open block**: four saved tensors of $F$ numbers (lesson 29), and two gradients of this size at
+#   the peak of the backward pass. So $6F$ numbers, $12F$ bytes.
+# - **The rest of the open block**: attention's tensors, the norms' fp32 copies, gradients: $22D$ bytes. With sdpa
+#   this is linear in $T$. Eager attention would also store $T^2$ scores for each of 32 heads, 256 GiB at 65,536
+#   tokens.
 #
 # What does *not* grow: weights, adapters, optimizer states, and the logits, because the chunked loss takes a few tokens
 # at a time (lesson 12).
@@ -128,14 +129,15 @@ def three_lengths(theme: Theme):
 
 course.show(
     three_lengths,
-    "Figure 1. Llama-3.1-8B: the weights do not grow with the row, block inputs and the open block grow alike. The "
-    "last bar is the third with tiles and offload: still a little beyond a T4, so a bit shorter rows fit.",
+    "Figure 1. Llama-3.1-8B, by estimate: the weights do not grow with the row, block inputs and the open block grow "
+    "alike. The last bar is the third with tiles and offload. It is still larger than a T4; section 5 finds the rows "
+    "that fit.",
 )
 
 # %% [markdown]
 # ## 2. From scratch, in four steps
-# An MLP maps each token by itself. So it can take a few tokens at a time, a *tile*, and join the results. Here is a
-# small MLP whose weights all learn. It notes how many tokens it was given.
+# An MLP maps each token by itself. So it can take a few tokens at a time, a *tile*, and join the results. This small
+# MLP, whose weights all learn, notes how many tokens it was given.
 
 # %%
 T, d, f, TILE = 512, 64, 224, 64  # tokens, width, inner width, tokens of a tile
@@ -172,14 +174,15 @@ for name, way in (("whole", mlp), ("only cut", only_cut)):
     assert saved.now == 4 * (T * d + 4 * T * f)
 
 # %% [markdown]
-# Cutting alone saves nothing: autograd keeps the tensors of every tile. **Step 2: forget them, and compute each tile
-# again** on the way back. This is checkpointing (lesson 3) of one tile at a time. After `import torch` the next cell
-# runs when pasted alone. (Ignore `keep` until step 3.)
+# Cutting alone does not help, because autograd saves the tensors of every tile. **Step 2: drop them, and compute each
+# tile again** in the backward pass. This is checkpointing (lesson 3) of one tile at a time. (Ignore `keep` until step
+# 3.)
 
 
 # %%
+# After `import torch` this cell runs anywhere.
 def through_tiles(mlp, x, dy, tile, weights):
-    """Run each tile again and go back through it: return the gradients of x and of the weights."""
+    """Run each tile again, forward and backward; return the gradients of x and of the weights."""
     dx, totals = torch.empty_like(x), [torch.zeros_like(weight) for weight in weights]
     for start in range(0, len(x), tile):
         place = slice(start, start + tile)
@@ -198,7 +201,7 @@ class Tiles(torch.autograd.Function):
         ctx.mlp, ctx.tile, ctx.keep, ctx.weights = mlp, tile, keep, weights
         if keep is None:
             ctx.save_for_backward(x)
-        return torch.cat([mlp(piece) for piece in x.split(tile)])  # inside a Function nothing is recorded
+        return torch.cat([mlp(piece) for piece in x.split(tile)])  # autograd records nothing in a Function
 
     @staticmethod
     def backward(ctx, dy):
@@ -227,12 +230,13 @@ print(f"whole: {forward_passes(mlp):.0f} forward passes, tiles: {forward_passes(
 assert (forward_passes(mlp), forward_passes(naive)) == (2, 3)
 
 # %% [markdown]
-# A whole MLP runs in the forward pass, and again when checkpointing repeats the block. The tiles run in their own
-# backward pass as well, so the repetition computes them for nothing. Why? torch repeats a block until its last saved
-# tensor is there. What a Function saves is saved when its forward pass has ended, so torch runs all tiles to get $x$.
+# A whole MLP runs in the forward pass, and again when checkpointing repeats the block. The tiles also run in their
+# own backward pass, so the repetition computes them for nothing. Why? torch repeats a block until all its saved
+# tensors are there again. A Function saves its tensors only when its forward pass has ended, so torch must run all
+# tiles to get $x$.
 #
-# **Step 3: save before the tiles.** A second Function only saves $x$. The tiles save nothing, and read $x$ there. So
-# the repetition stops before them.
+# **Step 3: save before the tiles.** A second Function, in front of them, only saves $x$. The tiles save nothing, and
+# read $x$ there. So the repetition stops before them.
 
 
 # %%
@@ -249,7 +253,7 @@ class Keep(torch.autograd.Function):
 
 def ours(x):
     kept = Keep.apply(x)
-    return Tiles.apply(kept, mlp, TILE, kept.grad_fn, *weights)  # grad_fn: the Function that made it, and what it saved
+    return Tiles.apply(kept, mlp, TILE, kept.grad_fn, *weights)  # grad_fn is the call of Keep: it holds the saved x
 
 
 print(f"saved before the tiles: {forward_passes(ours):.0f} forward passes")
@@ -282,11 +286,11 @@ course.show(
 )
 
 # %% [markdown]
-# **Step 4: send the block inputs to the host.** torch can call two functions of ours for every tensor that autograd
-# saves: one when it is saved, one when it is needed. With checkpointing these tensors are the block inputs. The first
-# function copies one to *pinned* host memory, which the operating system may not move, so the card reads and writes it
-# directly. Both copies run on the stream that computes, in order, so none comes too early. On the card only the open
-# block remains.
+# **Step 4: send the block inputs to the host**, the computer around the card. torch calls two functions of ours for
+# every tensor that autograd saves: one when it is saved, one when it is needed. With checkpointing these tensors are
+# the block inputs. The first function copies one to *pinned* host memory, which the operating system may not move, so
+# the card reads and writes it directly. Both copies run on the CUDA stream that computes, in order, so none comes too
+# early. On the card only the open block's activations remain.
 
 # %%
 moved = []
@@ -312,8 +316,8 @@ def stack(x, blocks=4):
 
 # %% [markdown]
 # ## 3. Prove it
-# **The bytes.** After the forward pass the tiles keep $x$ alone, also without checkpointing. In their backward pass the
-# tensors of one tile come on top. How much does a token add to the peak? For a whole MLP we said $6F$ numbers.
+# **The bytes.** After the forward pass the tiles keep only $x$, even without checkpointing. In their backward pass
+# the tensors of one tile are added. How much does a token add to the peak? For a whole MLP we counted $6F$ numbers.
 
 
 # %%
@@ -329,13 +333,13 @@ with SavedBytes(besides=weights) as saved:
 print(f"saved after the forward pass: {after_forward:,} bytes; at most, in the backward pass: {saved.peak:,}")
 assert (after_forward, saved.peak) == (4 * T * d, 4 * (T * d + 4 * TILE * f))
 grows = {name: (peak(way, 2 * T) - peak(way, T)) / 4 / T for name, way in (("whole", mlp), ("tiles", ours))}
-print(f"the peak grows by {grows['whole'] / f:g} f numbers a token, in tiles by {grows['tiles'] / d:g} d")
+print(f"a token adds {grows['whole'] / f:g} f numbers to the peak; in tiles {grows['tiles'] / d:g} d, its gradient")
 assert grows == {"whole": 6 * f, "tiles": d}
 
 # %% [markdown]
-# **The rounding.** A token's result is the same sum as before. But a weight's gradient was one sum over all tokens, and
-# now it is a sum of eight sums, so it is rounded otherwise. How do you tell rounding from an error? Compute in fp64,
-# too: an error of the method would stay, while rounding shrinks by $2^{29}$, as the last digit does.
+# **The rounding.** A token's result is the same sum as before. But a weight's gradient was one sum over all tokens,
+# and now it is a sum of eight sums, so it is rounded differently. How do you tell rounding from a mistake? Compute in
+# fp64: a mistake would stay, but rounding shrinks by about $2^{29}$, because fp64 has 29 more bits.
 
 # %%
 far = {}
@@ -350,7 +354,7 @@ for dtype in (torch.float32, torch.float64):
 assert 0 < far[torch.float64] < far[torch.float32] / 2**20
 
 # %% [markdown]
-# **The copies.** Four blocks send their inputs, and the loss sends its own. The gradients are the same bits.
+# **The copies.** Four blocks send their inputs, and so does the loss. The gradients are equal bit for bit.
 
 # %%
 here = torch.autograd.grad(stack(x), [x, *weights])
@@ -362,15 +366,16 @@ assert all(map(torch.equal, torch.autograd.grad(loss, [x, *weights]), here))
 
 # %% [markdown]
 # ## 4. What it costs
-# **Tiles.** With checkpointing they hardly add a product. But every tile reads and unpacks the weights again, so tiles
-# should not be small: `true` takes $D$ tokens.
+# **Tiles.** With checkpointing a Llama's tiles add at most one product, that with `down`. But every tile reads and
+# unpacks the weights again, so tiles should not be small: `true` means $D$ tokens.
 #
-# **The link.** Copying the input of a block takes $2DT / \text{link}$ seconds. Computing the block takes $2WT /
+# **The PCIe link.** Copying a block's input takes $2DT / \text{link}$ seconds. Computing the block takes $2WT /
 # \text{rate}$ or more, where $W$ is the number of its weights. From which length on is the copy shorter? A surprise:
-# $T$ cancels, so at every length or at none. With the rates that public runs reached on a T4:
+# $T$ cancels, so at every length or at none. For a T4:
 
 # %%
 t4 = find_card("t4")
+# In operations and in bytes a second: the share of its rate that a T4 reached in public runs, and NCCL's for PCIe.
 rate, link = t4.half_flops * t4.reached.half, t4.link_rate * t4.reached.link
 W = sum(d_in * d_out for d_in, d_out in shape.packable.values())
 compute, copy = 2 * W / rate, 2 * D / link
@@ -385,12 +390,12 @@ for tokens in LENGTHS:
     print(f"{tokens:7,} tokens: {step.seconds:6.1f} s, copies {share['offload']}, attention {share['attention']}")
 
 # %% [markdown]
-# Waiting for the copies costs about 1 % of a step, by estimate. (`activation_offload=true` waits; `overlapped` runs the
-# copies on a stream of its own.) For short rows the *start* of each copy counts: on a B200, Unsloth's offload was
+# Waiting for the copies costs at most 1 % of a step, by estimate. (`activation_offload=true` waits; `overlapped`
+# copies on a stream of its own.) For short rows, *starting* each copy takes longest: on a B200, Unsloth's offload was
 # slower below 384 to 512 tokens. The real price of long rows is attention, whose time grows with $T^2$.
 #
-# **The host.** torch rounds each piece of pinned memory up to a power of two. Colab's free machine has 12.7 GB,
-# Kaggle's has 29. What does the host need for a row of 32,768 tokens, and for one token more?
+# **The host.** torch rounds each pinned tensor up to a power of two. Colab's free machine has 12.7 GB, Kaggle's has
+# 29. What does the host need for a row of 32,768 tokens, and for one token more?
 
 # %%
 for tokens in (32_768, 32_769, 65_536):
@@ -402,26 +407,26 @@ for tokens in (32_768, 32_769, 65_536):
     assert on_kaggle == "fits"
 
 # %% [markdown]
-# An input of 32,768 tokens has exactly 256 MiB. With one token more, each of the 32 takes 512. So Colab's host stops
-# this model at 32,768 tokens, whatever the card. On Kaggle the card stops it first.
+# An input of 32,768 tokens has exactly 256 MiB. With one token more, each of the 32 takes 512 MiB. So Colab's host
+# stops this model at 32,768 tokens, whatever the card. On Kaggle a T4 stops it first.
 #
 # ## 5. The production switch
-# In the plan the two settings become an edit of the model and a context around the forward pass:
+# In the plan they become an edit of the model and a context around the forward pass:
 
 # %%
 print("--set tricks.tiled_mlp=true --set tricks.activation_offload=true")
 print(diff(resolve(job, T4), resolve(both, T4)))
 
 # %% [markdown]
-# In your own code, call `tiled` of the package: steps 2 and 3 with dropout, autocast and several rows. The switch gives
-# every MLP such a forward function, with its adapters as weights.
+# In your own code, call the package's `tiled`: steps 2 and 3 with dropout, autocast and several rows. The switch does
+# this for every MLP, with its adapters as `weights`.
 
 # %%
 y = tiled(mlp, x[None], TILE, weights)  # it takes (B, T, D)
 torch.testing.assert_close(y[0], ours(x))
 
 # %% [markdown]
-# Now the longest rows that fit a T4, by bisection. Do the gains of tiles and of offload add up?
+# Find the longest rows that fit a T4. Do the gains of tiles and offload add up?
 
 # %%
 TILED, OFFLOAD = "tricks.tiled_mlp=true", "tricks.activation_offload=true"
@@ -441,13 +446,13 @@ print(f"{'longest row':14}" + "".join(f"{way:>13}" for way in WAYS))
 for name, found in longest.items():
     print(f"{name:14}" + "".join(f"{tokens:13,}" for tokens in found))
 wide = with_settings(job, ["lora.r=32", *WAYS["both, fused"]])
-print(f"llama-3.1-8b with adapters of rank 32: {toggles.longest(toggles.Target(shape, T4), wide):,}")
+print(f"llama-3.1-8b, both, fused, with adapters of rank 32: {toggles.longest(toggles.Target(shape, T4), wide):,}")
 first, *others, most = longest["llama-3.1-8b"]
 assert [first, *(round(tokens / first, 1) for tokens in others)] == [12_783, 1.2, 1.8, 3.0]
 assert 4 * first < most < 65_536
 
 # %% [markdown]
-# They more than add up. The length is the room on the card divided by what a token adds:
+# Together they gain more than the sum, because the length is the room divided by what a token adds:
 
 # %%
 for way, tokens in zip(("neither", "tiles", "offload", "both"), longest["llama-3.1-8b"], strict=False):
@@ -455,20 +460,26 @@ for way, tokens in zip(("neither", "tiles", "offload", "both"), longest["llama-3
     room = each * tokens / GIB
     print(f"{way:8} {tokens / first:.1f} times; {each / KIB:5.1f} KiB a token x {tokens:,} = {room:.1f} GiB")
     assert 6 < room < 6.4
+growths = [growth(with_settings(job, settings))["open block"] / KIB for settings in ([], [TILED])]
+print(f"tiles remove {growths[0] - growths[1]:.0f} of the MLP's {of_mlp / KIB:.0f} KiB a token")
+at_the_peak = folds.estimate(with_settings(job, [TILED]), shape, T4, 65_536).peak.lines
+assert round(growths[0] - growths[1]) == 96
+assert any("second norm" in line.why for line in at_the_peak)
 
 # %% [markdown]
-# The room is always some 6.2 GiB. (The plan leaves a margin, and counts what the allocator keeps: lesson 19.) While
-# one half of the growth remains, the length at most doubles. Without both it triples, and fusing (lesson 29) shrinks
-# what is left. Unsloth's 40,724 tokens are for rank 32. Ours are estimates that no T4 has run. `cria plan --longest`
-# does this for your model, and checks the host.
+# The room is always about 6.2 GiB. (The plan leaves a margin, and counts what the allocator keeps: lesson 19.) Tiles
+# remove only 96 KiB, because the peak moves to the second norm. While one half of the growth remains, the length at
+# most doubles. With both techniques a third remains, so it triples, and fusing (lesson 29) shrinks that third.
+# Unsloth's 40,724 tokens are for rank 32. Ours are estimates that no T4 has run. `cria plan --longest` does this for
+# your model, and checks the host.
 #
-# **Does it still learn?** Beyond the model's context (131,072 tokens for both Llamas) rotary positions (RoPE) are new
-# and must be rescaled first. And a model learns to use distant tokens only from rows that need them, so measure the
-# loss on long rows that it has not seen.
+# **Does it still learn?** Beyond the model's context (131,072 tokens for both Llamas) it has not seen such rotary
+# positions (RoPE), so rescale them first. And a model learns to use distant tokens only from rows that need them, so
+# measure the loss on unseen long rows.
 #
 # ## 6. Where it breaks
-# **No message, and a weight without a gradient.** Autograd gives gradients only to a Function's arguments, and `down`
-# is none here. Cure: pass every trained tensor.
+# **No message, and a weight without a gradient.** Autograd gives gradients only to a Function's arguments, and here
+# `down` is not among them. Cure: pass every trained tensor.
 
 # %%
 for weight in weights:
@@ -490,12 +501,12 @@ except BadInput as error:
     assert "chooses itself what it keeps" in str(error)
 
 # %% [markdown]
-# **Tiles save nothing.** Qwen3-14B gains nothing from tiles alone, because its row is shorter than a tile of $D = 5120$
-# tokens. Cure: `tricks.tiled_mlp=1024`. Nor does either technique help where the weights, whole logits or eager
+# **Tiles gain nothing.** Qwen3-14B gains nothing from tiles alone, because its row is shorter than a tile of $D =
+# 5120$ tokens. Cure: `tricks.tiled_mlp=1024`. Neither technique helps where the weights, whole logits or eager
 # attention's scores are the large part.
 #
-# **The process is gone, without a message.** The host was full, and Linux killed it. Cure: a row at or below the next
-# smaller power of two, or a larger host.
+# **The process is gone, without a message.** The host was full, and Linux killed it. Cure: a larger host, or a row
+# whose block input fits the next smaller power of two.
 #
 # ## 7. Exercises
 # 1. **Predict.** Llama-3.2-1B has 16 blocks of width 2,048. How much pinned memory do the inputs of a row of 70,000
@@ -591,15 +602,17 @@ course.check(
 # ## In one breath
 # - **Grows with the row**: block inputs, $2LD$ bytes a token, and the open block, $12F + 22D$. In Llama-3.1-8B they are
 #   equal.
-# - **Tiles** take the MLP out of the open block; **offload** takes the block inputs off the card. Tiles alone make the
-#   longest row 1.2 times as long, offload alone 1.8, both 3.0, and with fusing over 4.
-# - **Costs** reading the weights once a tile, about 1 % for the link, and pinned host memory in powers of two.
+# - **Tiles** take the MLP out of the open block; **offload** takes the block inputs off the card. By estimate, for
+#   Llama-3.1-8B on a T4, tiles alone make the longest row 1.2 times as long, offload alone 1.8, both 3.0, and with
+#   fusing over 4. [The longest rows](../docs/longest_rows.md) has other models and cards.
+# - **Costs** reading the weights once a tile, at most 1 % of a step for the link (by estimate), and pinned host
+#   memory in powers of two.
 # - **Exact**: offload gives the same bits; tiles sum the weights' gradients in another order.
 # - **When**: rows of many times $D$ tokens, with checkpointing and a chunked loss on.
 # - **When not**: short rows, `compile`, experts, tensor parallelism, a host without room.
 #
-# Block inputs can wait on the host. Can the weights, too? And what if all weights train? That is lesson 31: all
-# weights, and weights that are elsewhere.
+# Block inputs can wait on the host. Can the weights wait there, too? And what if all weights train? That is lesson
+# 31: all weights, and weights that are elsewhere.
 #
 # ## Sources
 # - Bekman et al. 2025, *Arctic Long Sequence Training*, arXiv 2506.13996, section 3.1.1 (TiledMLP).

@@ -7,16 +7,17 @@
 
 # %% [markdown]
 # # 31. All weights, and weights that are elsewhere
-# > **Promise.** Training *all* weights of Llama-3.2-1B takes 20.4 GiB, and a T4 has 14.74. You free each gradient as
-# > it arrives, and with 8-bit AdamW the step takes 11.3. Then you keep an 8B model's frozen blocks in host memory,
-# > and its step needs 3.3 GiB. Neither of these two changes a bit of the result.
+# > **Promise.** By estimate, a step that trains *all* weights of Llama-3.2-1B takes 20.4 GiB, and a T4 has 14.74. You
+# > free each gradient after use, and with 8-bit AdamW the step takes 11.3. Then you keep an 8B model's frozen blocks
+# > in host memory, and a card of 4 GiB is enough for rows of 256 tokens. Freeing and streaming change no bit of the
+# > result.
 #
 # > **Card.** saves the gradients of all weights but the largest; the frozen weights of all blocks but two / costs
-# > accumulation and clipping of the whole norm; PCIe traffic and host memory / exact, bit for bit / 30 minutes / after
-# > lesson 16
+# > PCIe traffic and host memory, and rules out accumulation and clipping by the whole norm / exact, bit for bit / 30
+# > minutes / after lesson 16
 #
-# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. Now try both extremes.
-# First all weights learn. Then the frozen weights leave the card.
+# So far the job trained 11 million adapter weights, and the 1.24 billion others were frozen. First, all weights
+# learn. Then the frozen weights leave the card.
 
 # %% tags=["hide-input"]
 import copy
@@ -55,8 +56,8 @@ def refusal(recipe, setting):
 # %% [markdown]
 # ## 1. The bill
 # Train all 1.24 billion weights on one row of 1,024 tokens, with 16-bit products (lesson 1) and checkpointing (lesson
-# 3). Weights that learn are stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Write down
-# your guess in GiB for each of the three. Which line must go?
+# 3). Weights that learn are stored in fp32, 4 bytes each, and so are their gradients and AdamW's two states. Guess
+# the GiB of weights, gradients and states. Which of them need not stay?
 
 # %%
 settings = ["tricks.gradient_accumulation=1", "data.max_length=1024", "tricks.attention=sdpa", "tricks.expand_kv=true"]
@@ -130,12 +131,12 @@ assert gain == 4 * (llama.weights - llama.vocabulary * llama.width)
 
 # %% [markdown]
 # In this model one matrix of 1,002 MiB is both embedding and head. Each use gives a gradient, and their sum is a third
-# tensor of that size. All three exist for a moment, with the switch as without it. You gain the gradients of all
+# tensor of that size. All three exist for a moment, also with the switch. So you save only the gradients of all
 # *other* weights.
 #
 # ## 2. From scratch, in two parts
-# **A step for each gradient.** A *hook* is a function that torch calls at a certain moment: here, when the gradient of
-# a weight is complete. This cell needs none of the others, so you can paste it into a script of yours:
+# **A step for each gradient.** A *hook* is a function that torch calls at a certain moment: here, when the gradient
+# of a weight is complete. You can paste this cell into your own script:
 
 # %%
 import torch
@@ -207,7 +208,7 @@ class TwoSlots:
             block.register_forward_pre_hook(lambda *_, number=number: self.enter(number))
 
     def enter(self, number):
-        if number != self.running:  # else the same block again: here a pass turns round
+        if number != self.running:  # else a backward pass, or the next forward pass, begins with the same block
             ahead = number + 1 if number > self.running else number - 1
             self.running = number
             self.fetch(number)  # it is here already, unless it is the very first block
@@ -225,8 +226,8 @@ class TwoSlots:
 # %% [markdown]
 # ## 3. Prove it
 # **Steps in the backward pass.** Train the small model for three steps, plainly and with hooks. The weights must be
-# equal bit for bit. Then count the largest number of bytes that are alive beside weights and states. Plain: the
-# gradients of all $P$ weights, and two more tensors as large as the embedding. Ours: three of that size, and no more.
+# equal bit for bit. Then count the most bytes that are alive beside weights and states. Plain: the gradients of all
+# $P$ weights, and two more tensors as large as the embedding. With hooks: three of that size.
 
 
 # %%
@@ -300,10 +301,10 @@ assert after == before * 2 / L
 
 # %% [markdown]
 # ## 4. What it costs
-# Steps in the backward pass are the same steps, only earlier, so they cost next to no time. Streaming copies blocks
-# over PCIe, the *link* between host and card. A copy runs while the card computes, so it costs time only where it takes
-# longer than the computation. Take Llama-3.1-8B with LoRA, one row, a T4. By estimate (no GPU has run this yet), these
-# are the seconds of all copies of a micro-batch, and of everything else that the card does in it:
+# Steps in the backward pass are the same steps, only earlier, so the estimate adds no time for them. Streaming copies
+# blocks over PCIe, the *link* between host and card. A copy runs while the card computes, so it costs time only where
+# it takes longer than the computation. Take Llama-3.1-8B with LoRA, one row, a T4. By estimate (no GPU has run this
+# yet), these are the seconds of all copies of a micro-batch, and of all else that the card does:
 
 # %%
 t4, eight = CARDS["t4"], find_shape("llama-3.1-8b")
@@ -360,14 +361,14 @@ def timeline(theme: Theme):
 
 course.show(
     timeline,
-    "Figure 2. Llama-3.1-8B at 256 tokens, the first five blocks, by mean times: in 16 bits the card waits for each "
-    "block; in NF4 each block arrives in time.",
+    "Figure 2. Llama-3.1-8B at 256 tokens on a T4, the first five blocks, by estimate: in 16 bits the card waits for "
+    "each block; in NF4 each block arrives in time. Each copy and each block's work has its mean time.",
 )
 
 # %% [markdown]
 # **A second surprise.** You would expect the card to wait on short rows, because they compute little. In 16 bits it
-# does. In NF4 it does not wait even on 16 tokens. There are two reasons: a block has about a quarter of the bytes, and
-# the card must unpack it to 16 bits before each of three passes: forward, forward again, backward.
+# does. In NF4 it does not wait even on 16 tokens. There are two reasons: a block has about a quarter of the bytes,
+# and the card must unpack it to 16 bits before each of three passes: forward, forward again, backward.
 
 # %%
 copies_16, copies_nf4 = (copies_and_work(recipe, 16)[0] for recipe in bits.values())
@@ -381,9 +382,9 @@ assert parts["unpacking"] > copies_nf4
 # ## 5. The production switch
 # You have seen the settings of the first switch. The second is `tricks.stream_layers`. `true` keeps the blocks in
 # *pinned* memory: the system cannot move it to the disk, so the card can read it while the processor does other work.
-# `file` keeps them in a file on the disk that is read like memory (*memory-mapped*), for a host that is too small. Here
-# is what the plan changes, and what card and host need for an 8B with rows of 256 tokens and a 14B with 2,048, with all
-# techniques of the course:
+# `file` keeps them in a file on the disk that is read like memory (*memory-mapped*), for a host that is too small.
+# Here is what the plan changes, and what a T4 and its host need for an 8B with rows of 256 tokens and a 14B with
+# 2,048, with the course's other switches. `card` includes what PyTorch's allocator may keep (lesson 19):
 
 # %%
 both = ways["both"]
@@ -408,11 +409,11 @@ for recipe in (recipes.full_1b(T4), recipes.big_14b(T4)):
 assert course.bill(recipes.full_1b(T4)).peak_bytes == course.bill(both).peak_bytes
 
 # %% [markdown]
-# So the 8B fits a card of 4 GiB, and Colab's 12.7 GB hold its blocks. The 14B fits a T4 anyway; streamed, it takes
-# half, but its blocks need `file` in Colab. `cria plan` prints a verdict on the host, because Linux ends a process that
-# asks for too much memory without a message.
+# So the 8B fits a card of 4 GiB, and Colab's 12.7 GB hold its blocks. The 14B fits a T4 anyway. Streamed, it takes
+# half, but Colab's host is too small for its blocks, so they need `file`. `cria plan` prints a verdict on the host,
+# because Linux ends a process that asks for too much memory without a message.
 #
-# Two recipes have all settings, for `cria plan` and `cria train`. `full_1b` trains all weights of Llama-3.2-1B.
+# Two recipes have these settings, for `cria plan` and `cria train`. `full_1b` trains all weights of Llama-3.2-1B.
 # `big_14b` streams a 14B from a file, with `tricks.layer_by_layer=true`: all micro-batches of a step go through a block
 # before the next block comes, so each pass fetches it once.
 #
@@ -436,14 +437,14 @@ for model in ("llama-3.2-1b", "llama-3.1-8b"):
 # | [GaLore](https://arxiv.org/abs/2403.03507) | states of low rank | states 65.5 % smaller; 7B in 24 GB |
 # | [APOLLO](https://arxiv.org/abs/2412.05270) | coarser learning rates | 7B under 12 GB, quantised |
 # | [L2L](https://arxiv.org/abs/2002.05645) | steps on the host | 50B on a 16 GB V100, host 512 GB |
-# | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | |
+# | [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) | steps on the host, states on SSDs | - |
 #
-# LOMO saves gradients, as this lesson does, and the states as well. The next four save states. All five learn in
-# another way than AdamW, so results differ. The last two stream layers.
+# LOMO frees gradients, as this lesson does, and has no states. The next four have smaller states. All five learn
+# differently from AdamW, so results differ. The last two stream layers.
 #
 # ## 6. Where it breaks
 # **No message, and twice as many steps.** With accumulation, two micro-batches should make one step. Hooks take a step
-# after each, because no gradient waits for the next one. The switch refuses it:
+# after each, because a gradient is freed before the next one arrives. The switch refuses it:
 
 # %%
 for hooked in (False, True):
@@ -458,7 +459,7 @@ print(refusal(both, "tricks.gradient_accumulation=8"))
 
 # %% [markdown]
 # **Clipping.** The norm of *all* gradients is known when the last one has arrived, and then the others are gone.
-# `optimizer_in_backward=clip` limits the gradient of each weight by itself. That is another rule.
+# `optimizer_in_backward=clip` limits the gradient of each weight by itself, so its results differ.
 
 # %%
 print(refusal(both, "train.max_grad_norm=1"))
@@ -470,7 +471,7 @@ print(refusal(both, "train.max_grad_norm=1"))
 # %%
 for hooked in (False, True):
     model, optimizer = made(hooked)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # 8 times it is too large even for fp32
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # 8 times this is too large even for fp32
     scaler.scale(8 * F.cross_entropy(model(ids[:-1]), ids[1:])).backward()
     scaler.step(optimizer)  # leaves the step out, if a gradient is not finite
     finite = all(bool(weight.isfinite().all()) for weight in model.parameters())
@@ -478,12 +479,12 @@ for hooked in (False, True):
     assert finite != hooked
 
 # %% [markdown]
-# The switch divides each gradient by the scale and looks whether it is finite. The first one that is not ends the steps
-# of this backward pass. But weights nearer to the loss have taken theirs: here it differs from a plain run.
+# The switch divides each gradient by the scale and checks whether it is finite. The first one that is not ends the
+# steps of this backward pass. But weights nearer to the loss have taken theirs: here it differs from a plain run.
 #
 # **No message, and wrong gradients.** Streamed blocks without checkpointing: the loss is right, but the backward pass
-# finds other blocks' weights in the slots. Only the last two blocks are right, and block 3, whose adapter needs nothing
-# from below.
+# finds other blocks' weights in the slots. The last two blocks are right, and so is block 3, because its adapter's
+# gradient needs only their weights.
 
 # %%
 loss, *right = one_pass(resident, lambda block, x: block(x))
@@ -602,12 +603,12 @@ course.check(3, tokens_to_hide, of_tokens, "a function (flops, link, size) -> a 
 # ## In one breath
 # - **Saves** the gradients of all weights but the largest, which may need three of its size; and the frozen weights of
 #   all blocks but two.
-# - **Costs** accumulation and clipping by the whole norm; $2(L - 2)$ blocks over PCIe for each micro-batch, and host
-#   memory for all blocks, or a file.
+# - **Costs** the use of accumulation and of clipping by the whole norm; $2(L - 2)$ blocks over PCIe for each
+#   micro-batch, and host memory for all blocks, or a file.
 # - **Exact**, bit for bit, without `clip`; an fp16 step that overflows is the one exception.
 # - **When**: steps in the backward pass, if all weights learn and gradients are at the peak; streaming, if frozen
-#   weights are at the peak. In NF4, or on long rows, it costs next to no time.
-# - **When not**: with LoRA there is no gradient to speak of. If the model fits, streaming gains nothing.
+#   weights are at the peak. In NF4, or on long rows, it adds almost no time, by estimate.
+# - **When not**: with LoRA the gradients are small anyway. If the model fits, streaming gains nothing.
 #
 # This was the last lesson. [What we left out, and why](../docs/left_out.md) answers "why is X not here?", and [lesson
 # 17](17_kwanzaa.py) is the whole run on your own rows.

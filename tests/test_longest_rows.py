@@ -1,11 +1,14 @@
 """The table of the longest rows: its cells are those of today, and each is the longest that fits."""
 
+import re
+
 import pytest
 
 from cria_tricks.hardware.gpus import find_gpu
 from cria_tricks.models.shape import find_shape
 from cria_tricks.predict.toggles import Target
 from cria_tricks.recipe import with_settings
+from cria_tricks.tricks import folds
 from tests.sweeps import sample
 from tools import longest
 
@@ -38,6 +41,23 @@ def test_a_cell_is_that_of_today_and_one_token_more_does_not_fit(model, gpu, way
     assert target.memory(recipe, most).verdict == "fits"
     longer = "fits" if tokens.endswith("+") else "tight"
     assert target.memory(recipe, most + 1).verdict == longer
+
+
+def test_what_a_token_adds_is_the_difference_of_two_bills():
+    """In KiB: the block inputs that are on the card, and what is in the open block."""
+    page = longest.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \|$", page, re.M)
+    assert [way for way, _, _ in rows] == list(longest.WAYS)[:5]
+    device, shape = find_gpu("t4").device, find_shape("llama-3.1-8b")
+    for way, inputs, opened in rows:
+        recipe = with_settings(longest.qlora("llama-3.1-8b", device), longest.WAYS[way])
+        few, many = (folds.estimate(recipe, shape, device, tokens).peak for tokens in (32_768, 65_536))
+        grown = {line.name: line.bytes for line in many.lines}
+        for line in few.lines:
+            grown[line.name] -= line.bytes
+        waiting = grown["saved activations"] * (not recipe.tricks.activation_offload)
+        activations = sum(size for name, size in grown.items() if name.startswith(("saved", "open")))
+        assert [waiting // 2**25, (activations - waiting) // 2**25] == [int(inputs), int(opened)]
 
 
 @pytest.mark.parametrize("gpu", longest.GPUS)

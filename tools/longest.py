@@ -1,6 +1,6 @@
 """The table of the longest rows on each card, by the estimate: ``python -m tools.longest`` writes it into its page.
 
-A column more is one line of :data:`WAYS`, a model or a card one name more.
+To add a column, add a line to :data:`WAYS`; to add a model or a card, add its name below.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 
 
 def qlora(model: str, device: Device) -> Recipe:
-    """The switches of all columns: one row a micro-batch, and what the lessons teach for memory."""
+    """Return what all columns have in common: one row in a micro-batch, and what lessons 1 to 13 teach for memory."""
     tricks = Tricks(
         gradient_checkpointing=True,
         precision=device.best_precision,
@@ -51,7 +51,7 @@ def qlora(model: str, device: Device) -> Recipe:
 
 
 def cell(model: str, gpu: str, settings: Iterable[str]) -> str:
-    """The longest row, a + if the model's context ends there, and what the host needs if something waits there."""
+    """Return the longest row, a + if the model's context ends there, and what the host needs if it is used."""
     shape, device = find_shape(model), find_gpu(gpu).device
     target, recipe = Target(shape, device), with_settings(qlora(model, device), settings)
     most = longest(target, recipe)

@@ -1,23 +1,23 @@
 r"""Activation offload: saved activations wait in host memory until the backward pass needs them.
 
-Saves    activations on the card: with gradient checkpointing L x s -> 0; only those of the block that is being
-         recomputed remain. overlapped: L x s -> 2 x s, the input of the open block and the next one   [bytes]
-Costs    PCIe traffic: s of each block goes to the host and comes back. The copies run on the stream that computes, so
-         the computation waits for them. overlapped: on a stream of their own, so it waits only where a copy takes
-         longer than a block computes. As many bytes of pinned memory on the host
+Saves    activations on the card: with gradient checkpointing L x s -> 0, so only those of the open block (the one that
+         is being recomputed) remain. overlapped: L x s -> 2 x s, the inputs of the open block and of the next one
+Costs    PCIe traffic: the input of each block goes to the host and comes back. The copies run on the CUDA stream that
+         computes, so the computation waits for them. overlapped: on a stream of their own, so it waits only where a
+         copy takes longer than a block computes. The host needs as many bytes of pinned memory
 Claim    exact: the same bits come back
-Needs    CUDA; best with gradient checkpointing, because without it every operation's saved inputs travel: a tensor that
-         three products read travels three times. overlapped needs it, and sends nothing but inputs of checkpointed
-         blocks; a micro-batch so short that copies would cost time stays on the card
-Breaks   jobs with more activations than host memory: a Colab machine shows 12.7 GB, less than its card, and pinned
-         blocks are rounded up to powers of two. The int8 products of bitsandbytes hide their inputs from autograd, so
-         these stay on the card. overlapped: compile, and strategies other than ddp, are refused
+Needs    CUDA; best with gradient checkpointing, because without it the saved inputs of every operation travel: a tensor
+         that three products read travels three times. overlapped needs checkpointing, and sends only the inputs of
+         checkpointed blocks; the inputs of a micro-batch so short that copies would cost time stay on the card
+Breaks   jobs with more activations than host memory: Colab's free machine has 12.7 GB, less than its card, and each
+         pinned tensor is rounded up to a power of two. The int8 products of bitsandbytes hide their inputs from
+         autograd, so these stay on the card. overlapped: compile, and strategies other than ddp, are refused
 Sources  Rhu et al. 2016, arXiv:1602.08124 (vDNN), sec. 3; torch.autograd.graph.save_on_cpu
-Ours     25 lines of hooks, in production too, because torch's save_on_cpu also copies the frozen weights that products
-         save (all 16-bit ones), although they are on the card anyway. transformers has save_on_cpu around each
-         checkpointed block (activation_checkpointing_kwargs={"offload": True}), on the stream that computes. TRL
+Ours     hooks of our own, because torch's save_on_cpu also copies the frozen weights that products save (all 16-bit
+         ones), although they are on the card anyway. transformers has save_on_cpu around each checkpointed block
+         (activation_checkpointing_kwargs={"offload": True}), on the stream that computes. TRL
          (activation_offloading=True) has a stream of its own and holds up to five tensors on their way; overlapped
-         (``load/overlapped_offload.py``) holds one, so that a bill can count it. No card of ours has run overlapped
+         (``load/overlapped_offload.py``) holds one, so that a bill can count it. We have not run overlapped on a card
 
 Shapes: s = B T D elements, the input of one of L blocks.
 """

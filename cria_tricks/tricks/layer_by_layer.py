@@ -1,14 +1,16 @@
-r"""Layer by layer: all micro-batches of a window go through a block before the next block runs.
+r"""Layer by layer: all micro-batches of a window (an optimizer step) go through a block before the next block runs.
 
-Saves    PCIe traffic of streamed layers: a block is fetched once a window and pass, not once a micro-batch: of k
-         micro-batches' fetches 1 / k remain
-Costs    activations: the block inputs of all k micro-batches wait at once, k L s, with what the loss gives back to each
+Saves    PCIe traffic of streamed layers: each pass fetches a block once for the whole window, and not once for each of
+         its k micro-batches, so 1 / k of the fetches remain
+Costs    activations: the block inputs of all k micro-batches are saved at once, k L s, and the gradient of the last
+         block's output for each micro-batch
 Claim    exact: a gradient is the same sum in the same order. With dropout the micro-batches draw other masks
 Needs    stream_layers and gradient_accumulation above 1; without them it has no effect
-Breaks   the memory that accumulation saves, but for the logits and the open block, which are those of one micro-batch
+Breaks   activation_offload=overlapped, which is refused. Accumulation then saves less memory: only the logits and the
+         open block (the one that is being recomputed) are those of one micro-batch
 Sources  Pudipeddi et al. 2020, arXiv:2002.05645 (L2L), sec. 3.2; Lamy-Poirier 2022, arXiv:2211.05953 (breadth-first)
-Ours     40 lines around a model as it is: a first run of each micro-batch only notes with what its blocks are called,
-         and a second one only computes the loss, from the last block's output
+Ours     a few functions around an unchanged model: a first run of each micro-batch only notes the arguments of its
+         blocks, and a second one only computes the loss, from the last block's output
 
 Shapes: s = B T D elements, a block's input; k micro-batches; L blocks.
 """
@@ -88,7 +90,7 @@ def one_pass(
 
 
 def _noted(blocks: Sequence[torch.nn.Module], run: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """Return with what a run calls the first block, and with which further arguments it calls each."""
+    """Return the input of the first block, and the further arguments with which a run calls each block."""
     given: list[dict[str, Any]] = []
     first: list[torch.Tensor] = []
 
@@ -111,7 +113,7 @@ def _give(last: int, end: torch.Tensor, number: int, x: torch.Tensor, /, **more:
 
 @contextlib.contextmanager
 def _instead(blocks: Sequence[Any], forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let the blocks run a function instead, which also gets their number."""
+    """Let the blocks run another function, which also gets the block's number."""
     checkpointing = [block.__dict__.get("gradient_checkpointing") for block in blocks]
     for number, block in enumerate(blocks):
         block.forward = functools.partial(forward, number)
@@ -152,7 +154,7 @@ def _acts(recipe: Recipe) -> bool:
 
 
 def estimate(memory: StepFacts, shape: Shape, recipe: Recipe) -> StepFacts:
-    """Bill the block inputs of a whole window. No gradient of an earlier micro-batch waits, but that of a head."""
+    """Bill the block inputs of a whole window. No earlier micro-batch's gradient waits, except that of a head."""
     if not _acts(recipe):
         return memory
     waiting = memory.waiting_gradient_bytes if recipe.tricks.peft == "head" else 0

@@ -1,21 +1,21 @@
 r"""Optimizer in the backward pass: each weight takes its step when its gradient arrives, and the gradient is freed.
 
-Saves    gradients: 4 bytes for each trained weight -> those of the largest tensor. An embedding that is also the head
-         needs up to three of its size for a moment: the gradients of both uses, and their sum              [bytes]
+Saves    gradients: 4 bytes for each trained weight -> the gradient of the largest tensor. An embedding that is also the
+         head needs up to three tensors of its size for a moment: the gradients of both uses, and their sum  [bytes]
 Costs    the norm of all gradients is known only when every weight has taken its step, so it can be logged, but it
          cannot limit the step. Before each weight's step the CPU waits for the GPU, to see that its gradient is finite
-Claim    exact without clipping: the same bits as the plain step with train.max_grad_norm=0, but for an fp16 step that
-         overflows. clip is not the usual clipping: train.max_grad_norm limits each weight's gradient by itself
+Claim    exact without clipping: the same bits as the plain step with train.max_grad_norm=0, except in an fp16 step that
+         overflows. clip is not the usual clipping: train.max_grad_norm limits the norm of each weight's gradient
 Needs    gradient_accumulation=1, one process, and train.max_grad_norm=0 or the value clip
-Breaks   whatever must see all gradients before the first step. A window of micro-batches and several processes are
-         refused. A gradient that is not finite ends the steps of its backward pass, but the weights behind it (the head
-         and the last blocks) have taken theirs: with fp16's loss scaler the step counts as skipped and the scale is
-         halved, and in fp32 and bf16 the run ends. With LoRA there is little to save
+Breaks   whatever must see all gradients before the first step. Gradient accumulation and several processes are
+         refused. A gradient that is not finite ends the steps of its backward pass, but the weights nearer to the loss
+         (the head and the last blocks) have taken theirs. Then fp16's loss scaler counts the step as skipped and halves
+         the scale, and in fp32 and bf16 the run ends. With LoRA there is little to save
 Sources  Lv et al. 2023, arXiv:2306.09782 (LOMO), sec. 3; the PyTorch tutorial "How to save memory by fusing the
          optimizer step into the backward pass"; torchtune's ``optimizer_in_bwd``
-Ours     one optimizer for all weights, as in a plain run, so a checkpoint of the one resumes as the other. The tutorial
-         and torchtune make one optimizer for each weight. LOMO is stochastic gradient descent, and finds the whole norm
-         by a second backward pass
+Ours     one optimizer for all weights, as in a plain run, so either run can resume the other's checkpoint. The tutorial
+         and torchtune make one optimizer for each weight. LOMO is stochastic gradient descent, and finds the norm of
+         all gradients by a second backward pass
 
 Shapes: a gradient is as large as its weight, and is freed after its step.
 """

@@ -1,21 +1,22 @@
-r"""Streamed layers: the frozen weights of the blocks wait on the host, and each block comes just before it runs.
+r"""Streamed layers: the frozen weights of the blocks wait on the host, and each block is fetched just before it runs.
 
-Saves    weights: those of L blocks -> those of 2                                                        [bytes]
+Saves    weights: the frozen matrices of L blocks -> those of 2                                         [bytes]
 Costs    PCIe traffic: a micro-batch fetches L - 2 blocks forward and L - 2 backward, because two are there already. The
-         copies run beside the computation, so they cost time only where they take longer. The host holds all blocks
+         copies run beside the computation, so they cost time only where they take longer. true holds all blocks in
+         pinned host memory, which the system cannot page out; file keeps them in a memory-mapped file, for a host with
+         less memory than the model
 Claim    exact: the same bytes arrive, and the same kernels multiply by them
-Needs    gradient_checkpointing=true, CUDA, and weights that do not train: a block's weights are gone after its forward
-         pass, so its backward pass must begin with running it again
-Breaks   a number of checkpointed blocks, side_network, compile, several processes and mixtures of experts: all are
-         refused. Short rows, for which a card waits for its link. true takes pinned memory, which the system cannot
-         page out; file takes a memory-mapped file, for a host with less memory than the model
+Needs    weights that do not train, and gradient_checkpointing=true (but not with peft=head): a block's weights are gone
+         after its forward pass, so its backward pass must begin by running it again. true gains nothing without CUDA
+Breaks   gradient_checkpointing for only some blocks, side_network, compile, several processes and mixtures of experts:
+         all are refused. With 16-bit weights and short rows the card waits for its link, by estimate
 Sources  Pudipeddi et al. 2020, arXiv:2002.05645 (L2L), sec. 3; Rajbhandari et al. 2021, arXiv:2104.07857
          (ZeRO-Infinity), sec. 5.1; accelerate's ``cpu_offload`` does it without looking ahead
-Ours     two slots on the card: block i always comes into slot i mod 2, so a weight is a view of its slot for good, and
-         streaming only changes the bytes in it. The switch loads block by block, so neither the card nor (with file)
-         the host ever holds the whole model
+Ours     two slots on the card, each with room for a block. Block i always comes into slot i mod 2, so its weights are
+         always views of this slot, and streaming only changes the bytes in it. The switch loads block by block, so
+         neither the card nor (with file) the host ever holds the whole model
 
-Shapes: a block is as many bytes as its matrices and their scales.
+Shapes: the bytes of a block are those of its matrices and their scales.
 """
 
 import concurrent.futures
@@ -52,7 +53,7 @@ SLOTS = 2
 
 
 class Copies:
-    """Copies on a CUDA stream of their own. Its events say when a slot is free, and when a block has arrived."""
+    """Make copies on a CUDA stream of their own. Events say when a slot is free, and when a block has arrived."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
@@ -101,7 +102,7 @@ class Streamed:
         buffers: the weights of each block on the host, as bytes.
         slots: two buffers on the device, each with room for every block.
         copies: how a buffer is copied into a slot.
-        done_with: is told when a buffer has been copied.
+        done_with: is called with each buffer that has been copied.
 
     Attributes:
         fetched: how many blocks have been fetched so far.

@@ -1,23 +1,24 @@
-r"""Tiled MLP: a block's MLP takes a tile of tokens at a time, forward and backward, to hold less at once.
+r"""Tiled MLP: a block's MLP takes a tile (a few tokens) at a time, forward and backward, to hold less at once.
 
-Saves    activations: the MLP's intermediate tensors for the t tokens of a tile instead of all n = B T. In 16 bits that
-         is 8 F n -> 8 F t bytes (four tensors of F numbers a token), and their gradients with them. With gradient
-         checkpointing it saves this once, in the block that is being recomputed; without it once a block, because a
-         tiled MLP keeps nothing but its input
-Costs    with gradient checkpointing one more product with down, but only where checkpointing would skip it (no adapter
-         on down, or fused_lora). Without it the whole MLP runs forward twice. Each tile reads the weights again, and
-         unpacks 4-bit and int8 weights again, so small tiles are slow
+Saves    activations: the MLP's inner tensors exist for the t tokens of a tile, and not for all n = B T. In 16 bits that
+         is 8 F n -> 8 F t bytes (four tensors of F numbers a token), and their gradients shrink likewise. With gradient
+         checkpointing it saves this in the one block that is being recomputed. Without, it saves this in every block,
+         because a tiled MLP keeps nothing but its input
+Costs    with gradient checkpointing the product with down, where checkpointing would skip it (no adapter on down, or
+         fused_lora). Without checkpointing, or with a norm behind the MLP (Gemma 2 and 3, OLMo 2), the whole MLP runs
+         forward once more. Each tile reads the weights again, and unpacks 4-bit and int8 weights again, so small tiles
+         are slow
 Claim    exact within rounding: a token's result is the same sum of products; the gradients of weights are summed over
-         tiles, so in another order. With dropout the tiles draw other masks than the whole would
-Needs    more tokens in a micro-batch than a tile has: a shorter one runs as it is. true (or auto) takes tiles of D
-         tokens, whose gate is as large as one weight of the MLP
+         tiles, so in another order. With dropout the tiles draw other masks than the whole MLP would
+Needs    more tokens in a micro-batch than a tile has; otherwise the MLP runs as usual. true (or auto) takes tiles of D
+         tokens, because then the gate of a tile is as large as one weight matrix of the MLP
 Breaks   compile, the tensor-parallel strategies and mixtures of experts: all are refused. It does not help where the
          logits, attention or the block inputs are the peak
 Sources  Bekman et al. 2025, arXiv:2506.13996 (Arctic Long Sequence Training), sec. 3.1.1, "TiledMLP"; Liger and Unsloth
          have it, too
-Ours     two autograd functions, which the switch itself runs. The first one keeps the input and comes before the tiles,
-         so when checkpointing recomputes the block, it stops before the tiles. Otherwise each tile would run forward
-         three times: in the forward pass, in the recomputation, and in its own backward pass
+Ours     two autograd functions. The first one only saves the input, in front of the tiles. So when checkpointing
+         recomputes the block, it stops before the tiles. Otherwise each tile would run forward three times: in the
+         forward pass, in the recomputation, and in its own backward pass
 
 Shapes: x (B, T, D), n = B T tokens in tiles of t; gate and up (F, D), down (D, F).
 """
@@ -59,9 +60,9 @@ Mlp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Keep(torch.autograd.Function):
-    # Nothing but x is saved. This is a function of its own, because what a function saves is saved when it has run. The
-    # backward pass of the tiles reads x here, and checkpointing repeats a block only until its last saved tensor is
-    # there again: so it stops before the tiles.
+    # It saves x and does nothing else. This is a function of its own, because a function saves its tensors only when it
+    # has run. Checkpointing repeats a block until all saved tensors are there again, so it stops before the tiles.
+    # Their backward pass reads x here.
     @staticmethod
     def forward(ctx, x_1ND, *trained):
         ctx.save_for_backward(x_1ND)
@@ -110,7 +111,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _through_a_tile(ctx, x_1tD, dy_1tD, dx_1tD, totals):
-    """Run the MLP on a tile again and go back through it: write dx, and add the weights' gradients to the totals."""
+    """Run the MLP on a tile again, forward and backward: write dx, and add the weights' gradients to the totals."""
     x_1tD.requires_grad_(ctx.input_learns)
     with torch.enable_grad(), ctx.autocast():
         y_1tD = ctx.mlp(x_1tD.view_as(x_1tD))  # a view, because FlopCounterMode cannot watch a leaf here
@@ -126,12 +127,12 @@ def _through_a_tile(ctx, x_1tD, dy_1tD, dx_1tD, totals):
 
 
 def _tiles(x_1ND: torch.Tensor, tile: int) -> list[tuple[int, torch.Tensor]]:
-    """Cut x into tiles that autograd does not know; the last one may be shorter."""
+    """Cut x into tiles that autograd does not follow; the last one may be shorter."""
     return [(number * tile, piece) for number, piece in enumerate(x_1ND.detach().split(tile, dim=1))]
 
 
 def _autocast_of(x: torch.Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return what makes autocast as it is here, but without its cache of cast weights.
+    """Return a function that makes a context with today's autocast settings, but without the cache of cast weights.
 
     Inside a function autograd is off, so a weight cast there has no history. From a cache, a later use of that weight
     would get the cast without gradient, and all copies would live until the forward pass ends.
@@ -198,7 +199,7 @@ def tokens_of(wanted: bool | int, width: int) -> int:
 
 
 def refuse_kind(kind: str, name: str) -> None:
-    """Refuse a model whose blocks are built otherwise.
+    """Refuse a model of another kind.
 
     Raises:
         BadInput: naming the model, its kind and the kinds that can be tiled.
